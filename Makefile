@@ -1,0 +1,72 @@
+# `make demo` and `make test` set up all they need in .venv; a second run sets nothing up again.
+#
+#   make test ARGS="-k layout"        arguments for pytest
+#   make demo ARGS="--steps 100"      arguments for the script
+#   make test PYTHON=python3.12       another Python for the set-up
+
+VENV    := .venv
+PY      := $(VENV)/bin/python
+READY   := $(VENV)/.ready
+PIP     := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ARGS    ?=
+PYTHON  ?=
+
+export RAY_USAGE_STATS_ENABLED := 0
+export HF_HUB_OFFLINE := 1
+export OMP_NUM_THREADS := 1
+
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo 'make demo     train a small language model on four workers (about two minutes)'
+	@echo 'make test     lint, types and tests'
+	@echo 'make lint     ruff and mypy alone'
+	@echo 'make format   let ruff repair and format the sources'
+	@echo 'make setup    only make $(VENV), as the targets above do when they need it'
+	@echo 'make clean    remove what the targets above have made, $(VENV) included'
+
+setup: $(READY)
+
+demo: $(READY)
+	@$(PY) tutorials/train_char_lm.py $(ARGS)
+
+test: lint
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: $(READY)
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) tutorials/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find dispatch single_controller workers tests tutorials -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last and removed first, so an interrupted installation never counts as done: the
+# next run begins it anew in an empty environment. A complete one is brought up to date in place.
+$(READY): pyproject.toml constraints.txt
+	@if [ -f $@ ] && $(PY) -c '' 2>/dev/null; then \
+	    rm -f $@; \
+	else \
+	    rm -f $@; found=; \
+	    for python in $(or $(PYTHON),python3.11 python3 python3.12 python3.13); do \
+	        "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
+	            && found="$$python" && break; \
+	    done; \
+	    if [ -z "$$found" ]; then \
+	        echo 'No Python 3.11, 3.12 or 3.13 found: install one, or name it with `make PYTHON=/path/to/python`.' >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "Making $(VENV) with $$("$$found" --version); this takes a few minutes, once."; \
+	    "$$found" -m venv --clear $(VENV) >/dev/null 2>&1 \
+	        || { "$$found" -m venv --clear --without-pip $(VENV) \
+	             && "$$found" -m pip --quiet --disable-pip-version-check --python $(PY) install pip; } \
+	        || exit 1; \
+	fi
+	@$(PIP) torch
+	@$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,360 @@
+"""length / cut / join / trim of everything that can be sharded along its rows.
+
+A *batch* is a Tensor or ndarray (rows along dim 0), a TensorDict (rows along its first batch dim), a list or
+tuple (rows are items), a dict or named tuple of those (value by value, all of one length), or a user's type:
+one with ``__len__``, ``chunk(n)`` and ``concat(list)``, or one given to `register_batch_type`. None, strings,
+numbers, 0-d tensors and `Broadcast` are not batches: they go whole to every rank.
+
+Torch, numpy and tensordict are looked up only when somebody else has already imported them: a value of
+theirs cannot exist before that.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import numbers
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+from dispatch.errors import BatchError
+from dispatch.rows import Share, share_rows
+
+T = TypeVar("T")
+
+
+class Broadcast(Generic[T]):
+    """Marks an argument that every rank gets whole, whatever the mode would do with its type."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Broadcast({type(self.value).__name__})"
+
+
+class LaterBatch:
+    """A batch that is not here yet: somebody else's answer, still being computed (a future).
+
+    The driver cannot count its rows, so it hands out descriptions, and each rank takes its rows when they
+    exist. A subclass gives three descriptions; the engine that carries them turns each into data.
+    """
+
+    def later_rows(self, shard: int, shards: int, uneven: str) -> Any:
+        """Stands for the rows of one shard of ``shards``."""
+        raise NotImplementedError
+
+    def later_item(self, item: int, items: int) -> Any:
+        """Stands for one item of the list of ``items`` answers."""
+        raise NotImplementedError
+
+    def later_whole(self) -> Any:
+        """Stands for the whole answer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BatchType:
+    """How one type is measured, cut and joined.
+
+    Attributes:
+        length: value -> number of rows.
+        cut: (value, start, stop) -> rows ``start:stop``, without changing the value; a view is fine.
+        join: list of values -> one value with their rows one after the other.
+    """
+
+    length: Callable[[Any], int]
+    cut: Callable[[Any, int, int], Any]
+    join: Callable[[list[Any]], Any]
+
+
+_user_types: dict[type, BatchType] = {}
+
+
+def register_batch_type(
+    cls: type,
+    *,
+    length: Callable[[Any], int],
+    cut: Callable[[Any, int, int], Any],
+    join: Callable[[list[Any]], Any],
+) -> None:
+    """Make instances of ``cls`` (and of its subclasses) batches. A second call for a class replaces the first.
+
+    Args:
+        cls: the class.
+        length: value -> number of rows.
+        cut: (value, start, stop) -> a value of rows ``start:stop``; it must not change its argument.
+        join: list of values -> one value with all their rows in order.
+
+    Raises:
+        TypeError: ``cls`` is not a class, or one of the three cannot be called.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"register_batch_type() takes a class, got {cls!r}")
+    for name, function in (("length", length), ("cut", cut), ("join", join)):
+        if not callable(function):
+            raise TypeError(f"register_batch_type({cls.__name__}): {name}= must be callable, got {function!r}")
+    _user_types[cls] = BatchType(length, cut, join)
+
+
+def batch_type(value: Any) -> BatchType | None:
+    """How ``value`` is cut as one piece, or None if it is not such a batch (dicts go value by value)."""
+    for cls in type(value).__mro__:
+        if (found := _user_types.get(cls)) is not None:
+            return found
+    if isinstance(value, (list, tuple)):
+        return None if _fields(value) else _SEQUENCE
+    torch, numpy, tensordict = (sys.modules.get(name) for name in ("torch", "numpy", "tensordict"))
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _TENSOR
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return _NDARRAY
+    if tensordict is not None and (isinstance(value, tensordict.TensorDictBase) or tensordict.is_tensorclass(value)):
+        return _TENSORDICT
+    if not isinstance(value, type) and all(hasattr(value, name) for name in ("__len__", "chunk", "concat")):
+        return _CHUNKED
+    return None
+
+
+def goes_whole(value: Any) -> bool:
+    """Whether the value, by its type, is sent as it is to every rank."""
+    if value is None or isinstance(value, (str, bytes, numbers.Number, enum.Enum, Broadcast)):
+        return True
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None:
+        if isinstance(value, torch.Tensor):
+            return value.ndim == 0
+        if isinstance(value, (torch.dtype, torch.device)):
+            return True
+    return numpy is not None and (
+        isinstance(value, numpy.generic) or (isinstance(value, numpy.ndarray) and value.ndim == 0)
+    )
+
+
+def length(value: Any) -> int | None:
+    """Rows of a batch; None for a value that goes whole.
+
+    Raises:
+        BatchError: the value is neither, or the parts of a dict differ in length.
+    """
+    if goes_whole(value):
+        return None
+    found = batch_type(value)
+    if found is not None:
+        return found.length(value)
+    fields = _fields(value)
+    if fields is None:
+        raise BatchError(f"{describe(value)} cannot be cut into rows")
+    rows: int | None = None
+    first: Any = None
+    for key, part in fields:
+        if isinstance(part, LaterBatch):
+            raise BatchError(f"a future inside a {type(value).__name__} (at {key!r}): pass it as an argument")
+        part_rows = length(part)
+        if part_rows is None:
+            continue
+        if rows is None:
+            rows, first = part_rows, key
+        elif rows != part_rows:
+            raise BatchError(f"its values differ in length: {first!r} has {rows} rows, {key!r} has {part_rows}")
+    return rows
+
+
+def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
+    """The pieces of one batch, one for each share. Views where the type has views.
+
+    A value that goes whole, or a part of a dict that does, is the same in every piece.
+    """
+    if isinstance(value, Broadcast):
+        return [value.value] * len(shares)
+    if goes_whole(value):
+        return [value] * len(shares)
+    found = batch_type(value)
+    if found is None:
+        parts = {key: shard(part, shares) for key, part in _fields(value) or ()}
+        return [_rebuild(value, {key: part[k] for key, part in parts.items()}) for k in range(len(shares))]
+    if found is _CHUNKED and shares[0].rows and shares == share_rows(shares[0].rows * len(shares), len(shares)):
+        return list(value.chunk(len(shares)))
+    return [_take(found, value, share) for share in shares]
+
+
+def cut(value: Any, start: int, stop: int) -> Any:
+    """Rows ``start:stop`` of a batch."""
+    return shard(value, [Share(((start, stop),), stop - start)])[0]
+
+
+def _take(found: BatchType, value: Any, share: Share) -> Any:
+    if len(share.ranges) == 1:
+        return found.cut(value, *share.ranges[0])
+    return found.join([found.cut(value, start, stop) for start, stop in share.ranges])
+
+
+def join(values: Sequence[Any]) -> Any:
+    """One batch from several, in order. All None gives None.
+
+    Raises:
+        BatchError: the values are of different types, or of one that has no rows.
+    """
+    first = values[0]
+    if first is None and all(value is None for value in values):
+        return None
+    for value in values:
+        kind = batch_type(first)
+        if type(value) is not type(first) and (kind is None or batch_type(value) is not kind):
+            raise BatchError(f"{describe(first)} and {describe(value)} do not join")
+    if goes_whole(first):
+        raise BatchError(f"{describe(first)} has no rows to join")
+    found = batch_type(first)
+    if found is not None:
+        return found.join(list(values))
+    fields = _fields(first)
+    if fields is None:
+        raise BatchError(f"{describe(first)} cannot be joined")
+    keys = [key for key, _ in fields]
+    parts = [dict(_fields(value) or ()) for value in values]
+    for part in parts:
+        if set(part) != set(keys):
+            raise BatchError(f"the answers have different keys: {sorted(map(str, set(keys) ^ set(part)))}")
+    joined = {}
+    for key in keys:
+        try:
+            joined[key] = join([part[key] for part in parts])
+        except BatchError as error:
+            raise BatchError(f"at {key!r}: {error}") from None
+    return _rebuild(first, joined)
+
+
+def trim(value: Any, rows: int, real: int) -> Any:
+    """Drop from an answer what the padding of its shard caused.
+
+    Args:
+        value: the answer to a shard of ``rows`` rows; an answer of m * rows rows has m rows for each.
+        rows: rows of the shard, padding included; at least 1.
+        real: rows of the shard without padding.
+
+    Raises:
+        BatchError: the answer's rows are no multiple of the shard's, or it has no rows at all.
+    """
+    if value is None:
+        return None
+    fields = None if batch_type(value) is not None else _fields(value)
+    if fields is not None:
+        return _rebuild(value, {key: trim(part, rows, real) for key, part in fields})
+    found = None if goes_whole(value) else batch_type(value)
+    if found is None:
+        raise BatchError(f"{describe(value)} has no rows, so the padding cannot be dropped from it")
+    answered = found.length(value)
+    if answered % rows:
+        raise BatchError(
+            f"the answer has {answered} rows, no multiple of the shard's {rows}, so the padding cannot be dropped"
+        )
+    return found.cut(value, 0, answered // rows * real)
+
+
+def describe(value: Any) -> str:
+    """A value in a few words for an error message: its type, and its size where it has one."""
+    name = type(value).__name__
+    shape = getattr(value, "shape", None)
+    if shape is not None and not isinstance(value, type):
+        return f"{name} of shape {tuple(shape)}"
+    if value is None:
+        return "None"
+    if isinstance(value, (str, int, float)):
+        text = repr(value)
+        return f"{name} {text if len(text) <= 40 else text[:37] + '...'}"
+    try:
+        return f"{name} of length {len(value)}"
+    except TypeError:
+        return name
+
+
+# --- dicts and named tuples: value by value ---------------------------------------------------------------
+
+
+def _fields(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, dict):
+        return list(value.items())
+    names = getattr(type(value), "_fields", None)
+    if isinstance(value, tuple) and names is not None:
+        return list(zip(names, value, strict=True))
+    return None
+
+
+def _rebuild(like: Any, fields: dict[Any, Any]) -> Any:
+    if isinstance(like, tuple):
+        return type(like)(**fields)
+    if type(like) is dict:
+        return fields
+    other = copy.copy(like)
+    other.update(fields)
+    return other
+
+
+# --- the built-in types -----------------------------------------------------------------------------------
+
+
+def _rows_of_shape(value: Any) -> int:
+    return int(value.shape[0])
+
+
+def _slice(value: Any, start: int, stop: int) -> Any:
+    return value[start:stop]
+
+
+def _join_sequence(values: list[Any]) -> Any:
+    if any(_fields(value) for value in values):
+        raise BatchError("named tuples and plain tuples do not join")
+    return type(values[0])(chain.from_iterable(values))
+
+
+def _join_tensors(values: list[Any]) -> Any:
+    torch = sys.modules["torch"]
+    try:
+        return torch.cat(values, dim=0)
+    except (RuntimeError, TypeError) as error:
+        shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
+        raise BatchError(f"{type(values[0]).__name__}s of shapes {shapes} do not join: {error}") from error
+
+
+def _join_ndarrays(values: list[Any]) -> Any:
+    numpy = sys.modules["numpy"]
+    try:
+        return numpy.concatenate(values, axis=0)
+    except (ValueError, TypeError) as error:
+        shapes = ", ".join(str(value.shape) for value in values[:8])
+        raise BatchError(f"ndarrays of shapes {shapes} do not join: {error}") from error
+
+
+def _tensordict_rows(value: Any) -> int:
+    if not value.batch_size:
+        raise BatchError(f"{type(value).__name__} has no batch dim to cut; give it batch_size=[rows]")
+    return int(value.batch_size[0])
+
+
+def _chunked_rows(value: Any, start: int, stop: int) -> Any:
+    """Rows of a type known only by ``chunk`` and ``concat``: by slicing where it can, else row by row."""
+    if start == 0 and stop == len(value):
+        return value
+    if hasattr(value, "__getitem__"):
+        try:
+            piece = value[start:stop]
+        except Exception:  # whatever a user's __getitem__ raises on a slice: it does not slice
+            piece = None
+        if type(piece) is type(value) and len(piece) == stop - start:
+            return piece
+    rows = list(value.chunk(len(value)))[start:stop]
+    if not rows:
+        raise BatchError(f"{type(value).__name__} gives no empty shard: it has chunk() but no slicing")
+    return type(value).concat(rows)
+
+
+_SEQUENCE = BatchType(len, _slice, _join_sequence)
+_TENSOR = BatchType(_rows_of_shape, _slice, _join_tensors)
+_NDARRAY = BatchType(_rows_of_shape, _slice, _join_ndarrays)
+_TENSORDICT = BatchType(_tensordict_rows, _slice, _join_tensors)
+_CHUNKED = BatchType(len, _chunked_rows, lambda values: type(values[0]).concat(values))

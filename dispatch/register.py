@@ -1,0 +1,181 @@
+"""@register: what a worker method declares about itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
+
+from dispatch.modes import Dispatch, DispatchMode, Execute, ExecuteMode, known_execute_mode, known_mode
+from dispatch.rows import UNEVEN, Uneven
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Inputs = Literal["copy", "view"]
+INPUTS: tuple[str, ...] = get_args(Inputs)
+
+_ATTRIBUTE = "__dispatch_registration__"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `register` was told. See there for each field."""
+
+    mode: DispatchMode
+    execute: ExecuteMode = Execute.ALL
+    blocking: bool = True
+    materialize_futures: bool = True
+    uneven: Uneven = "error"
+    inputs: Inputs = "copy"
+    concurrent: bool = False
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """One method of one worker class, as a group calls it.
+
+    Attributes:
+        owner: name of the worker class.
+        name: name of the method.
+        function: the function as the user wrote it.
+        takes_self: False for a static method.
+        registration: what it declared; `UNREGISTERED` for a method called only through ``execute_*``.
+    """
+
+    owner: str
+    name: str
+    function: Callable[..., Any]
+    registration: Registration
+    takes_self: bool = True
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The method's signature as a caller sees it: without ``self``."""
+        signature = inspect.signature(self.function)
+        if not self.takes_self:
+            return signature
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check that the arguments fit the method.
+
+        Raises:
+            TypeError: they do not; the message is Python's, with the method's name.
+        """
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}() {error}; its signature is {self.name}{self.signature}") from None
+
+    def parameter(self, slot: int | str) -> str:
+        """The name of the parameter that a positional index or a keyword fills."""
+        if isinstance(slot, str):
+            return slot
+        for position, parameter in enumerate(self.signature.parameters.values()):
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                return f"*{parameter.name}[{slot - position}]"
+            if position == slot:
+                return parameter.name
+        return f"argument {slot}"
+
+
+def register(
+    dispatch_mode: DispatchMode | str | dict[str, Any] = Dispatch.ALL_TO_ALL,
+    execute_mode: ExecuteMode | str = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+    *,
+    uneven: Uneven = "error",
+    inputs: Inputs = "copy",
+    concurrent: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare how a worker method is called from a group. The method itself is returned unchanged.
+
+    Args:
+        dispatch_mode: how the arguments are cut over the ranks and whose answers the driver gets: a member of
+            `Dispatch`, its name, or ``{"dispatch_fn": f, "collect_fn": g}`` with
+            ``f(group, *args, **kwargs) -> (args, kwargs)`` and ``g(group, answers) -> result``.
+        execute_mode: who runs it. With ``Execute.RANK_ZERO`` rank 0 gets the arguments as they are, in every
+            dispatch mode, and the driver gets the bare value.
+        blocking: whether ``group.m(x)`` waits; if not it returns a future, as ``group.m.remote(x)`` always does.
+        materialize_futures: whether a future given as an argument reaches the method as its value. If not,
+            the method gets the future itself and asks it for ``.result()``.
+        uneven: what to do with a batch whose rows do not divide over the shards. ``"error"``: a
+            `DispatchError`; ``"pad"``: rows are repeated, and dropped again from the joined answer;
+            ``"ragged"``: shards whose sizes differ by at most one, possibly empty.
+        inputs: ``"copy"`` gives the method tensors and arrays of its own. ``"view"`` gives it the memory that
+            all ranks of a node share, without a copy. It must then never write into them, in place or through
+            a view of them (``x.add_(1)``, ``x[0] = 1``): nothing stops it, and every other reader sees it.
+        concurrent: take an ``async def`` method (or a short plain one) out of the order in which calls run on
+            a rank: it may begin while an earlier call still runs. The other methods of such a worker then run
+            in a thread of their own instead of the process's main thread.
+
+    Raises:
+        ValueError: an unknown mode or option (the message lists the known ones), when the class is defined.
+        TypeError: what is decorated is no function, or an option has the wrong type.
+    """
+    if callable(dispatch_mode):
+        raise TypeError("write @register() with parentheses: @register(dispatch_mode=Dispatch.ONE_TO_ALL)")
+    for name, value, known in (("uneven", uneven, UNEVEN), ("inputs", inputs, INPUTS)):
+        if value not in known:
+            raise ValueError(f"register({name}={value!r}): known are {', '.join(map(repr, known))}")
+    for name, flag in (
+        ("blocking", blocking),
+        ("materialize_futures", materialize_futures),
+        ("concurrent", concurrent),
+    ):
+        if not isinstance(flag, bool):
+            raise TypeError(f"register({name}=...) is True or False, got {flag!r}")
+    registration = Registration(
+        mode=known_mode(dispatch_mode),
+        execute=known_execute_mode(execute_mode),
+        blocking=blocking,
+        materialize_futures=materialize_futures,
+        uneven=uneven,
+        inputs=inputs,
+        concurrent=concurrent,
+    )
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        if not inspect.isfunction(function):
+            hint = "; put @register below @staticmethod" if isinstance(function, staticmethod) else ""
+            raise TypeError(f"@register decorates a method of a worker class, got {function!r}{hint}")
+        setattr(function, _ATTRIBUTE, registration)
+        return function
+
+    return decorate
+
+
+UNREGISTERED = Registration(Dispatch.ONE_TO_ALL)
+"""What holds for a method that is called through ``execute_*`` without being registered."""
+
+
+def registered_methods(cls: type) -> dict[str, MethodSpec]:
+    """The registered methods of a class, by name. An override without @register keeps its base's declaration."""
+    specs = (method_spec(cls, name) for name in _attribute_names(cls))
+    return {spec.name: spec for spec in specs if spec is not None and spec.registration is not UNREGISTERED}
+
+
+def method_spec(cls: type, name: str) -> MethodSpec | None:
+    """The method of a class, registered or not; None when the class has no function of that name."""
+    found = inspect.getattr_static(cls, name, None)
+    function = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+    if not inspect.isfunction(function):
+        return None
+    registration = getattr(function, _ATTRIBUTE, None) or next(
+        (inherited for base in cls.__mro__ if (inherited := _declared_in(base, name)) is not None),
+        UNREGISTERED,
+    )
+    return MethodSpec(cls.__name__, name, function, registration, not isinstance(found, staticmethod))
+
+
+def _declared_in(cls: type, name: str) -> Registration | None:
+    return getattr(cls.__dict__.get(name), _ATTRIBUTE, None)
+
+
+def _attribute_names(cls: type) -> list[str]:
+    """All attribute names in the order in which the classes define them, bases first; no property is run."""
+    return list(dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)))

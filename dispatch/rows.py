@@ -1,0 +1,71 @@
+"""Which rows of a batch belong to which shard: arithmetic on row numbers, no data."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dispatch.errors import BatchError
+
+Uneven = Literal["error", "pad", "ragged"]
+UNEVEN: tuple[str, ...] = get_args(Uneven)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One shard's rows.
+
+    Attributes:
+        ranges: half-open row ranges of the batch, one after the other; more than one only under padding.
+        real: how many of the rows are the caller's own; the rest, at the end, repeat earlier rows.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    real: int
+
+    @property
+    def rows(self) -> int:
+        """Rows in all, padding included."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some rows are repetitions."""
+        return self.rows != self.real
+
+
+def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:
+    """Divide ``rows`` over ``shards``, in order.
+
+    Args:
+        rows: rows of the whole batch.
+        shards: number of shards, at least 1.
+        uneven: what to do when the rows do not divide. ``"error"`` refuses; ``"pad"`` repeats rows from the
+            start until they do; ``"ragged"`` gives sizes that differ by at most one, larger ones first.
+
+    Raises:
+        BatchError: the rows do not divide and ``uneven`` is ``"error"``.
+    """
+    size, rest = divmod(rows, shards)
+    if rest == 0:
+        return [Share(((k * size, (k + 1) * size),), size) for k in range(shards)]
+    if uneven == "ragged":
+        starts = [k * size + min(k, rest) for k in range(shards + 1)]
+        return [Share(((a, b),), b - a) for a, b in itertools.pairwise(starts)]
+    if uneven == "pad":
+        size += 1
+        return [_padded_share(rows, k * size, (k + 1) * size) for k in range(shards)]
+    raise BatchError(f"{rows} rows do not divide over {shards}")
+
+
+def _padded_share(rows: int, start: int, stop: int) -> Share:
+    """Rows ``start:stop`` of the batch continued for ever by its own repetition."""
+    real = max(0, min(stop, rows) - start)
+    ranges: list[tuple[int, int]] = []
+    while start < stop:
+        first = start % rows
+        last = min(rows, first + stop - start)
+        ranges.append((first, last))
+        start += last - first
+    return Share(tuple(ranges), real)

@@ -1,0 +1,38 @@
+"""Reports a user's own folder that hides one of this library's packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_HOME = Path(__file__).resolve().parent.parent
+
+
+def check_neighbours() -> None:
+    """Check that ``dispatch`` and ``workers`` mean this library's packages.
+
+    Raises:
+        ImportError: another one would be imported; the message names both files.
+    """
+    for name in ("dispatch", "workers"):
+        meant = _HOME / name / "__init__.py"
+        found = _found(name)
+        if found is None or Path(found).resolve() == meant or not meant.exists():
+            continue
+        raise ImportError(
+            f"'import {name}' finds {found}, but single_controller needs its own package {meant}. "
+            f"Rename your {name!r}, or move it out of the folder of your script",
+            name=name,
+            path=found,
+        )
+
+
+def _found(name: str) -> str | None:
+    module = sys.modules.get(name)
+    if module is not None:
+        return getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), None)
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or []), None)

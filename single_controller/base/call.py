@@ -1,0 +1,300 @@
+"""Call: one call under way, and the state of the group it belongs to.
+
+`GroupState` is open, broken or closed. A `Call` takes in receipts as they come and decides when it has an
+outcome: the first error, a death, a timeout, or all answers. Nothing here waits; `monitor` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from dispatch.plan import CallPlan
+from single_controller.base.engine import Engine, RankLost, Sent, Token
+from single_controller.base.errors import (
+    CallTimeoutError,
+    GroupBrokenError,
+    GroupClosedError,
+    WorkerDiedError,
+)
+from single_controller.base.later import Answers, join_answers
+from single_controller.base.receipt import Failure, Receipt
+
+logger = logging.getLogger(__name__)
+
+LATE_LOG_SECONDS = 30.0
+DEATH_SHOWS_SECONDS = 2.0
+"""How long an error that looks like the echo of a death waits for that death to be seen."""
+
+
+class GroupState:
+    """Whether a group takes calls, and why not. Shared by the group, its calls and the monitor.
+
+    Args:
+        name: the group's name, for messages.
+        error_grace: seconds that the other ranks have to end after an error on one, before the group is broken.
+
+    Attributes:
+        broken: why the group is broken, or None.
+        closed: whether it was closed.
+        dead: the ranks whose death broke it.
+        standings: rank -> version of what the worker last said of its coordinates.
+    """
+
+    def __init__(self, name: str, error_grace: float) -> None:
+        self.name = name
+        self.error_grace = error_grace
+        self.lock = threading.RLock()
+        self.broken: str | None = None
+        self.closed = False
+        self.dead: tuple[int, ...] = ()
+        self.standings: dict[int, int] = {}
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+
+    def check(self) -> None:
+        """Raise unless the group takes calls.
+
+        Raises:
+            GroupClosedError: it was closed.
+            GroupBrokenError: it is broken; the message says why.
+        """
+        error = self.refusal()
+        if error is not None:
+            raise error
+
+    def refusal(self) -> GroupClosedError | GroupBrokenError | None:
+        """The error that a call raises now, or None."""
+        if self.closed:
+            return GroupClosedError(f"{self.name} is closed; make a new group")
+        if self.broken is not None:
+            return GroupBrokenError(f"{self.name} is broken: {self.broken}. restart() begins anew, close() ends it")
+        return None
+
+    def add(self, call: Call) -> None:
+        """Remember a call that is under way."""
+        with self.lock:
+            self._calls.add(call)
+
+    def break_(self, reason: str, dead: Sequence[int] = ()) -> None:
+        """Take no more calls, and end those under way."""
+        with self.lock:
+            if self.broken is None and not self.closed:
+                self.broken, self.dead = reason, tuple(dead)
+                logger.error("%s is broken: %s", self.name, reason)
+            self._end_calls()
+
+    def close(self) -> None:
+        """Take no more calls, and end those under way."""
+        with self.lock:
+            self.closed = True
+            self._end_calls()
+
+    def reopen(self) -> None:
+        """Take calls again, after a restart."""
+        with self.lock:
+            self.broken = self.broken or "it was restarted"
+            self._end_calls()
+            self.broken, self.dead, self.standings = None, (), {}
+
+    def _end_calls(self) -> None:
+        calls, self._calls = list(self._calls), weakref.WeakSet()
+        for call in calls:
+            call.abandon()
+
+
+class Call:
+    """One call on its way.
+
+    Args:
+        state: of the group.
+        engine: that carries the call.
+        method: name of the method.
+        plan: who gets what.
+        sent: what the engine gave for it.
+        timeout: seconds from now until the call is late, or None.
+        starting: this is the call of the constructors.
+    """
+
+    def __init__(
+        self,
+        state: GroupState,
+        engine: Engine,
+        method: str,
+        plan: CallPlan,
+        sent: Sent,
+        timeout: float | None = None,
+        *,
+        starting: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.method = method
+        self.plan = plan
+        self.answers: Answers = sent.answers
+        self.error: Exception | None = None
+        self.settled = False
+        self._state = state
+        self._pending: dict[Token, int] = dict(sent.receipts)
+        self._receipts: dict[int, Receipt] = {}
+        self._lost: dict[int, str] = {}
+        self._lock = state.lock
+        self._timeout = timeout
+        self._starting = starting
+        self._started = time.monotonic()
+        self._next_log = self._started + LATE_LOG_SECONDS
+        self._failed_at: float | None = None
+        state.add(self)
+
+    # --- for whoever waits -----------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> list[Token]:
+        """Receipts that have not come."""
+        with self._lock:
+            return list(self._pending)
+
+    @property
+    def late(self) -> list[int]:
+        """Ranks that have not ended."""
+        with self._lock:
+            return sorted(self._pending.values())
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to come: no rank is under way, or nobody may ask for it any more."""
+        return self.settled and not self._pending
+
+    def absorb(self, tokens: Sequence[Token]) -> None:
+        """Take in receipts that have come, then look at the clock."""
+        if tokens:
+            outcomes = self.engine.read(tokens)
+            with self._lock:
+                for token, outcome in zip(tokens, outcomes, strict=True):
+                    rank = self._pending.pop(token, None)
+                    if rank is None:
+                        continue
+                    if isinstance(outcome, RankLost):
+                        self._lost[rank] = outcome.reason
+                    else:
+                        self._receipts[rank] = outcome
+                        self._state.standings[rank] = outcome.standing
+        with self._lock:
+            self._decide(time.monotonic())
+
+    def result(self) -> Any:
+        """The call's value, as its mode promises it; for a settled call.
+
+        Raises:
+            SingleControllerError: the call's error.
+        """
+        if self.error is not None:
+            raise self.error
+        receipts = [self._receipts[rank] for rank in self.plan.answers]
+        value = join_answers(self.answers, receipts, self.plan.join)
+        return value if self.plan.collect is None else self.plan.collect(value)
+
+    def receipts(self) -> dict[int, Receipt]:
+        """Receipts by rank; for a settled call without error."""
+        return self._receipts
+
+    def abandon(self) -> None:
+        """The group is broken or closed: end the call, unless it has an outcome."""
+        with self._lock:
+            dead = [rank for rank in self._pending.values() if rank in self._state.dead]
+            if dead and not self._state.closed:
+                self._settle(self._death(dead, self._state.broken or ""))
+            refusal = self._state.refusal()
+            if refusal is not None:
+                self._settle(refusal)
+            self._pending.clear()
+
+    # --- the outcome -----------------------------------------------------------------------------------
+
+    def _decide(self, now: float) -> None:
+        failures = [receipt.failure for receipt in self._receipts.values() if receipt.failure is not None]
+        if failures and self._failed_at is None:
+            self._failed_at = now
+        if self._lost:
+            dead = sorted(self._lost)
+            reason = self._lost[dead[0]]
+            self._lost.clear()
+            error = self._death(dead, reason)
+            self._settle(error)
+            self._state.break_(str(error), dead)
+        elif failures:
+            self._settle_failure(failures, now)
+        elif not self._pending:
+            self._settle(None)
+        if self._pending:
+            self._look_at_clock(now, failures)
+
+    def _settle_failure(self, failures: list[Failure], now: float) -> None:
+        """Raise the first cause: at once, unless it may be the echo of a death that has not shown yet."""
+        if self.settled:
+            return
+        first = min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
+        waited = now - (self._failed_at or now)
+        if not (first.may_be_echo and self._pending) or waited > DEATH_SHOWS_SECONDS:
+            self._settle(first.error(self.engine.open_cause(first.cause), starting=self._starting))
+
+    def _look_at_clock(self, now: float, failures: list[Failure]) -> None:
+        running = now - self._started
+        late = self.late
+        if not self.settled and self._timeout is not None and running >= self._timeout:
+            message = (
+                f"{self.method}() passed its timeout of {self._timeout:g} s; "
+                f"{_ranks(late)} had not ended ({self._hosts(late)})"
+            )
+            self._settle(CallTimeoutError(message, method=self.method, ranks=late))
+            self._state.break_(message)
+        elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
+            self._state.break_(
+                f"{_ranks(late)} had not ended {self.method}() {self._state.error_grace:g} s after an error on "
+                f"{_ranks(sorted(failure.rank for failure in failures))}"
+            )
+        elif now >= self._next_log:
+            self._next_log = now + LATE_LOG_SECONDS
+            logger.warning(
+                "%s: %s() has run for %.0f s; waiting for %s (%s)",
+                self._state.name,
+                self.method,
+                running,
+                _ranks(late),
+                self._hosts(late),
+            )
+
+    def _death(self, dead: Sequence[int], reason: str) -> WorkerDiedError:
+        where = "__init__" if self._starting else self.method
+        message = f"{_ranks(dead)} died during {where}() ({self._hosts(dead)}): {reason}"
+        return WorkerDiedError(message, rank=dead[0], host=self.engine.host(dead[0]), method=where, ranks=dead)
+
+    def _settle(self, error: Exception | None) -> None:
+        if not self.settled:
+            self.error = error
+            self.settled = True
+
+    def _hosts(self, ranks: Sequence[int]) -> str:
+        hosts = list(dict.fromkeys(self.engine.host(rank) for rank in ranks))
+        return "; ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+
+
+def timed_out(call: Call, seconds: float) -> CallTimeoutError:
+    """The error of a wait that ended before its call did."""
+    late = call.late
+    return CallTimeoutError(
+        f"{call.method}() has not ended after a wait of {seconds:g} s; {_ranks(late)} are under way. "
+        "The call goes on: wait again, or give the call itself a timeout with .options(timeout=...)",
+        method=call.method,
+        ranks=late,
+        call_goes_on=True,
+    )

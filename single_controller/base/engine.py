@@ -1,0 +1,86 @@
+"""Engine: what a group needs from whatever runs its workers.
+
+A group binds and plans calls, keeps deadlines and joins answers; the engine starts workers, carries plans to
+them and receipts back. Nothing above this interface knows what an actor is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dispatch.plan import CallPlan
+from dispatch.register import MethodSpec
+from single_controller.base.later import Answers
+from single_controller.base.receipt import Receipt
+
+Token = Hashable
+"""Stands for one rank's receipt that has not been read yet."""
+
+
+@dataclass(frozen=True)
+class RankLost:
+    """Read instead of a receipt when a rank's process has ended. `reason` is one line."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A call that is on its way.
+
+    Attributes:
+        receipts: token -> rank, for every called rank.
+        answers: where the collecting ranks' answers can be asked for.
+    """
+
+    receipts: dict[Token, int]
+    answers: Answers
+
+
+class Engine(ABC):
+    """One group's workers. All methods may be called from several threads, `send` by one at a time."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @abstractmethod
+    def host(self, rank: int) -> str:
+        """The host that a rank runs on, for messages."""
+
+    @abstractmethod
+    def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
+        """Carry a plan to its ranks, without waiting.
+
+        Args:
+            spec: the method.
+            plan: who gets what.
+            future: keep the answers where they are made, until somebody asks; else they come with the receipts.
+
+        Raises:
+            DispatchError: an argument cannot be carried. No rank has seen the call then.
+        """
+
+    @abstractmethod
+    def ask_standings(self) -> Sent:
+        """Ask every rank for its `Standing`, in the order of calls; the receipts' values are the standings."""
+
+    @abstractmethod
+    def wait(self, tokens: Sequence[Token], timeout: float) -> list[Token]:
+        """Wait until all receipts are there or ``timeout`` seconds have passed; those that are there."""
+
+    @abstractmethod
+    def read(self, tokens: Sequence[Token]) -> list[Receipt | RankLost]:
+        """Receipts that `wait` has reported."""
+
+    @abstractmethod
+    def open_cause(self, packed: Any) -> BaseException | None:
+        """A failure's exception; None if it does not unpickle here."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End all workers, without waiting for them. May be called again."""

@@ -1,0 +1,113 @@
+"""The errors of groups and pools. Those of a call's shape are in `dispatch.errors`.
+
+All of them pickle: the message is ``args[0]``, and what else an error knows stands in plain attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dispatch.errors import SingleControllerError
+
+
+class PlacementError(SingleControllerError):
+    """A pool or group cannot be placed: never, or not within its time. The message has a table by node."""
+
+
+class _RankError(SingleControllerError):
+    """An error of one rank.
+
+    Attributes:
+        rank: the rank, or None if it had none yet.
+        host: the host it ran on.
+        method: name of the method, without parentheses.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, host: str | None = None, method: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.method = method
+
+
+class WorkerError(_RankError):
+    """A method raised on a rank. The message names the first cause, with the remote traceback below.
+
+    ``__cause__`` is the exception itself where it could be brought to the driver.
+
+    Attributes:
+        cause_type: qualified name of the exception's type.
+        remote_traceback: the traceback on the worker, as text.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        method: str | None = None,
+        cause_type: str | None = None,
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(message, rank=rank, host=host, method=method)
+        self.cause_type = cause_type
+        self.remote_traceback = remote_traceback
+
+
+class StartError(WorkerError):
+    """A worker's constructor raised (or its class could not be loaded there). The group was taken down."""
+
+
+class WorkerDiedError(_RankError):
+    """A worker's process ended. The group is broken.
+
+    Attributes:
+        ranks: all ranks known to be dead when the error was made.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        method: str | None = None,
+        ranks: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message, rank=rank, host=host, method=method)
+        self.ranks = tuple(ranks)
+
+
+class CallTimeoutError(SingleControllerError, TimeoutError):
+    """A call, or a wait for one, took longer than its timeout.
+
+    Attributes:
+        method: name of the method, without parentheses.
+        ranks: the ranks that had not ended.
+        call_goes_on: True when only the wait ended (``future.result(timeout)``): the call goes on, and a later
+            wait gets its result. False when the call's own timeout passed: the group is broken.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        method: str | None = None,
+        ranks: Sequence[int] = (),
+        call_goes_on: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.method = method
+        self.ranks = tuple(ranks)
+        self.call_goes_on = call_goes_on
+
+
+class GroupBrokenError(SingleControllerError):
+    """The group lost a worker, or a call ran past its timeout, earlier. ``group.restart()`` begins anew."""
+
+
+class GroupClosedError(SingleControllerError):
+    """The group, or the pool under it, is closed."""

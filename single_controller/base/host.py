@@ -1,0 +1,142 @@
+"""WorkerHost: the worker's side of a call. It holds one worker and runs methods on it, in any engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dispatch import batch
+from dispatch.errors import BatchError, DispatchError, ResultError
+from dispatch.plan import Slot, merge_arguments
+from single_controller.base.later import LaterPart
+from single_controller.base.worker import Place, Standing, Worker, assign
+
+
+class Order(NamedTuple):
+    """What a rank is told about a call, beside the arguments.
+
+    Attributes:
+        method: name of the method.
+        collects: whether the driver wants this rank's answer.
+        joins: whether the answers are joined along rows, so that padding must be dropped.
+        private: whether the arguments are the method's own memory.
+        total: rows of the whole batch, None if nothing was cut along rows on the driver.
+        rows: rows of this rank's shard, padding included.
+        real: rows without padding.
+    """
+
+    method: str
+    collects: bool
+    joins: bool
+    private: bool
+    total: int | None = None
+    rows: int | None = None
+    real: int | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a method returned, for the driver.
+
+    Attributes:
+        value: the value, without padding.
+        rows: its rows, if it is a batch.
+        not_rows: why it cannot be cut into rows.
+        empty: the shard was nothing but padding.
+    """
+
+    value: Any = None
+    rows: int | None = None
+    not_rows: str | None = None
+    empty: bool = False
+
+
+class WorkerHost:
+    """One worker and the loop for its ``async`` methods.
+
+    Args:
+        place: where the worker stands.
+        cls: the user's class.
+        args: positional arguments of its constructor.
+        kwargs: keyword arguments of its constructor.
+    """
+
+    def __init__(self, place: Place, cls: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.place = place
+        with assign(place):
+            self.worker = cls(*args, **kwargs)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
+
+    @property
+    def standing(self) -> Standing:
+        """What the worker has said of its coordinates."""
+        return self.worker._standing
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method by name and wait for it, ``async`` or not."""
+        value = getattr(self.worker, method)(*args, **kwargs)
+        return self._finish(value) if inspect.isawaitable(value) else value
+
+    def run(self, order: Order, whole: dict[Slot, Any], shard: dict[Slot, Any]) -> Answer:
+        """Carry out an order.
+
+        Raises:
+            DispatchError: an argument that was a future cannot be cut as the call needs.
+            ResultError: the padding cannot be dropped from the answer.
+            Exception: whatever the method raises.
+        """
+        slots = {**whole, **shard}
+        rows, real = _take_later(order, slots)
+        args, kwargs = merge_arguments(slots)
+        del slots, whole, shard
+        value = self.call(order.method, *args, **kwargs)
+        if not order.collects:
+            return Answer()
+        empty = False
+        if order.joins and rows is not None and real is not None and real != rows:
+            try:
+                value = batch.trim(value, rows, real) if real else None
+                empty = real == 0
+            except BatchError as error:
+                raise ResultError(f"{order.method}(): {error}", method=order.method) from None
+        try:
+            return Answer(value, batch.length(value), None, empty)
+        except BatchError as error:
+            return Answer(value, None, str(error), empty)
+
+    def _finish(self, awaitable: Any) -> Any:
+        """Run a coroutine on the worker's own event loop, where tasks it leaves behind go on between calls."""
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="worker-loop", daemon=True).start()
+
+        async def wait() -> Any:
+            return await awaitable
+
+        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+
+
+def _take_later(order: Order, slots: dict[Slot, Any]) -> tuple[int | None, int | None]:
+    """Replace what was a future by this rank's part of it. Rows of the shard: in all, and without padding."""
+    total, rows, real = order.total, order.rows, order.real
+    for slot, value in slots.items():
+        if not isinstance(value, LaterPart):
+            continue
+        taken = value.take(private=order.private)
+        slots[slot] = taken.value
+        if taken.total is None:
+            continue
+        if total is not None and total != taken.total:
+            raise DispatchError(
+                f"{order.method}(): the future of {value.answers.method}() has {taken.total} rows, another batch "
+                f"of the same call has {total}; all batches of one call have the same number of rows",
+                method=order.method,
+                argument=str(slot),
+            )
+        total, rows, real = taken.total, taken.rows, taken.real
+    return rows, real

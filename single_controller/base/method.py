@@ -1,0 +1,96 @@
+"""RemoteMethod: ``group.m``, the driver's side of one registered method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dispatch.register import MethodSpec
+from dispatch.rows import UNEVEN, Uneven
+from single_controller.base.future import WorkerFuture
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What holds for one call. None leaves what the method declared.
+
+    Attributes:
+        timeout: seconds until the call is late and the group broken.
+        blocking: whether the call waits for its result.
+        uneven: what to do with rows that do not divide.
+    """
+
+    timeout: float | None = None
+    blocking: bool | None = None
+    uneven: Uneven | None = None
+
+    def __post_init__(self) -> None:
+        timeout = self.timeout
+        if timeout is not None and (
+            isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
+        ):
+            raise ValueError(f"timeout is a positive number of seconds or None, got {timeout!r}")
+        if self.blocking not in (None, True, False):
+            raise ValueError(f"blocking is True or False, got {self.blocking!r}")
+        if self.uneven is not None and self.uneven not in UNEVEN:
+            raise ValueError(f"uneven={self.uneven!r}: known are {', '.join(map(repr, UNEVEN))}")
+
+
+class RemoteMethod:
+    """A registered method of a group's workers.
+
+    ``group.m(x)`` calls it, ``group.m.remote(x)`` returns a future, ``group.m.options(timeout=60)(x)`` sets what
+    holds for one call. It has the worker method's name, signature and docstring.
+    """
+
+    def __init__(
+        self,
+        spec: MethodSpec,
+        invoke: Callable[[MethodSpec, tuple[Any, ...], dict[str, Any], CallOptions], Any],
+        options: CallOptions | None = None,
+    ) -> None:
+        self._spec = spec
+        self._invoke = invoke
+        self._options = options or CallOptions()
+        self.__name__ = spec.name
+        self.__qualname__ = f"{spec.owner}.{spec.name}"
+        self.__module__ = spec.function.__module__
+        self.__doc__ = spec.function.__doc__
+
+    @property
+    def __signature__(self) -> Any:
+        return self._spec.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method on the group's workers."""
+        return self._invoke(self._spec, args, kwargs, self._options)
+
+    def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """Call the method and return a future at once."""
+        future: WorkerFuture = self._invoke(self._spec, args, kwargs, replace(self._options, blocking=False))
+        return future
+
+    def options(
+        self, *, timeout: float | None = None, blocking: bool | None = None, uneven: Uneven | None = None
+    ) -> RemoteMethod:
+        """The same method with options for the calls made through what is returned.
+
+        Args:
+            timeout: seconds until the call is late: `CallTimeoutError`, and the group is broken.
+            blocking: whether the call waits for its result, or returns a future.
+            uneven: ``"error"``, ``"pad"`` or ``"ragged"``, as in `register`.
+
+        Raises:
+            ValueError: an option has a value that is not possible.
+        """
+        given = {"timeout": timeout, "blocking": blocking, "uneven": uneven}
+        options = replace(self._options, **{name: value for name, value in given.items() if value is not None})
+        return RemoteMethod(self._spec, self._invoke, options)
+
+    def __get__(self, instance: object, owner: type | None = None) -> RemoteMethod:
+        # Having this makes inspect.isroutine() true, so that help(group.m) shows the method's own page.
+        return self
+
+    def __repr__(self) -> str:
+        return f"<remote method {self.__qualname__}{self._spec.signature}, {self._spec.registration.mode!r}>"

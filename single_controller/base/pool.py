@@ -1,0 +1,92 @@
+"""ResourcePool: how many processes on how many nodes. ClassWithInitArgs: a class, not made yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from single_controller.base.worker import Worker
+
+
+class ResourcePool:
+    """Processes per node, as numbers only; a subclass reserves something for them.
+
+    Args:
+        process_on_nodes: processes of each entry, for example ``[8, 8]``. An entry lies on one node.
+        max_colocate_count: how many worker processes may share one process slot.
+
+    Raises:
+        ValueError: no entry, or a count that is not a positive integer.
+    """
+
+    def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 10) -> None:
+        entries = list(process_on_nodes) if not isinstance(process_on_nodes, (str, int)) else []
+        if not entries or not all(_positive(entry) for entry in entries):
+            raise ValueError(
+                f"process_on_nodes is a list of positive integers, one per node ([8, 8]), got {process_on_nodes!r}"
+            )
+        if not _positive(max_colocate_count):
+            raise ValueError(f"max_colocate_count is a positive integer, got {max_colocate_count!r}")
+        self._store = [int(entry) for entry in entries]
+        self.max_colocate_count = max_colocate_count
+
+    @property
+    def store(self) -> list[int]:
+        """Processes of each entry."""
+        return list(self._store)
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return sum(self._store)
+
+    def local_world_sizes(self) -> list[int]:
+        """By rank, the number of processes in its entry: ``[2, 1]`` gives 2, 2, 1."""
+        return [entry for entry in self._store for _ in range(entry)]
+
+    def local_ranks(self) -> list[int]:
+        """By rank, its rank within its entry: ``[2, 1]`` gives 0, 1, 0."""
+        return [local for entry in self._store for local in range(entry)]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._store})"
+
+
+class ClassWithInitArgs:
+    """A worker class and the arguments of its constructor, to be made on every rank.
+
+    Args:
+        cls: a subclass of `Worker`.
+        args: positional arguments of its constructor.
+        kwargs: keyword arguments of its constructor.
+
+    Raises:
+        TypeError: ``cls`` is no subclass of `Worker`, or the arguments do not fit its constructor.
+    """
+
+    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, Worker)):
+            raise TypeError(f"a group's class is a subclass of single_controller.Worker, got {cls!r}")
+        self.cls: type[Worker] = cls
+        self.args = args
+        self.kwargs = kwargs
+        self._check_arguments()
+
+    def __call__(self) -> Worker:
+        """Make the worker here, in this process: for a unit test of it."""
+        return self.cls(*self.args, **self.kwargs)
+
+    def _check_arguments(self) -> None:
+        import inspect
+
+        try:
+            inspect.signature(self.cls.__init__).bind(None, *self.args, **self.kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.cls.__name__}() {error}") from None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.cls.__name__})"
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,129 @@
+"""What a rank sends back when a call on it has ended, whatever the outcome."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from dispatch.errors import SingleControllerError
+from single_controller.base.errors import StartError, WorkerError
+
+LOST_PEER_SIGNS = (
+    "torch/distributed/",
+    "ProcessGroup",
+    "gloo",
+    "NCCL",
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Connection refused",
+    "Broken pipe",
+    "EOFError",
+)
+"""Found in the traceback of an error that may only be the echo of another rank's death."""
+
+
+@dataclass(slots=True)
+class Failure:
+    """An exception on a rank, in parts that always pickle.
+
+    Attributes:
+        rank: the rank.
+        host: its host.
+        method: the method.
+        cause_type: qualified name of the exception's type.
+        message: its text.
+        remote_traceback: its traceback, as text.
+        when: seconds since the epoch, by the worker's clock.
+        cause: the exception, packed by the engine, or None when it does not pickle.
+        ours: the exception is one of this library's, about the call itself: raised as it is.
+    """
+
+    rank: int
+    host: str
+    method: str
+    cause_type: str
+    message: str
+    remote_traceback: str
+    when: float
+    cause: Any = None
+    ours: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, host: str, method: str, cause: Any) -> Failure:
+        """From an exception that was just caught."""
+        kind = type(error)
+        return cls(
+            rank,
+            host,
+            method,
+            f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__,
+            str(error),
+            remote_traceback(error),
+            time.time(),
+            cause,
+            isinstance(error, SingleControllerError),
+        )
+
+    @property
+    def may_be_echo(self) -> bool:
+        """Whether this looks like the effect of another rank's death."""
+        return any(sign in self.remote_traceback for sign in LOST_PEER_SIGNS)
+
+    def error(self, cause: BaseException | None, *, starting: bool = False) -> Exception:
+        """The exception that the driver raises for this failure."""
+        if self.ours and isinstance(cause, SingleControllerError):
+            return cause
+        where = "__init__" if starting else self.method
+        kind = StartError if starting else WorkerError
+        error = kind(
+            f"{where}() raised {self.cause_type} on rank {self.rank} ({self.host}): {self.message}\n\n"
+            f"{self.remote_traceback.rstrip()}",
+            rank=self.rank,
+            host=self.host,
+            method=where,
+            cause_type=self.cause_type,
+            remote_traceback=self.remote_traceback,
+        )
+        error.__cause__ = cause
+        return error
+
+
+def remote_traceback(error: BaseException) -> str:
+    """The traceback as text, from the user's first frame on: how the call got there is no news to anybody."""
+    trace = error.__traceback__
+    while trace is not None and _is_plumbing(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def _is_plumbing(filename: str) -> bool:
+    return filename.startswith(_OURS) or f"{os.sep}ray{os.sep}" in filename
+
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(slots=True)
+class Receipt:
+    """How a call ended on one rank.
+
+    Attributes:
+        rank: the rank.
+        standing: version of the worker's `Standing`.
+        failure: None when the method returned.
+        value: the packed answer, where the driver waits for it and this rank collects.
+        rows: rows of the answer, if it is a batch.
+        not_rows: why the answer has no rows, if it cannot be cut at all.
+        empty: all of this rank's rows were padding, so there is no answer to join.
+    """
+
+    rank: int
+    standing: int = 0
+    failure: Failure | None = None
+    value: Any = None
+    rows: int | None = None
+    not_rows: str | None = None
+    empty: bool = False

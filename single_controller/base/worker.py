@@ -1,0 +1,183 @@
+"""Worker: the base class of what runs on a rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+RANK_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker stands in its group.
+
+    Attributes:
+        rank: 0 .. world_size - 1.
+        world_size: number of workers in the group.
+        local_rank: rank among the workers of its entry of the pool (its node).
+        local_world_size: number of workers of that entry.
+        master_addr: address of rank 0's node.
+        master_port: a port on it, held for this group.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+    def environment(self) -> dict[str, str]:
+        """The variables that ``torch.distributed.init_process_group()`` reads."""
+        values = (
+            self.rank,
+            self.world_size,
+            self.local_rank,
+            self.local_world_size,
+            self.master_addr,
+            self.master_port,
+        )
+        return dict(zip(RANK_ENVIRONMENT, map(str, values), strict=True))
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """The place that the environment names; rank 0 of 1 where it names none."""
+        get = os.environ.get
+        return cls(
+            int(get("RANK", "0")),
+            int(get("WORLD_SIZE", "1")),
+            int(get("LOCAL_RANK", "0")),
+            int(get("LOCAL_WORLD_SIZE", "1")),
+            get("MASTER_ADDR", "127.0.0.1"),
+            int(get("MASTER_PORT", "0")),
+        )
+
+
+@dataclass
+class Standing:
+    """What a worker has said about its coordinates.
+
+    Attributes:
+        axes: axis -> coordinate.
+        meshes: mesh name -> (dp rank, whether its answer is collected).
+        version: grows with every statement, so that a group notices a new one.
+    """
+
+    axes: dict[str, int] = field(default_factory=dict)
+    meshes: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    version: int = 0
+
+
+_assigned = threading.local()
+
+
+@contextmanager
+def assign(place: Place) -> Iterator[None]:
+    """Workers made in this thread, inside the context, stand at ``place``."""
+    _assigned.place = place
+    try:
+        yield
+    finally:
+        del _assigned.place
+
+
+class Worker:
+    """Subclass this; put `@register` on the methods that the driver calls.
+
+    In the constructor already the rank and the rest are known, and the environment has RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A worker that nobody placed (in a unit test, say)
+    takes its place from the environment, or is rank 0 of 1.
+    """
+
+    _place: Place
+    _standing: Standing
+
+    def __new__(cls, *args: object, **kwargs: object) -> Worker:
+        self = super().__new__(cls)
+        place = getattr(_assigned, "place", None) or Place.from_environment()
+        object.__setattr__(self, "_place", place)
+        object.__setattr__(self, "_standing", Standing())
+        return self
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @property
+    def rank(self) -> int:
+        """Rank in the group, from 0."""
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the group."""
+        return self._place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the workers of the same entry of the pool, from 0."""
+        return self._place.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of workers of the same entry of the pool."""
+        return self._place.local_world_size
+
+    @property
+    def master_addr(self) -> str:
+        """Address of rank 0's node."""
+        return self._place.master_addr
+
+    @property
+    def master_port(self) -> int:
+        """Port on rank 0's node that this group holds for its rendezvous."""
+        return self._place.master_port
+
+    def register_layout(self, **axes: int) -> None:
+        """Say where this rank stands, for the MEGATRON modes: ``register_layout(dp=1, tp=0, pp=0)``.
+
+        Every rank of the group says so, on the same axes, in ``__init__`` or in a method that runs before the
+        first call which needs it. Saying it again replaces what was said.
+
+        Args:
+            axes: axis -> coordinate, from 0: dp, tp, pp, cp, and any other name for the record. An axis that
+                is not named has size 1.
+
+        Raises:
+            ValueError: no axis, or a coordinate that is not an integer from 0.
+        """
+        if not axes:
+            raise ValueError("register_layout() takes at least one axis, for example dp=0")
+        for axis, coordinate in axes.items():
+            _check_coordinate(f"register_layout({axis}=...)", coordinate)
+        self._standing.axes = dict(axes)
+        self._standing.version += 1
+
+    def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool = True) -> None:
+        """Say where this rank stands on a named mesh, for ``Dispatch.mesh(mesh_name)``.
+
+        Args:
+            mesh_name: the name.
+            dp_rank: this rank's data-parallel rank on that mesh; ranks that agree get the same shard.
+            is_collect: whether this rank answers for its dp rank; one rank of each dp rank does.
+
+        Raises:
+            ValueError: an empty name, or a dp rank that is not an integer from 0.
+        """
+        if not isinstance(mesh_name, str) or not mesh_name:
+            raise ValueError(f"register_mesh() takes a non-empty name, got {mesh_name!r}")
+        _check_coordinate(f"register_mesh({mesh_name!r}, dp_rank=...)", dp_rank)
+        self._standing.meshes[mesh_name] = (dp_rank, bool(is_collect))
+        self._standing.version += 1
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """`register_mesh` under the name that verl gives it."""
+        self.register_mesh(mesh_name, dp_rank, is_collect)
+
+
+def _check_coordinate(what: str, coordinate: object) -> None:
+    if not isinstance(coordinate, int) or isinstance(coordinate, bool) or coordinate < 0:
+        raise ValueError(f"{what} is an integer from 0, got {coordinate!r}")

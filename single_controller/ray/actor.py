@@ -1,0 +1,201 @@
+"""The Ray actor behind a rank, in the worker's process.
+
+An actor is made in a bundle before anybody knows its rank: its constructor is deferred. It first says where it
+is; the start message then gives it rank and environment, and only after that the user's class is loaded and
+made. The actor class carries the user's method names, so that ``group.workers[i].m.remote()`` works.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayTaskError
+
+from dispatch.plan import Slot
+from single_controller.base.host import Answer, Order, WorkerHost
+from single_controller.base.receipt import Failure, Receipt, remote_traceback
+from single_controller.base.worker import Place
+from single_controller.ray.transport import AnswerPacket, Packet, pack
+
+
+class Location(NamedTuple):
+    """Where an actor found itself.
+
+    Attributes:
+        address: the node's address.
+        hostname: the node's name.
+        pid: the process.
+        devices: ids of the accelerators that Ray gave it.
+    """
+
+    address: str
+    hostname: str
+    pid: int
+    devices: tuple[str, ...]
+
+
+class StartOrder(NamedTuple):
+    """What a rank is told before user code runs.
+
+    Attributes:
+        rank: its rank.
+        world_size: ranks in the group.
+        local_rank: rank within its entry of the pool.
+        local_world_size: ranks of that entry.
+        environment: variables of the group's own, ``worker_env``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    environment: dict[str, str]
+
+
+class RankActor:
+    """One rank's process. Its own methods begin with ``_sc_``; a subclass adds the user's names."""
+
+    def __init__(self) -> None:
+        self._host: WorkerHost | None = None
+        self._rank = -1
+        self._hostname = socket.gethostname()
+        self._held_port: socket.socket | None = None
+
+    def _sc_locate(self) -> Location:
+        devices = ray.get_runtime_context().get_accelerator_ids()
+        ids = tuple(str(device) for kind in devices.values() for device in kind)
+        return Location(ray.util.get_node_ip_address(), self._hostname, os.getpid(), ids)
+
+    def _sc_rendezvous(self, address: str | None, port: int | None) -> tuple[str, int]:
+        """The group's master address and port, on rank 0. The port is held, bound and not listening, as long as
+        this process lives: torch binds it all the same, and nobody else is given it."""
+        if port is None:
+            self._held_port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held_port.bind(("", 0))
+            port = self._held_port.getsockname()[1]
+        return address or ray.util.get_node_ip_address(), port
+
+    def _sc_start(self, order: StartOrder, made: Packet, master: tuple[str, int]) -> bytes | Receipt:
+        """Stand at a rank, load the user's class and make the worker."""
+        self._rank = order.rank
+        place = Place(order.rank, order.world_size, order.local_rank, order.local_world_size, *master)
+        os.environ.update(order.environment)
+        os.environ.update(place.environment())
+        try:
+            cls, args, kwargs = made.open()
+            self._host = WorkerHost(place, cls, args, kwargs)
+        except Exception as error:
+            return framed(self._failed(error, "__init__"))
+        return framed(Receipt(order.rank, self._host.standing.version))
+
+    def _sc_standing(self) -> Receipt:
+        standing = self._worker.standing
+        return Receipt(self._rank, standing.version, value=standing)
+
+    def _sc_call(self, frame: bytes, *beside: Packet) -> bytes | Receipt:
+        """Carry out an order; the answer, if it is wanted, comes with the receipt."""
+        order, whole, shard = _opened(frame, beside)
+        try:
+            answer = self._run(order, whole, shard)
+            value = pack(answer.value) if order.collects else None
+        except Exception as error:
+            return framed(self._failed(error, order.method))
+        return framed(self._receipt(answer, value))
+
+    @ray.method(num_returns=2)
+    def _sc_call_kept(self, frame: bytes, *beside: Packet) -> tuple[bytes | Receipt, Any]:
+        """Carry out an order; the answer stays in the store of this node until somebody asks for it."""
+        order, whole, shard = _opened(frame, beside)
+        try:
+            answer = self._run(order, whole, shard)
+            return framed(self._receipt(answer, None)), pack(answer.value, AnswerPacket)
+        except Exception as error:
+            failed = framed(self._failed(error, order.method))
+            return failed, RayTaskError(order.method, remote_traceback(error), _carried(error))
+
+    def _sc_direct(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._worker.call(method, *args, **kwargs)
+
+    @property
+    def _worker(self) -> WorkerHost:
+        if self._host is None:
+            raise RuntimeError("this worker has not been started")
+        return self._host
+
+    def _run(self, order: Order, whole: Packet, shard: Packet) -> Answer:
+        slots: dict[Slot, Any] = whole.open(private=order.private)
+        pieces: dict[Slot, Any] = shard.open(private=order.private)
+        for part in (slots, pieces):
+            for slot, value in part.items():
+                if isinstance(value, ray.ObjectRef):  # as in Ray: a reference given as an argument is its value
+                    part[slot] = ray.get(value)
+        return self._worker.run(order, slots, pieces)
+
+    def _receipt(self, answer: Answer, value: Any) -> Receipt:
+        version = self._worker.standing.version
+        return Receipt(self._rank, version, None, value, answer.rows, answer.not_rows, answer.empty)
+
+    def _failed(self, error: Exception, method: str) -> Receipt:
+        version = self._host.standing.version if self._host is not None else 0
+        try:
+            cause: Packet | None = pack(error)
+        except Exception:
+            cause = None
+        return Receipt(self._rank, version, Failure.of(error, self._rank, self._hostname, method, cause))
+
+
+def framed(receipt: Receipt) -> bytes | Receipt:
+    """A receipt as it travels: as bytes where it is small, which Ray carries faster than objects."""
+    value, cause = receipt.value, receipt.failure.cause if receipt.failure is not None else None
+    if all(packet is None or (packet.inline and not packet.refs) for packet in (value, cause)):
+        return pickle.dumps(receipt, protocol=5)
+    return receipt
+
+
+def _opened(frame: bytes, beside: tuple[Packet, ...]) -> tuple[Order, Packet, Packet]:
+    order, *packets = pickle.loads(frame)
+    rest = iter(beside)
+    whole, shard = (packet if packet is not None else next(rest) for packet in packets)
+    return order, whole, shard
+
+
+def _carried(error: Exception) -> Exception:
+    """The exception, or one that says the same if it does not pickle."""
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__qualname__}: {error}")
+
+
+@functools.lru_cache(maxsize=256)
+def actor_class(name: str, methods: tuple[str, ...], concurrent: bool) -> Any:
+    """The Ray actor class for workers of a class, made once: it is exported once to the cluster.
+
+    Args:
+        name: the class's name, for Ray's logs.
+        methods: names of its public methods.
+        concurrent: whether one of them is registered as concurrent, so that calls may overlap.
+    """
+    members: dict[str, Any] = {method: _delegate(method) for method in methods}
+    cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
+    options = {"concurrency_groups": {CONCURRENT: 64}} if concurrent else {}
+    return ray.remote(**options)(cls) if options else ray.remote(cls)
+
+
+CONCURRENT = "concurrent"
+
+
+def _delegate(method: str) -> Callable[..., Any]:
+    def call(self: RankActor, *args: Any, **kwargs: Any) -> Any:
+        return self._sc_direct(method, args, kwargs)
+
+    call.__name__ = call.__qualname__ = method
+    return call

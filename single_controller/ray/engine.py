@@ -1,0 +1,183 @@
+"""RayEngine: one actor per rank."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+
+from dispatch.errors import DispatchError
+from dispatch.modes import Join
+from dispatch.plan import CallPlan, Shard, Slot
+from dispatch.register import MethodSpec
+from single_controller.base.engine import Engine, RankLost, Sent, Token
+from single_controller.base.host import Order
+from single_controller.base.receipt import Receipt
+from single_controller.ray.actor import CONCURRENT, Location
+from single_controller.ray.answers import RayAnswers, one_line, open_cause, unframed
+from single_controller.ray.transport import Packet, pack
+
+_LOST = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's actor.
+
+    Attributes:
+        actor: the handle, a ray.actor.ActorHandle.
+        name: the actor's name.
+        location: where it is.
+    """
+
+    actor: Any
+    name: str
+    location: Location
+
+
+_NOTHING = pack({})
+
+
+class _Carried(NamedTuple):
+    inside: Packet | None
+    beside: tuple[Any, ...]
+
+
+class RayEngine(Engine):
+    """Carries calls to actors.
+
+    Args:
+        ranks: the actors, in order of rank.
+    """
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = tuple(ranks)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def host(self, rank: int) -> str:
+        """The node's name and address."""
+        location = self.ranks[rank].location
+        return f"{location.hostname}, {location.address}"
+
+    def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
+        """See `Engine.send`. Every distinct shard is stored once, however many ranks read it."""
+        whole = _carry(_pack(spec, plan.whole))
+        shards = [_carry(_pack(spec, shard.values)) for shard in plan.shards]
+        collecting = frozenset(plan.answers)
+        frames: dict[tuple[int, bool], bytes] = {}
+        receipts: dict[int, ray.ObjectRef] = {}
+        answers: dict[int, ray.ObjectRef] = {}
+        for rank in plan.ranks:
+            number, collects = plan.shard_of[rank] or 0, rank in collecting
+            frame = frames.get((number, collects))
+            if frame is None:
+                order = _order(spec, plan, plan.shards[number], collects=collects)
+                frame = pickle.dumps((order, whole.inside, shards[number].inside), protocol=5)
+                frames[number, collects] = frame
+            actor = self.ranks[rank].actor
+            method = actor._sc_call_kept if future and collects else actor._sc_call
+            if spec.registration.concurrent:
+                method = method.options(concurrency_group=CONCURRENT)
+            sent = method.remote(frame, *whole.beside, *shards[number].beside)
+            if future and collects:
+                receipts[rank], answers[rank] = sent
+            else:
+                receipts[rank] = sent
+        in_order = [*plan.answers, *(rank for rank in receipts if rank not in collecting)]
+        return Sent(
+            {ref: rank for rank, ref in receipts.items()},
+            RayAnswers(
+                spec.name,
+                [receipts[rank] for rank in in_order],
+                [answers[rank] for rank in plan.answers] if future else None,
+                len(plan.answers),
+            ),
+        )
+
+    def ask_standings(self) -> Sent:
+        """See `Engine.ask_standings`."""
+        refs = [rank.actor._sc_standing.remote() for rank in self.ranks]
+        return Sent({ref: rank for rank, ref in enumerate(refs)}, RayAnswers("layout", refs, None, len(refs)))
+
+    def wait(self, tokens: Sequence[Token], timeout: float) -> list[Token]:
+        """See `Engine.wait`."""
+        if not tokens:
+            return []
+        ready, _ = ray.wait(list(tokens), num_returns=len(tokens), timeout=timeout, fetch_local=False)
+        return list(ready)
+
+    def read(self, tokens: Sequence[Token]) -> list[Receipt | RankLost]:
+        """See `Engine.read`."""
+        try:
+            return [unframed(receipt) for receipt in ray.get(cast(list[Any], list(tokens)))]
+        except Exception:  # one of them is lost: which one, asking singly tells
+            return [_read_one(token) for token in tokens]
+
+    def open_cause(self, packed: Packet | None) -> BaseException | None:
+        """See `Engine.open_cause`."""
+        return open_cause(packed)
+
+    def kill(self) -> None:
+        """See `Engine.kill`."""
+        if ray.is_initialized():
+            for rank in self.ranks:
+                ray.kill(rank.actor, no_restart=True)
+
+
+def _read_one(token: Token) -> Receipt | RankLost:
+    try:
+        return unframed(ray.get(cast(Any, token)))
+    except _LOST as error:
+        return RankLost(one_line(error))
+    except RayError as error:  # the call itself could not be delivered: its arguments were lost, say
+        return RankLost(f"its receipt was lost: {one_line(error)}")
+
+
+def _order(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) -> Order:
+    return Order(
+        spec.name,
+        collects,
+        plan.join is Join.ROWS,
+        spec.registration.inputs == "copy",
+        plan.rows,
+        shard.rows,
+        shard.real,
+    )
+
+
+def _carry(packet: Packet) -> _Carried:
+    """How a packet travels: inside the call's frame if it is small, else once in Ray's store, beside the frame."""
+    if not packet.inline:
+        return _Carried(None, (ray.put(packet),))
+    return _Carried(None, (packet,)) if packet.refs else _Carried(packet, ())
+
+
+def _pack(spec: MethodSpec, values: dict[Slot, Any]) -> Packet:
+    try:
+        return pack(values) if values else _NOTHING
+    except Exception as error:
+        slot = next((slot for slot, value in values.items() if not _packs(value)), None)
+        name = None if slot is None else spec.parameter(slot)
+        what = "an argument" if slot is None else f"argument {name!r}, a {type(values[slot]).__name__},"
+        raise DispatchError(
+            f"{spec.name}(): {what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
+            "Nothing was sent; pass what it is made from, and make it on the worker",
+            method=spec.name,
+            argument=name,
+        ) from error
+
+
+def _packs(value: Any) -> bool:
+    try:
+        pack(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""The Ray that everything runs on: joined if there is one, started if not; and what its nodes have."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+
+logger = logging.getLogger(__name__)
+
+LOCAL_CPUS = 16
+"""Logical CPUs of a Ray that we start, at least, so that every tutorial runs on a laptop."""
+
+_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+"""For a Ray that we start: a dead node is noticed within 5 seconds."""
+
+
+def ensure_ray() -> None:
+    """Join the running Ray (``RAY_ADDRESS``, or one of this machine), or start a local one.
+
+    ``RAY_ADDRESS=local`` starts one of our own in any case.
+
+    Raises:
+        ConnectionError: ``RAY_ADDRESS`` names a Ray that does not answer.
+    """
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address != "local":
+        try:
+            ray.init(address=address)
+            return
+        except ConnectionError:
+            if address != "auto":
+                raise
+    cpus = max(LOCAL_CPUS, os.cpu_count() or 1)
+    logger.info("no Ray is running: starting a local one with %d logical CPUs", cpus)
+    ray.init("local", num_cpus=cpus, include_dashboard=False, _system_config=_HEALTH_CHECKS)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node has.
+
+    Attributes:
+        node_id: Ray's id of it.
+        address: its address.
+        hostname: its name.
+        total: resource -> amount.
+        free: resource -> amount that nothing has reserved.
+    """
+
+    node_id: str
+    address: str
+    hostname: str
+    total: dict[str, float]
+    free: dict[str, float]
+
+
+def nodes() -> list[Node]:
+    """The living nodes, in order of their addresses as numbers. Asks Ray's control store; needs no dashboard."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    alive = [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["NodeManagerHostname"],
+            dict(node["Resources"]),
+            dict(free.get(node["NodeID"], {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(alive, key=lambda node: (address_key(node.address), node.node_id))
+
+
+def address_key(address: str) -> tuple[int, int, str]:
+    """Sorts addresses as numbers: 10.0.0.2 before 10.0.0.10. What is no address sorts by text, after them."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return (99, 0, address)
+    return (parsed.version, int(parsed), "")

@@ -1,0 +1,188 @@
+"""How values travel through Ray: tensors and arrays as out-of-band buffers, everything else by cloudpickle.
+
+Ray would pickle a tensor in-band, together with the whole storage behind a view. Here a value is packed once
+into a `Packet`: a header, the raw buffers of its contiguous tensors and arrays, and the Ray references in it.
+Ray then writes the buffers into its store without a further copy, and a reader maps them.
+
+Store memory is shared and not protected against writing, so opening a packet copies the buffers unless the
+reader asks for views.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import ray
+import ray.cloudpickle
+from ray.actor import ActorHandle
+
+INLINE_BYTES = 64 * 1024
+"""Packets up to this size travel inside the call; larger ones are stored once and referred to."""
+
+_opening = threading.local()
+
+
+class Packet:
+    """A packed value.
+
+    Attributes:
+        header: the pickle of the value without its buffers.
+        buffers: the buffers, as memory.
+        refs: ObjectRefs and actor handles inside the value: Ray must see them to count them.
+    """
+
+    __slots__ = ("buffers", "header", "refs")
+
+    def __init__(self, header: bytes, buffers: tuple[Any, ...] = (), refs: tuple[Any, ...] = ()) -> None:
+        self.header = header
+        self.buffers = buffers
+        self.refs = refs
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return len(self.header) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    @property
+    def inline(self) -> bool:
+        """Whether it is small enough to travel inside a call."""
+        return self.nbytes <= INLINE_BYTES
+
+    def open(self, *, private: bool = True) -> Any:
+        """The value.
+
+        Args:
+            private: copy tensors and arrays into memory of their own. If not, they share the store's memory
+                and must not be written to.
+        """
+        before = getattr(_opening, "packet", None)
+        _opening.packet = (private, self.refs)
+        try:
+            return pickle.loads(self.header, buffers=self.buffers)
+        finally:
+            _opening.packet = before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.header, *self._parts()))
+
+    def _parts(self) -> tuple[Any, ...]:
+        return tuple(map(pickle.PickleBuffer, self.buffers)), self.refs
+
+
+class AnswerPacket(Packet):
+    """A packed answer behind a reference that users hold: ``ray.get`` of it gives them the value, copied."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_open_answer, (self.header, *self._parts()))
+
+
+@contextmanager
+def kept_packed() -> Iterator[None]:
+    """Inside, ``ray.get`` in this thread gives an `AnswerPacket` as it is."""
+    _opening.keep = True
+    try:
+        yield
+    finally:
+        _opening.keep = False
+
+
+def pack(value: Any, kind: Callable[..., Packet] = Packet) -> Packet:
+    """Pack a value. Its tensors and arrays are not copied yet: the packet refers to their memory.
+
+    Raises:
+        Exception: whatever pickle raises for a part that does not pickle.
+    """
+    out = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    pickler = _Pickler(out, buffers)
+    pickler.dump(value)
+    return kind(out.getvalue(), tuple(buffers), tuple(pickler.refs))
+
+
+class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+    def __init__(self, out: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(out, protocol=5, buffer_callback=buffers.append)
+        self.refs: list[Any] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (ray.ObjectRef, ActorHandle)):
+            self.refs.append(obj)
+            return _nth_ref, (len(self.refs) - 1,)
+        if type(obj) is numpy.ndarray and not obj.dtype.hasobject:
+            return _reduce_array(obj)
+        torch = sys.modules.get("torch")
+        if torch is not None and type(obj) is torch.Tensor and _is_plain(torch, obj):
+            return _reduce_tensor(torch, obj)
+        return super().reducer_override(obj)
+
+
+def _is_plain(torch: Any, tensor: Any) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and tensor.device.type in ("cpu", "cuda")
+    )
+
+
+def _reduce_array(array: numpy.ndarray) -> tuple[Any, ...]:
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        array = numpy.ascontiguousarray(array)
+    order = "C" if array.flags.c_contiguous else "F"
+    data = array.ravel(order="K").view(numpy.uint8)
+    return _make_array, (pickle.PickleBuffer(data), array.dtype, array.shape, order)
+
+
+def _reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy()
+    return _make_tensor, (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+def _make_array(buffer: Any, dtype: numpy.dtype, shape: tuple[int, ...], order: Any) -> numpy.ndarray:
+    return _memory(buffer).view(dtype).reshape(shape, order=order)
+
+
+def _make_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    import torch
+
+    tensor = torch.from_numpy(_memory(buffer)).view(dtype).reshape(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _nth_ref(position: int) -> Any:
+    return _opening.packet[1][position]
+
+
+def _open_answer(header: bytes, buffers: tuple[Any, ...], refs: tuple[Any, ...]) -> Any:
+    packet = AnswerPacket(header, buffers, refs)
+    return packet if getattr(_opening, "keep", False) else packet.open()
+
+
+def _memory(buffer: Any) -> numpy.ndarray:
+    """The bytes of a buffer as an array that may be written to: a copy, or the shared memory itself."""
+    shared = numpy.frombuffer(buffer, numpy.uint8)
+    private, _ = getattr(_opening, "packet", (True, ()))
+    return shared.copy() if private else numpy.asarray(_Writable(shared))
+
+
+class _Writable:
+    """Store memory under a flag that lets torch map it without its warning; `inputs="view"` forbids writing."""
+
+    def __init__(self, shared: numpy.ndarray) -> None:
+        self._shared = shared
+        self.__array_interface__ = {
+            "data": (shared.ctypes.data, False),
+            "shape": shared.shape,
+            "typestr": "|u1",
+            "version": 3,
+        }

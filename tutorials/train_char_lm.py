@@ -1,0 +1,190 @@
+"""Train a character-level language model, data-parallel, on the prose that comes with Python itself.
+
+    python tutorials/train_char_lm.py        # four workers on CPU; about a minute on two cores
+
+The text is the documentation behind Python's `help()`, so nothing is downloaded. The driver, `main()`,
+never says which worker gets which rows: `@register` on the worker's methods does.
+"""
+
+import argparse
+import hashlib
+import math
+import sys
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from single_controller import (
+    Dispatch,
+    Execute,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    register,
+)
+
+CONTEXT = 64  # characters that the model sees in a window
+ROWS_PER_WORKER = 32  # windows per worker and training step
+TARGET = 2.3  # nats per character
+
+
+class CharLM(nn.Module):
+    def __init__(self, vocab_size: int, hidden: int):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 64)
+        self.rnn = nn.GRU(64, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, vocab_size)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        features, state = self.rnn(self.embed(tokens), state)
+        return self.head(features), state
+
+
+def row_losses(model: nn.Module, windows: Tensor) -> Tensor:
+    logits, _ = model(windows[:, :-1])
+    return F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").mean(1)
+
+
+class CharLMWorker(Worker):
+    """One rank. What its methods get as `windows` are the rows that fell to this rank."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.hidden = hidden
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def setup(self, vocab_size: int, seed: int) -> int:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        dist.init_process_group("gloo")  # rank, world size and address are in the environment already
+        self.model = CharLM(vocab_size, self.hidden)
+        self.ddp = nn.parallel.DistributedDataParallel(self.model)  # averages gradients over the ranks
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98))
+        return sum(p.numel() for p in self.model.parameters())
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)  # rows are cut over the ranks, a list comes back
+    def train_step(self, windows: Tensor, lr: float) -> float:
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.zero_grad()
+        loss = row_losses(self.ddp, windows).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, uneven="ragged")  # rows are cut, answers joined
+    def evaluate(self, windows: Tensor) -> Tensor:
+        with torch.no_grad():
+            return row_losses(self.model, windows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def sample(self, prompt: Tensor, length: int, temperature: float = 0.6) -> Tensor:
+        tokens, state = [prompt[None]], None
+        with torch.no_grad():
+            for _ in range(length):
+                logits, state = self.model(tokens[-1], state)
+                tokens.append(torch.multinomial(F.softmax(logits[:, -1] / temperature, dim=-1), 1))
+        return torch.cat(tokens, dim=1)[0]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_digest(self) -> str:
+        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+
+
+def load_text() -> tuple[str, Tensor, Tensor]:
+    """Return the alphabet, and the training and validation text (the last tenth) as indices into it."""
+    everything = "\n\n".join(topics.values())
+    # Topics quote each other; a paragraph that stands twice would leak from training into validation.
+    text = "\n\n".join(dict.fromkeys(everything.split("\n\n")))
+    print(f"{len(everything):,} characters of prose, {len(text):,} without repeated paragraphs")
+    alphabet = "".join(sorted(set(text)))
+    encoded = torch.tensor([alphabet.index(char) for char in text])
+    cut = len(encoded) * 9 // 10
+    return alphabet, encoded[:cut], encoded[cut:]
+
+
+def count_models(train: Tensor, valid: Tensor, size: int) -> dict[str, float]:
+    """Nats per character on `valid` of the unigram and the bigram model that were counted on `train`."""
+    unigram = (torch.bincount(train, minlength=size) + 1) / (len(train) + size)
+    pairs = torch.bincount(train[:-1] * size + train[1:], minlength=size * size).view(size, size)
+    bigram = (pairs + unigram) / (pairs.sum(1, keepdim=True) + 1)  # unseen pairs fall back to the unigram
+    log_probs = {"unigram model": unigram[valid].log(), "bigram model": bigram[valid[:-1], valid[1:]].log()}
+    return {name: -values.mean().item() for name, values in log_probs.items()}
+
+
+def plot(path: Path, train: list[float], valid: dict[int, float], references: dict[str, float]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(range(1, len(train) + 1), train, alpha=0.5, label="training, mean of the ranks")
+    axes.plot(list(valid), list(valid.values()), "o-", markersize=3, label="validation")
+    for (name, loss), style in zip(references.items(), ("--", ":"), strict=True):
+        axes.axhline(loss, color="gray", linestyle=style, label=f"{name}: {loss:.2f}")
+    axes.set(xlabel="step", ylabel="nats per character")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plt.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "char_lm_loss.png")
+    args = parser.parse_args()
+
+    began = time.monotonic()
+    torch.manual_seed(args.seed)
+    alphabet, train, valid = load_text()
+    eval_windows = valid[: len(valid) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    train_losses: list[float] = []
+    valid_losses: dict[int, float] = {}
+
+    pool = RayResourcePool([args.workers], use_gpu=False)
+    with pool, RayWorkerGroup(pool, RayClassWithInitArgs(cls=CharLMWorker, hidden=192)) as group:
+        parameters = group.setup(len(alphabet), args.seed)[0]
+        print(f"{group.world_size} workers, {parameters:,} parameters each")
+        progress = tqdm(range(1, args.steps + 1), desc="training", unit="step", mininterval=0.5)
+        for step in progress:
+            starts = torch.randint(len(train) - CONTEXT, (ROWS_PER_WORKER * group.world_size, 1))
+            windows = train[starts + torch.arange(CONTEXT + 1)]
+            lr = 4e-3 * min(step / 20, 0.05 + 0.95 * math.cos(math.pi / 2 * step / args.steps) ** 2)
+            losses = group.train_step(windows, lr)
+            train_losses.append(sum(losses) / len(losses))
+            if step % 50 == 0 or step == args.steps:
+                valid_losses[step] = group.evaluate(eval_windows).mean().item()
+                progress.set_postfix(train=f"{train_losses[-1]:.2f}", valid=f"{valid_losses[step]:.2f}")
+        prompt = torch.tensor([alphabet.index(char) for char in "The "])
+        sample = "".join(alphabet[i] for i in group.sample(prompt, length=400))
+        digests = group.weights_digest()
+
+    print(f"\nA sample, drawn by rank 0:\n{'-' * 72}\n{sample}\n{'-' * 72}\n")
+    references = count_models(train, valid, len(alphabet))
+    loss = valid_losses[args.steps]
+    print("Nats per character on the validation text:")
+    for name, value in {**references, "this model": loss}.items():
+        print(f"  {name:<14}{value:.3f}")
+    plot(args.out, train_losses, valid_losses, references)
+    print(f"\nThe loss curve is in {args.out}; {time.monotonic() - began:.0f} s in all.")
+
+    if len(set(digests)) != 1:
+        sys.exit(f"FAILED: the ranks' weights differ; digests by rank: {[d[:12] for d in digests]}")
+    print(f"The weights of all {len(digests)} ranks are identical (sha256 {digests[0][:12]}...).")
+    if not loss < TARGET:
+        sys.exit(f"FAILED: the validation loss {loss:.3f} is not below {TARGET} nats per character.")
+
+
+if __name__ == "__main__":
+    main()
