@@ -18,7 +18,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: help setup demo test lint format clean
 
 help:
-	@echo 'make demo     train a small language model on four workers (about two minutes)'
+	@echo 'make demo     train a small language model on four workers (about a minute)'
 	@echo 'make test     lint, types and tests'
 	@echo 'make lint     ruff and mypy alone'
 	@echo 'make format   let ruff repair and format the sources'

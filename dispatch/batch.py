@@ -45,6 +45,11 @@ class LaterBatch:
     exist. A subclass gives three descriptions; the engine that carries them turns each into data.
     """
 
+    @property
+    def failed(self) -> Exception | None:
+        """The error that the answer is known to end in."""
+        raise NotImplementedError
+
     def later_rows(self, shard: int, shards: int, uneven: str) -> Any:
         """Stands for the rows of one shard of ``shards``."""
         raise NotImplementedError

@@ -121,6 +121,9 @@ class ExecuteMode:
     def __repr__(self) -> str:
         return f"Execute.{self.name}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_execute_mode, (self.name,))
+
     @property
     def bare_value(self) -> bool:
         """Whether the driver gets the one rank's value instead of a list."""
@@ -272,8 +275,8 @@ def known_mode(mode: object) -> DispatchMode:
                 "a dispatch mode given as a dict has exactly the keys 'dispatch_fn' and 'collect_fn', "
                 f"got {sorted(map(str, mode))}"
             )
-        name = getattr(mode["dispatch_fn"], "__name__", "dispatch_fn")
-        return DispatchMode(f"custom({name})", _custom(name, **mode))
+        function = str(getattr(mode["dispatch_fn"], "__name__", "dispatch_fn"))
+        return DispatchMode(f"custom({function})", _custom(function, **mode))
     raise TypeError(
         f"{mode!r} is no dispatch mode; use one of {', '.join(map(repr, Dispatch))}, "
         "or a dict of 'dispatch_fn' and 'collect_fn'"
@@ -291,6 +294,11 @@ def known_execute_mode(mode: object) -> ExecuteMode:
     if isinstance(mode, str) and mode in Execute._members:
         return Execute._members[mode]
     raise ValueError(f"unknown execute mode {mode!r}; known are {', '.join(map(repr, Execute))}")
+
+
+def _execute_mode(name: str) -> ExecuteMode:
+    """The member of that name; a bare one on a worker, where nobody asks which ranks it means."""
+    return Execute._members.get(name) or ExecuteMode(name)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
@@ -361,7 +369,7 @@ def _add(name: str, mode: AnyMode) -> DispatchMode:
     return Dispatch._members[name]
 
 
-for _name, _mode in {
+_BUILT_IN: dict[str, AnyMode] = {
     "RANK_ZERO": Mode(_rank_zero, Cut.WHOLE, Join.VALUE),
     "ONE_TO_ALL": Mode(_to_all, Cut.WHOLE, Join.LIST),
     "ALL_TO_ALL": Mode(_flat, Cut.ITEMS, Join.LIST),
@@ -377,5 +385,6 @@ for _name, _mode in {
         "its mode is DIRECT_ROLLOUT_METHOD: the rollout engine calls it on the worker directly, "
         "the driver never does; call it through group.workers[rank], or give it another mode"
     ),
-}.items():
+}
+for _name, _mode in _BUILT_IN.items():
     _add(_name, _mode)

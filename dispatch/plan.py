@@ -365,7 +365,9 @@ def _take_function(spec: MethodSpec, slots: dict[Slot, Any]) -> dict[Slot, Any]:
 
 
 def _slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Slot, Any]:
-    return {**dict(enumerate(args)), **kwargs}
+    slots: dict[Slot, Any] = dict(enumerate(args))
+    slots.update(kwargs)
+    return slots
 
 
 def _later(slots: dict[Slot, Any]) -> tuple[LaterBatch, ...]:

@@ -215,7 +215,8 @@ class Call:
 
     def _decide(self, now: float) -> None:
         failures = [receipt.failure for receipt in self._receipts.values() if receipt.failure is not None]
-        if failures and self._failed_at is None:
+        lost_input = next((later.failed for later in self.plan.later if later.failed is not None), None)
+        if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
         if self._lost:
             dead = sorted(self._lost)
@@ -228,6 +229,8 @@ class Call:
             self._settle_failure(failures, now)
         elif not self._pending:
             self._settle(None)
+        elif lost_input and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS:
+            self._settle(lost_input)  # a future that never comes: the ranks that wait for it cannot know
         if self._pending:
             self._look_at_clock(now, failures)
 
@@ -252,8 +255,8 @@ class Call:
             self._state.break_(message)
         elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
             self._state.break_(
-                f"{_ranks(late)} had not ended {self.method}() {self._state.error_grace:g} s after an error on "
-                f"{_ranks(sorted(failure.rank for failure in failures))}"
+                f"{_ranks(late)} had not ended {self.method}() {self._state.error_grace:g} s after an error"
+                + (f" on {_ranks(sorted(failure.rank for failure in failures))}" if failures else " of its input")
             )
         elif now >= self._next_log:
             self._next_log = now + LATE_LOG_SECONDS

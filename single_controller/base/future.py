@@ -57,6 +57,11 @@ class WorkerFuture(LaterBatch):
         """The engine's references to the answers, one per collecting rank (ObjectRefs, on Ray)."""
         return self._call.answers.refs()
 
+    @property
+    def failed(self) -> Exception | None:
+        """See `dispatch.batch.LaterBatch`."""
+        return self._call.error
+
     def later_rows(self, shard: int, shards: int, uneven: str) -> LaterPart:
         """See `dispatch.batch.LaterBatch`."""
         return LaterPart(self._call.answers, self._call.plan.join, "rows", shard, shards, uneven)

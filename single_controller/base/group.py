@@ -81,6 +81,16 @@ class WorkerGroup:
         return self._state.name
 
     @property
+    def closed(self) -> bool:
+        """Whether the group was closed."""
+        return self._state.closed
+
+    @property
+    def broken(self) -> str | None:
+        """Why the group takes no more calls until it is restarted, or None."""
+        return self._state.broken
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self._engine.world_size

@@ -97,6 +97,8 @@ class LaterPart:
         for receipt in receipts:
             if self.join is Join.LIST:
                 lengths.append(1)
+            elif receipt.empty:
+                lengths.append(0)
             elif receipt.not_rows is not None:
                 raise DispatchError(
                     f"the answer of {self.answers.method}() cannot be cut into rows: {receipt.not_rows}",
@@ -110,7 +112,7 @@ class LaterPart:
                     )
                 return Taken(self.answers.values([0], private=private)[0])
             else:
-                lengths.append(0 if receipt.empty else receipt.rows)
+                lengths.append(receipt.rows)
         total = sum(lengths)
         try:
             share = share_rows(total, self.of, self.uneven)[self.index]

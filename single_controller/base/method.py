@@ -84,8 +84,12 @@ class RemoteMethod:
         Raises:
             ValueError: an option has a value that is not possible.
         """
-        given = {"timeout": timeout, "blocking": blocking, "uneven": uneven}
-        options = replace(self._options, **{name: value for name, value in given.items() if value is not None})
+        set_before = self._options
+        options = CallOptions(
+            set_before.timeout if timeout is None else timeout,
+            set_before.blocking if blocking is None else blocking,
+            set_before.uneven if uneven is None else uneven,
+        )
         return RemoteMethod(self._spec, self._invoke, options)
 
     def __get__(self, instance: object, owner: type | None = None) -> RemoteMethod:

@@ -23,6 +23,11 @@ from single_controller.base.receipt import Failure, Receipt, remote_traceback
 from single_controller.base.worker import Place
 from single_controller.ray.transport import AnswerPacket, Packet, pack
 
+CONCURRENT = "concurrent"
+"""Ray's concurrency group for the calls of methods registered as concurrent."""
+
+CONCURRENT_CALLS = 64
+
 
 class Location(NamedTuple):
     """Where an actor found itself.
@@ -186,11 +191,8 @@ def actor_class(name: str, methods: tuple[str, ...], concurrent: bool) -> Any:
     """
     members: dict[str, Any] = {method: _delegate(method) for method in methods}
     cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
-    options = {"concurrency_groups": {CONCURRENT: 64}} if concurrent else {}
-    return ray.remote(**options)(cls) if options else ray.remote(cls)
-
-
-CONCURRENT = "concurrent"
+    remote: Any = ray.remote
+    return remote(concurrency_groups={CONCURRENT: CONCURRENT_CALLS})(cls) if concurrent else remote(cls)
 
 
 def _delegate(method: str) -> Callable[..., Any]:

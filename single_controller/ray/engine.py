@@ -117,7 +117,7 @@ class RayEngine(Engine):
     def read(self, tokens: Sequence[Token]) -> list[Receipt | RankLost]:
         """See `Engine.read`."""
         try:
-            return [unframed(receipt) for receipt in ray.get(cast(list[Any], list(tokens)))]
+            return [unframed(receipt) for receipt in ray.get(list(cast(Any, tokens)))]
         except Exception:  # one of them is lost: which one, asking singly tells
             return [_read_one(token) for token in tokens]
 

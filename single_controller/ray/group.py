@@ -162,7 +162,11 @@ class RayWorkerGroup(WorkerGroup):
             raise ValueError(f"use_gpu=True, but {resource_pool!r} has no GPUs")
         self._start_timeout = start_timeout
         self._master_found: tuple[str, int] | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self._state.close()
+            raise
 
     # --- what Ray users expect --------------------------------------------------------------------------
 
@@ -199,7 +203,11 @@ class RayWorkerGroup(WorkerGroup):
             self._state.break_("it is being restarted")
             self._ray.kill()
             self._layout = None
-            self._start()
+            try:
+                self._start()
+            except BaseException as error:
+                self._state.broken = f"its restart failed: {error}"
+                raise
             self._state.reopen()
 
     # --- the start --------------------------------------------------------------------------------------
@@ -221,6 +229,8 @@ class RayWorkerGroup(WorkerGroup):
         """Place, order, start: no step waits for one rank after the other. Rolled back if it fails."""
         made = pack_class(self._made)
         pool = self.resource_pool
+        if not {"num_cpus", "num_gpus"} & set(self._made.options):
+            pool.admit(self)
         pool.place(self._bin_pack, self._made.additional_resource)
         slots = pool.slots()
         actors: list[ActorHandle] = []
@@ -261,12 +271,9 @@ class RayWorkerGroup(WorkerGroup):
         concurrent = any(spec.registration.concurrent for spec in self._specs.values())
         cls = actor_class(self._worker_class.__name__, methods, concurrent)
         strategy = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
-        actor: ActorHandle = cls.options(
-            name=name,
-            lifetime="detached" if self._detached else None,
-            scheduling_strategy=strategy,
-            **options,
-        ).remote()
+        lifetime = "detached" if self._detached else None
+        configured = cls.options(name=name, lifetime=lifetime, scheduling_strategy=strategy, **options)
+        actor: ActorHandle = configured.remote()
         return actor
 
     def _run_constructors(self, ranks: Sequence[Rank], entries: Sequence[int], made: Any) -> None:

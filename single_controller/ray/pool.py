@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
 from single_controller.ray.placement import Placement, Slot
 from single_controller.ray.runtime import ensure_ray
+
+
+class Occupant(Protocol):
+    """What a pool needs to know of a group in it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class RayResourcePool(ResourcePool):
@@ -62,6 +75,7 @@ class RayResourcePool(ResourcePool):
         self._placing = threading.Lock()
         self._placement: Placement | None = None
         self._closed = False
+        self._groups: weakref.WeakSet[Occupant] = weakref.WeakSet()
         ensure_ray()
 
     @property
@@ -118,10 +132,27 @@ class RayResourcePool(ResourcePool):
         """What holds the slots: one, unless this pool was merged."""
         return [self._placement] if self._placement is not None else []
 
+    def admit(self, group: Occupant) -> None:
+        """Note a group that is going to have a worker in every slot.
+
+        Raises:
+            PlacementError: as many groups as a slot holds are there already.
+        """
+        with self._placing:
+            inside = [other.name for other in self._groups if not other.closed and other is not group]
+            if len(inside) >= self.max_colocate_count:
+                raise PlacementError(
+                    f"{self!r} is full: max_colocate_count={self.max_colocate_count} and it holds "
+                    f"{', '.join(sorted(inside))}. Close one, or make the pool with a larger max_colocate_count"
+                )
+            self._groups.add(group)
+
     def close(self) -> None:
-        """Free the slots; the workers in them end. A second close does nothing."""
+        """Free the slots, and close the groups in them. A second close does nothing."""
         with self._placing:
             self._closed = True
+            for group in list(self._groups):
+                group.close()
             for placement in self.placements():
                 placement.close()
 
@@ -186,9 +217,17 @@ class MergedResourcePool(RayResourcePool):
         """What holds the slots: the parents' placements."""
         return [placement for parent in self._parents for placement in parent.placements()]
 
+    def admit(self, group: Occupant) -> None:
+        """Note a group in every parent."""
+        for parent in self._parents:
+            parent.admit(group)
+        self._groups.add(group)
+
     def close(self) -> None:
-        """Stop using the parents' slots; they stay reserved until the parents are closed."""
+        """Close the groups made on this pool; the slots stay reserved until the parents are closed."""
         self._closed = True
+        for group in list(self._groups):
+            group.close()
 
 
 def merge_resource_pool(*pools: RayResourcePool) -> RayResourcePool:

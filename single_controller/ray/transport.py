@@ -108,7 +108,7 @@ def pack(value: Any, kind: Callable[..., Packet] = Packet) -> Packet:
     return kind(out.getvalue(), tuple(buffers), tuple(pickler.refs))
 
 
-class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+class _Pickler(ray.cloudpickle.CloudPickler):
     def __init__(self, out: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
         super().__init__(out, protocol=5, buffer_callback=buffers.append)
         self.refs: list[Any] = []
@@ -138,7 +138,7 @@ def _reduce_array(array: numpy.ndarray) -> tuple[Any, ...]:
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         array = numpy.ascontiguousarray(array)
     order = "C" if array.flags.c_contiguous else "F"
-    data = array.ravel(order="K").view(numpy.uint8)
+    data: Any = array.ravel(order="K").view(numpy.uint8)
     return _make_array, (pickle.PickleBuffer(data), array.dtype, array.shape, order)
 
 
@@ -155,7 +155,10 @@ def _make_array(buffer: Any, dtype: numpy.dtype, shape: tuple[int, ...], order: 
 def _make_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
     import torch
 
-    tensor = torch.from_numpy(_memory(buffer)).view(dtype).reshape(shape)
+    if 0 in shape:
+        tensor = torch.empty(shape, dtype=dtype)
+    else:
+        tensor = torch.from_numpy(_memory(buffer)).view(dtype).reshape(shape)
     return tensor.requires_grad_() if requires_grad else tensor
 
 

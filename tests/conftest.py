@@ -1,0 +1,24 @@
+"""One local Ray for the whole test session."""
+
+import os
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+# Ray's workers import the tests' worker classes by name.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+os.environ["PYTHONPATH"] = os.pathsep.join([_HERE, os.path.join(_HERE, "groups"), os.environ.get("PYTHONPATH", "")])
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A Ray of this session's own: 16 logical CPUs, no GPU, no dashboard."""
+    import ray
+
+    ray.init(
+        "local", num_cpus=16, num_gpus=0, include_dashboard=False, object_store_memory=2 * 1024**3, log_to_driver=False
+    )
+    yield
+    ray.shutdown()

@@ -1,0 +1,317 @@
+"""Worker classes that the group tests run on Ray."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import ray
+
+from single_controller import Dispatch, Execute, Worker, collect_all_to_all, register
+
+
+class Counter(Worker):
+    """State that starts at its rank, and one method for most of the modes."""
+
+    kind = "counter"
+
+    def __init__(self, start=0):
+        super().__init__()
+        self.value = start + self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, x=0):
+        """Add x to the value."""
+        self.value += x
+        return self.value
+
+    @property
+    def expensive(self):
+        raise AssertionError("nobody asked for this property")
+
+    @register(Dispatch.RANK_ZERO)
+    def first(self, x):
+        return (self.rank, x)
+
+    @register(Dispatch.ALL_TO_ALL)
+    def items(self, x, y=0):
+        return (self.rank, x, y)
+
+    @register(Dispatch.ALL_TO_ALL, Execute.RANK_ZERO)
+    def all_rank_zero(self, x):
+        return (self.rank, x)
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    def one_rank_zero(self, x):
+        return x
+
+    @register(Dispatch.DP_COMPUTE)
+    def times_rank(self, x):
+        return x * self.rank
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch, factor=2):
+        return batch * factor if not isinstance(batch, dict) else {k: v * factor for k, v in batch.items()}
+
+    @register(Dispatch.DP_COMPUTE_PROTO, uneven="pad")
+    def padded(self, batch):
+        return batch
+
+    @register(Dispatch.DP_COMPUTE_PROTO, uneven="ragged")
+    def ragged(self, batch):
+        return batch
+
+    @register(Dispatch.DP_COMPUTE_PROTO, uneven="pad", blocking=False)
+    def padded_later(self, batch):
+        return [(self.rank, row) for row in batch]
+
+    @register(Dispatch.DP_COMPUTE_METRIC, uneven="pad")
+    def metric(self, batch):
+        return {"rank": self.rank, "rows": len(batch)}
+
+    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def apply(self, function, batch):
+        return function(self, batch)
+
+    @register(
+        {
+            "dispatch_fn": lambda group, *args, **kwargs: _repeat_pair(group, args, kwargs),
+            "collect_fn": collect_all_to_all,
+        }
+    )
+    def custom(self, x, y):
+        return self.value + x + y
+
+    @register(Dispatch.ONE_TO_ALL)
+    def environment(self, *names):
+        return {name: os.environ.get(name) for name in names}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def place(self):
+        return (self.rank, self.world_size, self.local_rank, self.local_world_size, self.master_addr, self.master_port)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def process(self):
+        context = ray.get_runtime_context()
+        return {
+            "pid": os.getpid(),
+            "main_thread": threading.current_thread() is threading.main_thread(),
+            "group_free": context.get_assigned_resources(),
+        }
+
+    @register(Dispatch.ONE_TO_ALL, inputs="view")
+    def scribble_on_view(self, tensor):
+        if self.rank == 0:
+            tensor.fill_(777)
+        return None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def scribble(self, tensor):
+        before = tensor.clone()
+        tensor.fill_(self.rank)
+        time.sleep(0.2)
+        return (float(before.sum()), float(tensor.mean()))
+
+    @register(Dispatch.ONE_TO_ALL, inputs="view")
+    def total(self, tensor):
+        return float(tensor.double().sum())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+    @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
+    def take_future(self, future):
+        return (type(future).__name__, future.result())
+
+    def plain(self, x, y=0):
+        return self.value + x + y
+
+
+def _repeat_pair(group, args, kwargs):
+    def repeat(pair):
+        return [pair[rank % 2] for rank in range(group.world_size)]
+
+    return tuple(map(repeat, args)), {key: repeat(pair) for key, pair in kwargs.items()}
+
+
+@ray.remote
+class RemoteCounter(Worker):
+    """The same under @ray.remote."""
+
+    def __init__(self, start=0):
+        super().__init__()
+        self.value = start + self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, x):
+        self.value += x
+        return self.value
+
+
+class Log(Worker):
+    """Remembers the order of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+        self.open = threading.Event()
+        self.task = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def note(self, what, seconds=0.0):
+        time.sleep(seconds)
+        self.log.append(what)
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def note_async(self, what, seconds=0.0):
+        await asyncio.sleep(seconds)
+        self.log.append(what)
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def leave_task(self):
+        async def later():
+            await asyncio.sleep(0.2)
+            self.log.append("task")
+
+        self.task = asyncio.get_running_loop().create_task(later())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def read(self):
+        return list(self.log)
+
+
+class Gate(Worker):
+    """One ordinary method that waits until a concurrent one opens the gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait(self, seconds):
+        return self.gate.wait(seconds)
+
+    @register(Dispatch.ONE_TO_ALL, concurrent=True)
+    async def open(self):
+        self.gate.set()
+        return True
+
+
+class Grid(Worker):
+    """Reports made-up coordinates, given by rank."""
+
+    def __init__(self, axes=None, late=False, silent=()):
+        super().__init__()
+        self.axes = axes or {}
+        self.seen = None
+        if self.axes and not late and self.rank not in silent:
+            self.stand()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stand(self):
+        self.register_layout(**{axis: places[self.rank] for axis, places in self.axes.items()})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def move(self, axes):
+        self.axes = axes
+        self.stand()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_mesh(self, name, dp_ranks, collects):
+        self._register_dispatch_collect_info(name, dp_rank=dp_ranks[self.rank], is_collect=collects[self.rank])
+
+    @register(Dispatch.MEGATRON_COMPUTE)
+    def compute(self, x):
+        self.seen = x
+        return (self.rank, x)
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
+    def compute_rows(self, batch):
+        self.seen = batch
+        return batch * 10
+
+    @register(Dispatch.MEGATRON_PP_AS_DP)
+    def compute_pp(self, x):
+        self.seen = x
+        return (self.rank, x)
+
+    @register(Dispatch.mesh("actor"))
+    def on_actor(self, batch):
+        self.seen = batch
+        return batch + 1000 * (self.rank + 1)
+
+    @register(Dispatch.mesh("rollout"))
+    def on_rollout(self, batch):
+        self.seen = batch
+        return batch + 1000 * (self.rank + 1)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def last_seen(self):
+        return self.seen
+
+
+class Fragile(Worker):
+    """Fails on demand."""
+
+    def __init__(self, fail_rank=None, kill_rank=None):
+        super().__init__()
+        if self.rank == fail_rank:
+            raise RuntimeError("constructor of the chosen rank")
+        if self.rank == kill_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.joined = False
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ping(self):
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self, ranks, others_sleep=0.0):
+        if self.rank in ranks:
+            raise ValueError(f"the true cause on rank {self.rank}")
+        time.sleep(others_sleep)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds):
+        time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep_on(self, ranks, seconds):
+        if self.rank in ranks:
+            time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_process_group(self):
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        self.joined = True
+        return dist.get_rank(), dist.get_world_size()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def all_reduce(self, times=1, absent=None, kill=None, fail=None):
+        """All-reduce, while rank `absent` sleeps, `kill` kills itself, `fail` raises."""
+        import torch
+        import torch.distributed as dist
+
+        total = None
+        for turn in range(times):
+            if self.rank == absent:
+                time.sleep(60)
+            if self.rank == kill and turn == times - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.rank == fail:
+                raise ValueError("the true cause, beside a collective")
+            tensor = torch.full((1000,), float(self.rank))
+            dist.all_reduce(tensor)
+            total = float(tensor[0])
+        return total

@@ -1,0 +1,248 @@
+"""What a driver gets from each mode, on real actors."""
+
+import inspect
+import pydoc
+import threading
+
+import numpy as np
+import pytest
+import ray
+import torch
+from group_workers import Counter, Gate, Grid, Log, RemoteCounter
+from tensordict import TensorDict
+
+from single_controller import (
+    Broadcast,
+    Dispatch,
+    DispatchError,
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    WorkerFuture,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from single_controller import Worker as BaseWorker
+
+START = 100
+
+
+def test_the_example_of_the_readme(make_group):
+    group = make_group(Counter)
+    assert group.add(10) == [10, 11, 12, 13]
+    assert group.add(x=0) == [10, 11, 12, 13]
+
+
+def test_a_class_under_ray_remote(make_group):
+    group = make_group(RemoteCounter, start=5)
+    assert group.add(10) == [15, 16, 17, 18]
+
+
+def test_a_class_of_the_main_script(make_group):
+    class Local(BaseWorker):
+        @register(Dispatch.ONE_TO_ALL)
+        def rank_plus(self, x):
+            return self.rank + x
+
+    assert make_group(Local).rank_plus(1) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda g: g.first("x"), (0, "x")),
+        (lambda g: g.items([5, 6, 7, 8]), [(0, 5, 0), (1, 6, 0), (2, 7, 0), (3, 8, 0)]),
+        (lambda g: g.items(x=[5, 6, 7, 8], y=(1, 2, 3, 4)), [(0, 5, 1), (1, 6, 2), (2, 7, 3), (3, 8, 4)]),
+        (lambda g: g.items([5, 6, 7, 8], Broadcast([9])), [(r, 5 + r, [9]) for r in range(4)]),
+        (lambda g: g.all_rank_zero([1, 2]), (0, [1, 2])),
+        (lambda g: g.one_rank_zero("value"), "value"),
+        (lambda g: g.times_rank([1, 1, 2, 2]), [0, 1, 4, 6]),
+        (lambda g: g.double(list(range(8)), factor=1), list(range(8))),
+        (lambda g: g.double(batch=np.arange(8)).tolist(), list(range(0, 16, 2))),
+        (lambda g: g.double({"a": np.arange(4), "b": np.arange(4.0)})["b"].tolist(), [0, 2, 4, 6]),
+        (lambda g: g.padded(list("abcde")), list("abcde")),
+        (lambda g: g.padded([1]), [1]),
+        (lambda g: g.padded([]), []),
+        (lambda g: g.ragged(list("abcde")), list("abcde")),
+        (lambda g: g.ragged([1]), [1]),
+        (lambda g: g.double.options(uneven="ragged")(torch.arange(5)).tolist(), [0, 2, 4, 6, 8]),
+        (lambda g: g.padded_later([1, 2, 3, 4, 5]).result(), [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)]),
+        (lambda g: g.metric([1, 2, 3]), [{"rank": r, "rows": 1} for r in range(4)]),
+        (lambda g: g.apply(lambda worker, rows: [worker.rank + r for r in rows], [0, 0, 0, 0]), [0, 1, 2, 3]),
+        (lambda g: g.custom(x=[1, 2], y=[5, 6]), [START + 6, START + 9, START + 8, START + 11]),
+        (lambda g: g.custom([1, 2], [5, 6]), [START + 6, START + 9, START + 8, START + 11]),
+    ],
+)
+def test_modes(counters, call, expected):
+    assert call(counters) == expected
+
+
+def test_a_batch_reaches_the_ranks_in_order_and_comes_back_joined(counters):
+    batch = TensorDict({"ids": torch.arange(12).reshape(12, 1), "mask": torch.ones(12, dtype=torch.bool)}, [12])
+    rows = counters.apply(lambda worker, td: torch.cat([td["ids"], torch.full((len(td), 1), worker.rank)], 1), batch)
+    assert rows.tolist() == [[i, i // 3] for i in range(12)]
+
+
+def test_tensordicts_come_back_joined(counters):
+    batch = TensorDict({"a": torch.arange(10.0), "nested": {"b": torch.arange(10)}}, [10])
+    out = counters.padded(batch)
+    assert out.batch_size == (10,)
+    assert torch.equal(out["a"], batch["a"]) and torch.equal(out["nested", "b"], batch["nested", "b"])
+
+
+def test_object_refs_are_resolved_like_rays_own(counters):
+    assert counters.echo(ray.put("stored")) == ["stored"] * 4
+
+
+def test_a_remote_method_looks_like_the_workers(counters):
+    assert str(inspect.signature(counters.double)) == "(batch, factor=2)"
+    assert counters.add.__doc__ == "Add x to the value."
+    page = pydoc.plain(pydoc.render_doc(counters.add))
+    assert "add(x=0)" in page and "Add x to the value." in page
+    assert {"add", "double", "close"} <= set(dir(counters))
+    assert "plain" not in dir(counters)
+    assert set(dir(counters.methods)) >= {"add", "double"}
+    assert counters.methods.first(1) == (0, 1)
+
+
+class TestExecute:
+    def test_all_sync(self, counters):
+        assert counters.execute_all_sync("plain", 1) == [START + 1 + r for r in range(4)]
+        assert counters.execute_all_sync("plain", x=[1, 1, 1, 1]) == [START + 1 + r for r in range(4)]
+        assert counters.execute_all_sync("plain", [0, 1, 2, 3], y=[0, 0, 0, 10]) == [100, 102, 104, 116]
+        assert counters.execute_all_sync("plain", [0, 1, 2, 3], Broadcast(10)) == [110, 112, 114, 116]
+
+    def test_async_gives_plain_object_refs(self, counters):
+        for refs in (counters.execute_all_async("plain", 1), counters.execute_all("plain", 1)):
+            assert type(refs) is list and all(isinstance(ref, ray.ObjectRef) for ref in refs)
+            assert ray.get(refs) == [START + 1 + r for r in range(4)]
+
+    def test_rank_zero(self, counters):
+        assert counters.execute_rank_zero_sync("plain", 1) == START + 1
+        assert ray.get(counters.execute_rank_zero_async("plain", 1)) == START + 1
+        assert ray.get(counters.execute_rank_zero("plain", [1] and 1)) == START + 1
+
+    def test_async_errors_reach_ray_get(self, counters):
+        with pytest.raises(TypeError):
+            ray.get(counters.execute_all_async("plain", "text"))
+
+    def test_direct_handles(self, counters):
+        assert ray.get([w.plain.remote(1) for w in counters.workers]) == [START + 1 + r for r in range(4)]
+        assert ray.get(counters.workers[2].add.remote(0)) == START + 2
+
+
+class TestOrder:
+    def test_calls_run_in_the_order_in_which_they_were_sent(self, make_group):
+        group = make_group(Log)
+        futures = [
+            group.note.remote("slow", 0.3),
+            group.note_async.remote("async", 0.2),
+            group.note.remote("fast"),
+            group.note_async.remote("last"),
+        ]
+        for future in futures:
+            future.result()
+        assert group.read() == [["slow", "async", "fast", "last"]] * 4
+
+    def test_a_task_left_behind_goes_on_between_calls(self, make_group):
+        group = make_group(Log)
+        group.leave_task()
+        group.note("after", 0.6)
+        assert group.read() == [["task", "after"]] * 4
+
+    def test_a_concurrent_method_overtakes(self, make_group):
+        group = make_group(Gate)
+        waiting = group.wait.remote(20)
+        assert group.open() == [True] * 4
+        assert waiting.result(10) == [True] * 4
+
+    def test_threads_of_a_driver_never_cross_the_ranks(self, make_group):
+        group = make_group(Log)
+
+        def send(name):
+            for number in range(10):
+                group.note.remote((name, number))
+
+        threads = [threading.Thread(target=send, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        logs = group.read()
+        assert len(logs[0]) == 30
+        assert all(log == logs[0] for log in logs)
+
+    def test_methods_run_on_the_main_thread(self, counters):
+        assert all(process["main_thread"] for process in counters.process())
+
+
+DP2_TP2 = {"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1], "pp": [0, 0, 0, 0]}
+TP2_PP2 = {"tp": [0, 1, 0, 1], "pp": [0, 0, 1, 1], "dp": [0, 0, 0, 0]}
+
+
+class TestLayouts:
+    def test_dp_by_tp(self, make_group):
+        group = make_group(Grid, DP2_TP2)
+        assert group.compute(["a", "b"]) == [(0, "a"), (2, "b")]
+        assert group.last_seen() == ["a", "a", "b", "b"]
+        assert group.compute_rows(torch.arange(5)).tolist() == [0, 10, 20, 30, 40]
+        assert [t.tolist() for t in group.last_seen()] == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
+
+    def test_the_last_stage_answers(self, make_group):
+        group = make_group(Grid, TP2_PP2)
+        assert group.compute(["a"]) == [(2, "a")]
+        assert group.compute_pp(["a", "b"]) == [(0, "a"), (2, "b")]
+        assert group.last_seen() == ["a", "a", "b", "b"]
+
+    def test_a_layout_that_comes_late_and_changes(self, make_group):
+        group = make_group(Grid, DP2_TP2, late=True)
+        with pytest.raises(DispatchError, match=r"compute\(\).*register_layout"):
+            group.compute(["a", "b"])
+        group.stand()
+        assert group.compute(["a", "b"]) == [(0, "a"), (2, "b")]
+        group.move({"dp": [0, 1, 0, 1], "tp": [0, 0, 1, 1]})
+        assert group.compute(["a", "b"]) == [(0, "a"), (1, "b")]
+        assert group.layout.size("tp") == 2
+
+    def test_ranks_that_do_not_say_are_named(self, make_group):
+        group = make_group(Grid, DP2_TP2, silent=(1, 3))
+        with pytest.raises(DispatchError, match=r"ranks \[1, 3\]"):
+            group.compute(["a", "b"])
+        assert group.last_seen() == [None] * 4
+
+    def test_two_meshes_over_the_same_ranks(self, make_group):
+        group = make_group(Grid)
+        group.join_mesh("actor", [0, 1, 2, 3], [True] * 4)
+        group.join_mesh("rollout", [0, 0, 1, 1], [False, True, True, False])
+        assert group.on_actor(torch.arange(4)).tolist() == [1000, 2001, 3002, 4003]
+        assert group.on_rollout(torch.arange(4)).tolist() == [2000, 2001, 3002, 3003]
+        assert [t.tolist() for t in group.last_seen()] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_a_mode_of_ones_own(make_group):
+    mode = register_dispatch_mode(
+        "REVERSED_TEST", lambda group, x: (([x[-1 - r] for r in range(group.world_size)],), {}), lambda group, out: out
+    )
+
+    class Reversing(BaseWorker):
+        @register(mode)
+        def get(self, x):
+            return x
+
+    group = make_group(Reversing)
+    assert group.get([1, 2, 3, 4]) == [4, 3, 2, 1]
+    update_dispatch_mode("REVERSED_TEST", lambda group, x: ((x,), {}), lambda group, out: sum(out))
+    assert group.get([1, 2, 3, 4]) == 10
+
+
+def test_blocking_false_gives_a_future(counters):
+    future = counters.add.options(blocking=False)(0)
+    assert isinstance(future, WorkerFuture)
+    assert future.result() == [100, 101, 102, 103]
+    assert counters.padded_later.options(blocking=True)([1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_a_group_on_another_pool_of_the_same_class(pool, counters):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 7)) as other:
+        assert other.add(0) == [7, 8, 9, 10]
+        assert counters.add(0) == [100, 101, 102, 103]

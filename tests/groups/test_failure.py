@@ -1,0 +1,240 @@
+"""Failures, by killing real processes. Every wait here has an upper bound in seconds."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+
+import pytest
+import ray
+from group_workers import Counter, Fragile
+
+from single_controller import (
+    CallTimeoutError,
+    GroupBrokenError,
+    GroupClosedError,
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    StartError,
+    WorkerDiedError,
+    WorkerError,
+)
+
+
+class within:
+    """Asserts that the block ends within some seconds."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __enter__(self):
+        self.begin = time.monotonic()
+
+    def __exit__(self, *error):
+        took = time.monotonic() - self.begin
+        assert took < self.seconds, f"took {took:.1f} s, more than {self.seconds} s"
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.05)
+
+
+class TestErrorsOfMethods:
+    def test_the_first_cause_with_rank_host_and_traceback(self, make_group):
+        group = make_group(Fragile)
+        with pytest.raises(WorkerError) as caught:
+            group.fail([2])
+        error = caught.value
+        assert (error.rank, error.method, error.cause_type) == (2, "fail", "ValueError")
+        assert error.host and error.host in str(error)
+        assert "the true cause on rank 2" in str(error) and "group_workers.py" in error.remote_traceback
+        assert isinstance(error.__cause__, ValueError)
+        assert group.ping() == [0, 1, 2, 3]
+        copy = pickle.loads(pickle.dumps(error))
+        assert (str(copy), copy.rank, copy.remote_traceback) == (str(error), 2, error.remote_traceback)
+
+    def test_an_error_is_raised_at_once_and_the_group_answers_when_the_others_end(self, make_group):
+        group = make_group(Fragile)
+        with within(1.5):
+            with pytest.raises(WorkerError):
+                group.fail([1], others_sleep=2.5)
+        assert group.ping() == [0, 1, 2, 3]
+
+    def test_ranks_that_do_not_end_after_an_error_break_the_group(self, make_group):
+        group = make_group(Fragile, group_options={"error_grace": 1.0})
+        with pytest.raises(WorkerError):
+            group.fail([1], others_sleep=60)
+        with within(4):
+            with pytest.raises(GroupBrokenError, match=r"ranks 0, 2, 3 .*error on rank 1"):
+                group.ping()
+        assert "ranks 0, 2, 3" in group.broken
+        group.restart()
+        assert group.ping() == [0, 1, 2, 3]
+
+    def test_an_error_beside_a_collective_is_the_cause(self, make_group):
+        group = make_group(Fragile, group_options={"error_grace": 1.0})
+        group.join_process_group()
+        with within(5):
+            with pytest.raises(WorkerError, match="beside a collective") as caught:
+                group.all_reduce(1, fail=3)
+        assert caught.value.rank == 3
+
+
+class TestDeaths:
+    def test_kill_9_during_an_all_reduce(self, make_group):
+        """The others sit in the collective: the driver hears of the death, not of their broken connections."""
+        group = make_group(Fragile)
+        assert group.join_process_group() == [(rank, 4) for rank in range(4)]
+        assert group.all_reduce(3) == [6.0] * 4
+        with within(5):
+            with pytest.raises(WorkerDiedError, match=r"rank 2 died during all_reduce\(\)") as caught:
+                group.all_reduce(5, kill=2)
+        assert (caught.value.rank, caught.value.method, caught.value.ranks) == (2, "all_reduce", (2,))
+        assert caught.value.host
+        assert pickle.loads(pickle.dumps(caught.value)).ranks == (2,)
+
+    def test_kill_9_from_outside_while_the_others_wait_in_a_collective(self, make_group):
+        group = make_group(Fragile)
+        group.join_process_group()
+        victim = group.pid()[1]
+        threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()
+        with within(6):
+            with pytest.raises(WorkerDiedError) as caught:
+                group.all_reduce(1, absent=1)
+        assert caught.value.rank == 1
+
+    def test_an_idle_death_is_found_by_the_next_call(self, make_group):
+        group = make_group(Fragile)
+        os.kill(group.pid()[3], signal.SIGKILL)
+        with within(5):
+            with pytest.raises(WorkerDiedError, match="rank 3"):
+                group.ping()
+        with within(0.1):
+            with pytest.raises(GroupBrokenError, match=r"rank 3 died.*restart\(\)"):
+                group.ping()
+
+    def test_a_death_is_noticed_by_a_call_that_nobody_waits_for(self, make_group):
+        group = make_group(Fragile)
+        pids = group.pid()
+        future = group.sleep.remote(60)
+        time.sleep(0.3)
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: group.broken is not None, 5)
+        with within(0.5):
+            with pytest.raises(WorkerDiedError, match="rank 0"):
+                future.result()
+
+    def test_every_call_under_way_hears_of_it(self, make_group):
+        group = make_group(Fragile)
+        pids = group.pid()
+        futures = [group.sleep.remote(30) for _ in range(3)]
+        os.kill(pids[2], signal.SIGKILL)
+        with within(6):
+            for future in futures:
+                with pytest.raises(WorkerDiedError, match="rank 2"):
+                    future.result()
+
+    def test_other_groups_go_on_and_restart_begins_anew(self, make_group, counters):
+        group = make_group(Fragile)
+        before = group.pid()
+        os.kill(before[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.ping()
+        assert counters.add(0) == [100, 101, 102, 103]
+        group.restart()
+        after = group.pid()
+        assert not set(before) & set(after)
+        wait_until(lambda: not any(map(alive, before)))
+        group.join_process_group()
+        assert group.all_reduce() == [6.0] * 4
+
+
+class TestTimeouts:
+    def test_a_call_past_its_timeout_names_the_late_ranks(self, make_group):
+        group = make_group(Fragile)
+        with within(3):
+            with pytest.raises(CallTimeoutError, match=r"sleep_on\(\).*1 s.*ranks 1, 3") as caught:
+                group.sleep_on.options(timeout=1)([1, 3], 60)
+        assert caught.value.ranks == (1, 3) and not caught.value.call_goes_on
+        with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) passed its timeout"):
+            group.ping()
+
+    def test_the_timeout_of_a_call_that_nobody_waits_for(self, make_group):
+        group = make_group(Fragile)
+        future = group.sleep.options(timeout=0.5).remote(60)
+        wait_until(lambda: group.broken is not None, 3)
+        with pytest.raises(CallTimeoutError):
+            future.result()
+
+    def test_a_call_within_its_timeout(self, make_group):
+        group = make_group(Fragile)
+        assert group.sleep.options(timeout=30)(0.2) == [0, 1, 2, 3]
+
+    def test_late_ranks_are_logged(self, make_group, caplog, monkeypatch):
+        monkeypatch.setattr("single_controller.base.call.LATE_LOG_SECONDS", 0.3)
+        group = make_group(Fragile)
+        group.sleep_on([2], 1.0)
+        assert any("sleep_on() has run" in message and "rank 2" in message for message in caplog.messages)
+
+
+class TestStart:
+    def test_a_constructor_that_raises(self, pool):
+        with pytest.raises(StartError, match=r"__init__\(\) raised RuntimeError on rank 2.*chosen rank") as caught:
+            RayWorkerGroup(pool, RayClassWithInitArgs(Fragile, fail_rank=2), name_prefix="raising_")
+        assert caught.value.rank == 2
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("raising_")])
+
+    def test_a_constructor_that_dies(self, pool):
+        with within(10):
+            with pytest.raises(WorkerDiedError, match=r"rank 1 died during __init__\(\)"):
+                RayWorkerGroup(pool, RayClassWithInitArgs(Fragile, kill_rank=1), name_prefix="dying_")
+        wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("dying_")])
+
+    def test_constructors_that_take_too_long(self, pool):
+        class Slow(Fragile):
+            def __init__(self):
+                super().__init__()
+                time.sleep(60 if self.rank == 3 else 0)
+
+        with within(10):
+            with pytest.raises(CallTimeoutError, match="rank 3"):
+                RayWorkerGroup(pool, RayClassWithInitArgs(Slow), start_timeout=1.5, name_prefix="late_")
+        wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("late_")])
+
+
+class TestClose:
+    def test_a_closed_group(self, make_group):
+        group = make_group(Fragile)
+        pids = group.pid()
+        waiting = group.sleep.remote(60)
+        group.close()
+        group.close()
+        for call in (group.ping, lambda: group.execute_all_sync("ping"), waiting.result, group.restart):
+            with within(1):
+                with pytest.raises(GroupClosedError, match="closed"):
+                    call()
+        wait_until(lambda: not any(map(alive, pids)))
+
+    def test_a_context_manager_closes(self, pool):
+        with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
+            pids = group.pid()
+        wait_until(lambda: not any(map(alive, pids)))
+
+    def test_a_group_that_is_dropped_ends_its_workers(self, pool):
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
+        pids = [process["pid"] for process in group.process()]
+        del group
+        wait_until(lambda: not any(map(alive, pids)))

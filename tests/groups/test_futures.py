@@ -1,0 +1,175 @@
+"""Futures: waited for, handed on, cut again, failing."""
+
+import asyncio
+import time
+
+import pytest
+import ray
+import torch
+from group_workers import Counter, Fragile, Grid
+from tensordict import TensorDict
+
+from single_controller import (
+    CallTimeoutError,
+    DispatchError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    WorkerError,
+)
+
+
+@pytest.fixture(scope="module")
+def smaller(ray_cluster):
+    """Groups of two, three and five ranks."""
+    pools = {size: RayResourcePool([size], use_gpu=False) for size in (2, 3, 5)}
+    groups = {size: RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) for size, pool in pools.items()}
+    yield groups
+    for size, pool in pools.items():
+        groups[size].close()
+        pool.close()
+
+
+def test_a_future_is_waited_for_once_and_keeps_its_value(counters):
+    future = counters.add.remote(0)
+    assert future.result() == [100, 101, 102, 103]
+    assert future.get() is future.result()
+    assert future.done() and future.exception() is None
+    assert ray.get(future.refs) == [100, 101, 102, 103]
+
+
+def test_await(counters):
+    async def main():
+        return await asyncio.gather(counters.add.remote(0), counters.first.remote(1))
+
+    assert asyncio.run(main()) == [[100, 101, 102, 103], (0, 1)]
+
+
+def test_a_wait_with_a_timeout_ends_only_the_wait(make_group):
+    group = make_group(Fragile)
+    future = group.sleep_on.remote([2], 1.5)
+    with pytest.raises(CallTimeoutError) as caught:
+        future.result(timeout=0.3)
+    assert caught.value.call_goes_on and caught.value.ranks == (2,)
+    assert isinstance(caught.value, TimeoutError)
+    assert not future.done()
+    assert future.result() == [0, 1, 2, 3]
+    assert group.ping() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("rows", [30, 60])
+def test_a_chain_to_and_from_another_size(counters, smaller, size, rows):
+    batch = torch.arange(rows).reshape(rows, 1)
+    there = counters.ragged.remote(batch)
+    here = smaller[size].double.remote(there)
+    back = counters.ragged(here)
+    assert torch.equal(back, batch * 2)
+
+
+@pytest.mark.parametrize("uneven", ["pad", "ragged"])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_a_chain_of_rows_that_do_not_divide(counters, smaller, uneven, rows):
+    batch = torch.arange(rows)
+    first = counters.double.options(uneven=uneven).remote(batch)
+    second = smaller[3].double.options(uneven=uneven).remote(first)
+    assert torch.equal(second.result(), batch * 4)
+    assert torch.equal(counters.padded(second), batch * 4)
+
+
+def test_a_future_that_does_not_divide_is_refused_on_every_rank(counters, smaller):
+    future = counters.double.remote(torch.arange(8))
+    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows.*uneven"):
+        smaller[3].double(future)
+    assert smaller[3].add(0) == [0, 1, 2]
+
+
+def test_dicts_tensordicts_and_lists(counters, smaller):
+    batch = {"a": torch.arange(8), "b": torch.ones(8, 2)}
+    out = smaller[2].double(counters.double.remote(batch))
+    assert torch.equal(out["a"], batch["a"] * 4) and torch.equal(out["b"], batch["b"] * 4)
+    table = TensorDict({"x": torch.arange(6)}, [6])
+    assert torch.equal(smaller[3].ragged(counters.ragged.remote(table))["x"], table["x"])
+    assert smaller[3].ragged(counters.ragged.remote(list("abcdef"))) == list("abcdef")
+
+
+def test_list_results_are_cut_by_items(counters, smaller):
+    by_rank = counters.add.remote(0)
+    assert counters.times_rank(by_rank) == [0, 101, 204, 309]
+    assert smaller[2].ragged(by_rank) == [100, 101, 102, 103]
+    with pytest.raises(DispatchError, match=r"list of 4.*2 items"):
+        smaller[2].times_rank(by_rank)
+
+
+def test_a_future_goes_whole_where_arguments_do(counters, smaller):
+    joined = counters.double.remote(torch.arange(4))
+    assert all(torch.equal(value, torch.arange(4) * 2) for value in smaller[3].echo(joined))
+    assert smaller[3].first(joined)[1].tolist() == [0, 2, 4, 6]
+    assert smaller[2].echo(counters.first.remote("x")) == [(0, "x")] * 2
+    assert smaller[2].echo(counters.add.remote(0)) == [[100, 101, 102, 103]] * 2
+
+
+def test_two_futures_and_a_batch_in_one_call(counters, smaller):
+    a = smaller[3].double.remote(torch.arange(6), 1)
+    b = smaller[2].double.remote(torch.arange(6), 10)
+    out = smaller[3].apply(lambda worker, rows: rows, a)
+    assert torch.equal(out, torch.arange(6))
+    assert torch.equal(smaller[2].double(a) + smaller[2].double(b), torch.arange(6) * 22)
+
+
+def test_futures_of_different_lengths_are_refused(make_group):
+    group = make_group(Counter)
+    short, long = group.double.remote(torch.arange(4)), group.double.remote(torch.arange(8))
+    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, another batch of the same call has 4"):
+        group.double(short, factor=long)
+    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, another batch of the same call has 4"):
+        group.double(torch.arange(4), factor=long)
+    assert group.add(0) == [0, 1, 2, 3]
+
+
+def test_one_future_for_two_consumers(counters, smaller):
+    future = counters.double.remote(torch.arange(12))
+    outs = [smaller[size].double.remote(future) for size in (2, 3)]
+    assert all(torch.equal(out.result(), torch.arange(12) * 4) for out in outs)
+
+
+def test_tp_and_pp_on_either_side(make_group, counters):
+    grid = make_group(Grid, {"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]})
+    mid = grid.compute_rows.remote(counters.double.remote(torch.arange(8)))
+    assert torch.equal(counters.double(mid), torch.arange(8) * 40)
+    assert [t.tolist() for t in grid.last_seen()] == [[0, 2, 4, 6], [0, 2, 4, 6], [8, 10, 12, 14], [8, 10, 12, 14]]
+
+
+def test_a_future_may_be_kept_as_it_is(counters, smaller):
+    got = smaller[2].take_future(counters.add.remote(0))
+    assert got == [("PassedFuture", [100, 101, 102, 103])] * 2
+
+
+def test_the_error_of_the_producer_reaches_the_consumer(make_group, counters):
+    group = make_group(Fragile)
+    failing = group.fail.remote([1])
+    with pytest.raises(WorkerError, match=r"fail\(\) raised ValueError on rank 1.*the true cause"):
+        counters.echo(failing)
+    assert isinstance(failing.exception(), WorkerError)
+    with pytest.raises(ValueError):
+        ray.get(failing.refs[1])
+    assert counters.add(0) == [100, 101, 102, 103]
+    assert group.ping() == [0, 1, 2, 3]
+
+
+def test_a_producer_that_never_ends_does_not_hang_its_consumer(make_group, counters):
+    group = make_group(Fragile)
+    consumer = make_group(Counter)
+    late = group.sleep_on.options(timeout=1).remote([3], 60)
+    begin = time.monotonic()
+    with pytest.raises(CallTimeoutError, match=r"sleep_on\(\).*rank 3"):
+        consumer.echo(late)
+    assert time.monotonic() - begin < 10
+
+
+def test_groups_overlap(make_group):
+    slow, other = make_group(Fragile), make_group(Fragile)
+    begin = time.monotonic()
+    futures = [slow.sleep.remote(1), other.sleep.remote(1)]
+    assert [future.result() for future in futures] == [[0, 1, 2, 3]] * 2
+    assert time.monotonic() - begin < 1.9
