@@ -12,11 +12,11 @@ import math
 import sys
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from char_text import count_models, load_text, plot_losses
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -99,44 +99,6 @@ class CharLMWorker(Worker):
         return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
-def load_text() -> tuple[str, Tensor, Tensor]:
-    """Return the alphabet, and the training and validation text (the last tenth) as indices into it."""
-    everything = "\n\n".join(topics.values())
-    # Topics quote each other; a paragraph that stands twice would leak from training into validation.
-    text = "\n\n".join(dict.fromkeys(everything.split("\n\n")))
-    print(f"{len(everything):,} characters of prose, {len(text):,} without repeated paragraphs")
-    alphabet = "".join(sorted(set(text)))
-    encoded = torch.tensor([alphabet.index(char) for char in text])
-    cut = len(encoded) * 9 // 10
-    return alphabet, encoded[:cut], encoded[cut:]
-
-
-def count_models(train: Tensor, valid: Tensor, size: int) -> dict[str, float]:
-    """Nats per character on `valid` of the unigram and the bigram model that were counted on `train`."""
-    unigram = (torch.bincount(train, minlength=size) + 1) / (len(train) + size)
-    pairs = torch.bincount(train[:-1] * size + train[1:], minlength=size * size).view(size, size)
-    bigram = (pairs + unigram) / (pairs.sum(1, keepdim=True) + 1)  # unseen pairs fall back to the unigram
-    log_probs = {"unigram model": unigram[valid].log(), "bigram model": bigram[valid[:-1], valid[1:]].log()}
-    return {name: -values.mean().item() for name, values in log_probs.items()}
-
-
-def plot(path: Path, train: list[float], valid: dict[int, float], references: dict[str, float]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(1, len(train) + 1), train, alpha=0.5, label="training, mean of the ranks")
-    axes.plot(list(valid), list(valid.values()), "o-", markersize=3, label="validation")
-    for (name, loss), style in zip(references.items(), ("--", ":"), strict=True):
-        axes.axhline(loss, color="gray", linestyle=style, label=f"{name}: {loss:.2f}")
-    axes.set(xlabel="step", ylabel="nats per character")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plt.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
@@ -144,6 +106,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "char_lm_loss.png")
     args = parser.parse_args()
+    if args.steps < 1 or args.workers < 1:
+        parser.error("--steps and --workers are at least 1")
 
     began = time.monotonic()
     torch.manual_seed(args.seed)
@@ -176,7 +140,7 @@ def main() -> None:
     print("Nats per character on the validation text:")
     for name, value in {**references, "this model": loss}.items():
         print(f"  {name:<14}{value:.3f}")
-    plot(args.out, train_losses, valid_losses, references)
+    plot_losses(args.out, train_losses, valid_losses, references)
     print(f"\nThe loss curve is in {args.out}; {time.monotonic() - began:.0f} s in all.")
 
     if len(set(digests)) != 1:

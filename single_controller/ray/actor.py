@@ -63,6 +63,22 @@ class StartOrder(NamedTuple):
     environment: dict[str, str]
 
 
+class Identity(NamedTuple):
+    """Who a started worker is, for somebody who did not start it.
+
+    Attributes:
+        place: its place in its group.
+        location: where it runs.
+        name: the actor's name.
+        cls: its class, packed.
+    """
+
+    place: Place
+    location: Location
+    name: str
+    cls: Packet
+
+
 class RankActor:
     """One rank's process. Its own methods begin with ``_sc_``; a subclass adds the user's names."""
 
@@ -99,6 +115,12 @@ class RankActor:
         except Exception as error:
             return framed(self._failed(error, "__init__"))
         return framed(Receipt(order.rank, self._host.standing.version))
+
+    def _sc_identity(self) -> Identity:
+        """Who this is."""
+        host = self._worker
+        name = ray.get_runtime_context().get_actor_name() or ""
+        return Identity(host.place, self._sc_locate(), name, pack(type(host.worker)))
 
     def _sc_standing(self) -> Receipt:
         standing = self._worker.standing

@@ -37,7 +37,9 @@ class Slot:
 
 
 class Placement:
-    """The placement groups of one pool, one per entry. They are removed when it is closed or forgotten.
+    """The placement groups of one pool, one per entry.
+
+    They are removed when it is closed; also when it is forgotten, unless it is detached.
 
     Args:
         entries: processes of each entry.
@@ -45,6 +47,10 @@ class Placement:
         strategy: Ray's placement strategy for each entry.
         name: prefix of the placement groups' names.
         detached: whether they outlive the driver.
+
+    Attributes:
+        bundle: what one process slot reserves.
+        closed: whether the placement groups are gone.
 
     Raises:
         PlacementError: the cluster could never hold them.
@@ -68,13 +74,15 @@ class Placement:
             )
             for number, entry in enumerate(entries)
         ]
-        self._closer = weakref.finalize(self, _remove, self._groups)
-        self._closer.atexit = False  # at the end of the driver Ray removes what is not detached
+        self.closed = False
+        if not detached:
+            forgotten = weakref.finalize(self, _remove, self._groups)
+            forgotten.atexit = False  # at the end of the driver Ray does it
 
     @property
     def slots(self) -> list[Slot]:
         """The slots, entry by entry."""
-        if not self._closer.alive:
+        if self.closed:
             raise GroupClosedError("the pool is closed: its placement groups are removed; make a new pool")
         return [
             Slot(group, bundle, entry)
@@ -82,17 +90,11 @@ class Placement:
             for bundle in range(size)
         ]
 
-    @property
-    def closed(self) -> bool:
-        """Whether the placement groups are gone."""
-        return not self._closer.alive
-
     def close(self) -> None:
         """Remove the placement groups; what runs in them ends."""
-        if ray.is_initialized():
-            self._closer()
-        else:
-            self._closer.detach()
+        if not self.closed and ray.is_initialized():
+            _remove(self._groups)
+        self.closed = True
 
     def explain(self) -> str:
         """What is asked for and what the nodes have, as a table."""
@@ -104,7 +106,7 @@ class Placement:
 
 
 def _remove(groups: list[PlacementGroup]) -> None:
-    for group in groups:
+    for group in groups if ray.is_initialized() else ():
         try:
             remove_placement_group(group)
         except Exception:  # Ray is gone, and with it the placement group

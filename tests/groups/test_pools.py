@@ -17,9 +17,9 @@ from single_controller import (
     merge_resource_pool,
 )
 from single_controller.ray.actor import Location
-from single_controller.ray.group import rank_order
 from single_controller.ray.placement import Slot, refuse_impossible
 from single_controller.ray.runtime import Node, address_key
+from single_controller.ray.start import rank_order
 
 
 def counter(**kwargs):

@@ -1,0 +1,91 @@
+"""RayClassWithInitArgs: a worker class, its constructor's arguments, and options for the actors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorClass
+
+from dispatch.errors import DispatchError
+from single_controller.base.pool import ClassWithInitArgs
+from single_controller.ray.transport import pack
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class and its constructor's arguments, with options for the actors.
+
+    Args:
+        cls: a subclass of `Worker`, plain or under ``@ray.remote``.
+        args: positional arguments of its constructor.
+        kwargs: keyword arguments of its constructor.
+
+    Raises:
+        TypeError: ``cls`` is no subclass of `Worker`, or the arguments do not fit its constructor.
+    """
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        options: dict[str, Any] = {}
+        if isinstance(cls, ActorClass):
+            declared = getattr(cls, "_default_options", None) or {}
+            # The pool decides how much of a CPU and a GPU a worker has.
+            options = {key: value for key, value in declared.items() if key not in ("num_cpus", "num_gpus")}
+            cls = cast(Any, cls).__ray_metadata__.modified_class.__ray_actor_class__
+        super().__init__(cls, *args, **kwargs)
+        self._options = options
+        self._additional_resource: dict[str, float] = {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Ray's actor options, besides those that the group sets."""
+        return dict(self._options)
+
+    @property
+    def additional_resource(self) -> dict[str, float]:
+        """Custom resources of each worker."""
+        return dict(self._additional_resource)
+
+    def update_options(self, options: Mapping[str, Any]) -> None:
+        """Set Ray's actor options (``{"num_cpus": 0.5}``). They win over the group's own.
+
+        Raises:
+            ValueError: Ray has no such option, or the group needs it for itself.
+        """
+        held = {"name", "scheduling_strategy", "placement_group", "lifetime", "max_concurrency"} & set(options)
+        if held:
+            raise ValueError(f"update_options(): the group sets {sorted(held)} itself")
+        ray.remote(_Probe).options(**options)  # Ray's own check of names and values
+        self._options.update(options)
+
+    def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
+        """Set custom resources that each worker takes (``{"disk": 1}``).
+
+        Raises:
+            ValueError: an amount that is no positive number.
+        """
+        for name, amount in additional_resource.items():
+            if not isinstance(name, str) or not isinstance(amount, (int, float)) or amount <= 0:
+                raise ValueError(f"set_additional_resource(): {name!r}: {amount!r} is no positive amount")
+        self._additional_resource = dict(additional_resource)
+
+
+class _Probe:
+    pass
+
+
+def pack_class(made: RayClassWithInitArgs) -> Any:
+    """The class and its constructor's arguments, packed for the workers.
+
+    Raises:
+        DispatchError: they cannot be pickled.
+    """
+    try:
+        packet = pack((made.cls, made.args, made.kwargs))
+    except Exception as error:
+        raise DispatchError(
+            f"{made.cls.__name__} or its constructor's arguments cannot be pickled to be sent: "
+            f"{type(error).__name__}: {error}",
+            method="__init__",
+        ) from error
+    return packet if packet.inline else ray.put(packet)

@@ -1,0 +1,172 @@
+"""Starting a group's workers: actors into bundles, ranks by where they landed, then the constructors.
+
+Nothing here waits for one rank after the other: all actors are made at once, asked at once where they are, and
+sent their start messages at once; rank 0's address goes along as a reference.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dispatch.plan import CallPlan
+from dispatch.register import method_spec, registered_methods
+from single_controller.base.engine import Sent
+from single_controller.base.errors import WorkerDiedError
+from single_controller.ray.actor import Location, StartOrder, actor_class
+from single_controller.ray.answers import RayAnswers, one_line
+from single_controller.ray.class_with_args import RayClassWithInitArgs, pack_class
+from single_controller.ray.engine import Rank, RayEngine
+from single_controller.ray.placement import Slot, wait_placed
+from single_controller.ray.pool import RayResourcePool
+from single_controller.ray.runtime import address_key
+
+_BEFORE_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
+"""Variables that count only if they exist before the process starts: those need a runtime_env."""
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """What a group starts, each time it starts.
+
+    Attributes:
+        pool: where.
+        made: the class and its arguments.
+        bin_pack: whether each entry of the pool lies on one node.
+        prefix: first part of the actors' names.
+        detached: whether the actors outlive the driver; their names are exact then.
+        master: address and port of the rendezvous; None for what rank 0 is to find.
+        environment: ``worker_env``.
+        use_gpu: whether each worker takes its share of a GPU.
+        name: the group's name, for messages.
+    """
+
+    pool: RayResourcePool
+    made: RayClassWithInitArgs
+    bin_pack: bool
+    prefix: str
+    detached: bool
+    master: tuple[str | None, int | None]
+    environment: dict[str, str]
+    use_gpu: bool
+    name: str
+
+
+def start(plan: StartPlan, run: Callable[[RayEngine, CallPlan, Sent], None]) -> tuple[RayEngine, tuple[str, int]]:
+    """Start the workers.
+
+    Args:
+        plan: what to start.
+        run: waits for the constructors and raises what went wrong in them.
+
+    Returns:
+        The engine, and the address and port of the rendezvous.
+
+    Raises:
+        PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. All
+            actors are ended then.
+    """
+    packed = pack_class(plan.made)
+    plan.pool.place(plan.bin_pack, plan.made.additional_resource)
+    slots = plan.pool.slots()
+    unique = "" if plan.detached else f"_{uuid.uuid4().hex[:8]}"
+    names = [f"{plan.prefix}{plan.made.cls.__name__}{unique}_{number}" for number in range(len(slots))]
+    actors: list[ActorHandle] = []
+    try:
+        make = _actor_maker(plan)
+        for slot, name in zip(slots, names, strict=True):
+            actors.append(make(slot, name))
+        located = [actor._sc_locate.remote() for actor in actors]
+        wait_placed(located, plan.pool.placements(), plan.pool.placement_timeout, plan.name)
+        order = rank_order(slots, _locations(located, plan.name))
+        engine = RayEngine([Rank(actors[place], names[place], location) for place, location in order])
+        master = _run_constructors(plan, engine, [slots[place].entry for place, _ in order], packed, run)
+    except BaseException:
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        raise
+    return engine, master
+
+
+def rank_order(slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
+    """Which slot holds which rank: by node, then entry, then device, all as numbers, then bundle.
+
+    Args:
+        slots: the pool's slots.
+        locations: where the actor in each found itself.
+
+    Returns:
+        By rank: (index of the slot, location).
+    """
+
+    def key(place: int) -> tuple[Any, ...]:
+        location, slot = locations[place], slots[place]
+        devices = tuple((0, int(d), "") if d.isdigit() else (1, 0, d) for d in location.devices)
+        return (address_key(location.address), slot.entry, devices, slot.bundle)
+
+    return [(place, locations[place]) for place in sorted(range(len(slots)), key=key)]
+
+
+def _actor_maker(plan: StartPlan) -> Callable[[Slot, str], ActorHandle]:
+    """Makes one actor in one bundle. Its constructor does nothing: the rank is not known yet."""
+    cls, made = plan.made.cls, plan.made
+    share = 1.0 / plan.pool.max_colocate_count
+    options: dict[str, Any] = {
+        "num_cpus": share,
+        "num_gpus": share if plan.use_gpu else 0,
+        "resources": made.additional_resource or None,
+        "max_restarts": 0,
+        "lifetime": "detached" if plan.detached else None,
+        **made.options,
+    }
+    early = {key: value for key, value in plan.environment.items() if key.startswith(_BEFORE_START)}
+    if early:
+        runtime = dict(options.get("runtime_env") or {})
+        options["runtime_env"] = {**runtime, "env_vars": {**runtime.get("env_vars", {}), **early}}
+    names = [name for name in dir(cls) if not name.startswith("_") and method_spec(cls, name) is not None]
+    concurrent = any(spec.registration.concurrent for spec in registered_methods(cls).values())
+    ray_class = actor_class(cls.__name__, tuple(names), concurrent)
+
+    def make(slot: Slot, name: str) -> ActorHandle:
+        where = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
+        actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()
+        return actor
+
+    return make
+
+
+def _locations(refs: Sequence[Any], name: str) -> list[Location]:
+    try:
+        locations: list[Location] = ray.get(list(refs))
+        return locations
+    except RayError as error:
+        raise WorkerDiedError(f"{name}: a worker died before it was started: {one_line(error)}") from error
+
+
+def _run_constructors(
+    plan: StartPlan,
+    engine: RayEngine,
+    entries: Sequence[int],
+    packed: Any,
+    run: Callable[[RayEngine, CallPlan, Sent], None],
+) -> tuple[str, int]:
+    world_size = engine.world_size
+    master = engine.ranks[0].actor._sc_rendezvous.remote(*plan.master)
+    sizes = Counter(entries)
+    placed: Counter[int] = Counter()
+    receipts = {}
+    for number, (rank, entry) in enumerate(zip(engine.ranks, entries, strict=True)):
+        order = StartOrder(number, world_size, placed[entry], sizes[entry], plan.environment)
+        placed[entry] += 1
+        receipts[rank.actor._sc_start.remote(order, packed, master)] = number
+    run(engine, CallPlan.empty(world_size), Sent(receipts, RayAnswers("__init__", list(receipts), None, world_size)))
+    address, port = ray.get(master)
+    return address, port
