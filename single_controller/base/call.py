@@ -21,7 +21,7 @@ from single_controller.base.errors import (
     GroupClosedError,
     WorkerDiedError,
 )
-from single_controller.base.later import Answers, join_answers
+from single_controller.base.later import Answers, ReadAnswers, join_answers
 from single_controller.base.receipt import Failure, Receipt
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Call:
         self.engine = engine
         self.method = method
         self.plan = plan
-        self.answers: Answers = sent.answers
+        self._answers = sent.answers
         self.error: Exception | None = None
         self.settled = False
         self._state = state
@@ -167,6 +167,13 @@ class Call:
         """Whether nothing more is to come: no rank is under way, or nobody may ask for it any more."""
         return self.settled and not self._pending
 
+    @property
+    def answers(self) -> Answers:
+        """Where anybody can ask for the answers; for a call that keeps them."""
+        if self._answers is None:
+            raise RuntimeError(f"{self.method}() was sent without keeping its answers")
+        return self._answers
+
     def absorb(self, tokens: Sequence[Token]) -> None:
         """Take in receipts that have come, then look at the clock."""
         if tokens:
@@ -193,7 +200,12 @@ class Call:
         if self.error is not None:
             raise self.error
         receipts = [self._receipts[rank] for rank in self.plan.answers]
-        value = join_answers(self.answers, receipts, self.plan.join)
+        answers: Answers | ReadAnswers
+        if self._answers is not None:
+            answers = self._answers
+        else:
+            answers = ReadAnswers(self.method, [receipt.value for receipt in receipts], self.engine.unpack)
+        value = join_answers(answers, receipts, self.plan.join)
         return value if self.plan.collect is None else self.plan.collect(value)
 
     def receipts(self) -> dict[int, Receipt]:

@@ -33,11 +33,11 @@ class Sent:
 
     Attributes:
         receipts: token -> rank, for every called rank.
-        answers: where the collecting ranks' answers can be asked for.
+        answers: where the collecting ranks' answers can be asked for; None when they come with the receipts.
     """
 
     receipts: dict[Token, int]
-    answers: Answers
+    answers: Answers | None = None
 
 
 class Engine(ABC):
@@ -76,6 +76,15 @@ class Engine(ABC):
     @abstractmethod
     def read(self, tokens: Sequence[Token]) -> list[Receipt | RankLost]:
         """Receipts that `wait` has reported."""
+
+    @abstractmethod
+    def unpack(self, packed: Any, private: bool) -> Any:
+        """The value of an answer that came with a receipt.
+
+        Args:
+            packed: the receipt's value.
+            private: whether it must be in memory of its own.
+        """
 
     @abstractmethod
     def open_cause(self, packed: Any) -> BaseException | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -29,6 +29,25 @@ class Answers(Protocol):
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """The answers of some collecting ranks; only theirs are brought here."""
         ...
+
+
+class ReadAnswers:
+    """Answers that came with the receipts.
+
+    Args:
+        method: name of the method.
+        packed: the answers, packed, in order.
+        unpack: makes the value of one, in memory of its own or not.
+    """
+
+    def __init__(self, method: str, packed: Sequence[Any], unpack: Callable[[Any, bool], Any]) -> None:
+        self.method = method
+        self._packed = packed
+        self._unpack = unpack
+
+    def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
+        """Some of the answers."""
+        return [self._unpack(self._packed[k], private) for k in which]
 
 
 @dataclass(slots=True)
@@ -135,7 +154,7 @@ class LaterPart:
         return Taken(value, total, share.rows, share.real)
 
 
-def join_answers(answers: Answers, receipts: list[Receipt], join: Join, *, private: bool = True) -> Any:
+def join_answers(answers: Answers | ReadAnswers, receipts: list[Receipt], join: Join, *, private: bool = True) -> Any:
     """The whole result of a call, as its mode promises it.
 
     Raises:

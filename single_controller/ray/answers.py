@@ -20,22 +20,16 @@ class RayAnswers:
     Args:
         method: name of the method that answers.
         receipts: the receipts of all called ranks, collecting ranks first, in the order of their answers.
-        answers: the answers; None when they come with the receipts.
-        count: number of collecting ranks.
+        answers: the collecting ranks' answers.
     """
 
-    def __init__(
-        self, method: str, receipts: list[ray.ObjectRef], answers: list[ray.ObjectRef] | None, count: int
-    ) -> None:
+    def __init__(self, method: str, receipts: list[ray.ObjectRef], answers: list[ray.ObjectRef]) -> None:
         self.method = method
         self._receipts = receipts
         self._answers = answers
-        self._count = count
 
     def refs(self) -> list[ray.ObjectRef]:
         """The answers' references, in order."""
-        if self._answers is None:
-            raise RuntimeError(f"{self.method}() was called without keeping its answers")
         return list(self._answers)
 
     def receipts(self) -> list[Receipt]:
@@ -51,15 +45,12 @@ class RayAnswers:
         if failures:
             first = min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
             raise first.error(open_cause(first.cause))
-        return receipts[: self._count]
+        return receipts[: len(self._answers)]
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """Some of the answers."""
         with kept_packed():
-            if self._answers is None:
-                packets = [unframed(receipt).value for receipt in ray.get([self._receipts[k] for k in which])]
-            else:
-                packets = ray.get([self._answers[k] for k in which])
+            packets: list[Packet] = ray.get([self._answers[k] for k in which])
         return [packet.open(private=private) for packet in packets]
 
 

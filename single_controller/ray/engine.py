@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from single_controller.base.receipt import Receipt
 from single_controller.ray.actor import CONCURRENT, Location
 from single_controller.ray.answers import RayAnswers, one_line, open_cause, unframed
 from single_controller.ray.transport import Packet, pack
+
+logger = logging.getLogger(__name__)
 
 _LOST = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 
@@ -91,21 +94,19 @@ class RayEngine(Engine):
                 receipts[rank], answers[rank] = sent
             else:
                 receipts[rank] = sent
+        tokens: dict[Token, int] = {ref: rank for rank, ref in receipts.items()}
+        if not future:
+            return Sent(tokens)
         in_order = [*plan.answers, *(rank for rank in receipts if rank not in collecting)]
         return Sent(
-            {ref: rank for rank, ref in receipts.items()},
-            RayAnswers(
-                spec.name,
-                [receipts[rank] for rank in in_order],
-                [answers[rank] for rank in plan.answers] if future else None,
-                len(plan.answers),
-            ),
+            tokens,
+            RayAnswers(spec.name, [receipts[rank] for rank in in_order], [answers[rank] for rank in plan.answers]),
         )
 
     def ask_standings(self) -> Sent:
         """See `Engine.ask_standings`."""
         refs = [rank.actor._sc_standing.remote() for rank in self.ranks]
-        return Sent({ref: rank for rank, ref in enumerate(refs)}, RayAnswers("layout", refs, None, len(refs)))
+        return Sent({ref: rank for rank, ref in enumerate(refs)})
 
     def wait(self, tokens: Sequence[Token], timeout: float) -> list[Token]:
         """See `Engine.wait`."""
@@ -121,6 +122,10 @@ class RayEngine(Engine):
         except Exception:  # one of them is lost: which one, asking singly tells
             return [_read_one(token) for token in tokens]
 
+    def unpack(self, packed: Packet, private: bool) -> Any:
+        """See `Engine.unpack`."""
+        return packed.open(private=private)
+
     def open_cause(self, packed: Packet | None) -> BaseException | None:
         """See `Engine.open_cause`."""
         return open_cause(packed)
@@ -129,7 +134,10 @@ class RayEngine(Engine):
         """See `Engine.kill`."""
         if ray.is_initialized():
             for rank in self.ranks:
-                ray.kill(rank.actor, no_restart=True)
+                try:
+                    ray.kill(rank.actor, no_restart=True)
+                except Exception:  # the Ray that it lived in is gone
+                    logger.debug("%s could not be killed", rank.name, exc_info=True)
 
 
 def _read_one(token: Token) -> Receipt | RankLost:

@@ -22,7 +22,7 @@ from dispatch.register import method_spec, registered_methods
 from single_controller.base.engine import Sent
 from single_controller.base.errors import WorkerDiedError
 from single_controller.ray.actor import Location, StartOrder, actor_class
-from single_controller.ray.answers import RayAnswers, one_line
+from single_controller.ray.answers import one_line
 from single_controller.ray.class_with_args import RayClassWithInitArgs, pack_class
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.placement import Slot, wait_placed
@@ -167,6 +167,6 @@ def _run_constructors(
         order = StartOrder(number, world_size, placed[entry], sizes[entry], plan.environment)
         placed[entry] += 1
         receipts[rank.actor._sc_start.remote(order, packed, master)] = number
-    run(engine, CallPlan.empty(world_size), Sent(receipts, RayAnswers("__init__", list(receipts), None, world_size)))
+    run(engine, CallPlan.empty(world_size), Sent(receipts))
     address, port = ray.get(master)
     return address, port

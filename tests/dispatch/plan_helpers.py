@@ -92,7 +92,7 @@ def rows_in(value: Any) -> int:
         return rows_in(next(iter(value.values())))
     if hasattr(value, "_fields"):
         return rows_in(value[0])
-    return len(value)
+    return len(value) if isinstance(value, (list, tuple)) else len(value.items)
 
 
 def pick(value: Any, rows: Sequence[int]) -> Any:

@@ -35,7 +35,7 @@ def another_driver(ray_cluster, tmp_path):
             [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=dict(os.environ)
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout.strip().splitlines()[-1]
+        return next(line for line in done.stdout.splitlines() if line.startswith("answer ")).removeprefix("answer ")
 
     return run
 
@@ -47,7 +47,7 @@ def test_a_group_outlives_its_driver_and_is_found_again(another_driver):
         pool = RayResourcePool([2], use_gpu=False, detached=True, name_prefix="outliving_")
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="outliving_", detached=True)
         group.add(1)
-        print(",".join(group.worker_names))
+        print("answer", ",".join(group.worker_names))
     """)
     assert names == "outliving_Counter_0,outliving_Counter_1"
     try:

@@ -1,0 +1,311 @@
+"""length / shard / join / trim: what can be cut, and that joining undoes cutting."""
+
+import copy
+import enum
+import sys
+from collections import OrderedDict, defaultdict
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_helpers import (
+    BATCH_KINDS,
+    NO_EMPTY_SHARD,
+    Chunked,
+    Pair,
+    Sliced,
+    Table,
+    batches,
+    concat,
+    expected_rows,
+    pick,
+    rows_in,
+    same,
+    table_functions,
+)
+from tensordict import TensorDict, tensorclass
+
+from dispatch import Broadcast, register_batch_type
+from dispatch.batch import cut, describe, goes_whole, join, length, shard, trim
+from dispatch.errors import BatchError
+from dispatch.rows import share_rows
+
+# rows, shards: they divide; more rows than shards; fewer; as many; one of either; none
+SIZES = [(6, 3), (7, 3), (2, 3), (4, 4), (1, 5), (5, 1), (0, 3)]
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize("kind", BATCH_KINDS)
+class TestEveryType:
+    @pytest.mark.parametrize(("rows", "shards"), SIZES)
+    @pytest.mark.parametrize("uneven", ["pad", "ragged"])
+    def test_cut_trim_and_join_give_the_batch_back(self, kind, rows, shards, uneven):
+        value = batches(rows)[kind]
+        if kind in NO_EMPTY_SHARD and uneven == "ragged" and 0 < rows < shards:
+            with pytest.raises(BatchError, match="no empty shard"):
+                shard(value, share_rows(rows, shards, uneven))
+            return
+        before = copy.deepcopy(value)
+        numbers, real = expected_rows(rows, shards, uneven)
+        assert length(value) == rows
+        pieces = shard(value, share_rows(rows, shards, uneven))
+        assert len(pieces) == shards
+        for piece, rows_of_piece in zip(pieces, numbers, strict=True):
+            assert same(piece, pick(value, rows_of_piece))
+        if uneven == "pad":
+            kept = [
+                trim(piece, len(n), r)
+                for piece, n, r in zip(pieces, numbers, real, strict=True)
+                if r or (n and kind not in NO_EMPTY_SHARD)
+            ]
+            pieces = kept or pieces
+        assert same(join(pieces), value)
+        assert same(value, before), "the caller's object was changed"
+
+    def test_cut_takes_a_range_of_rows(self, kind):
+        value = batches(7)[kind]
+        assert same(cut(value, 2, 5), pick(value, [2, 3, 4]))
+        assert same(cut(value, 0, 7), value)
+
+    def test_trim_keeps_m_rows_for_each_row(self, kind):
+        answer = batches(12)[kind]  # three rows for each of the shard's four
+        assert same(trim(answer, 4, 2), pick(answer, range(6)))
+        assert same(trim(answer, 4, 4), answer)
+
+    def test_trim_refuses_other_numbers_of_rows(self, kind):
+        with pytest.raises(BatchError, match=r"7 rows.*no multiple of the shard's 3"):
+            trim(batches(7)[kind], 3, 2)
+
+    def test_a_single_batch_joins_to_itself(self, kind):
+        value = batches(4)[kind]
+        assert same(join([value]), value)
+
+    def test_joining_leaves_the_pieces_alone(self, kind):
+        pieces = [batches(2)[kind], batches(3)[kind]]
+        before = copy.deepcopy(pieces)
+        assert same(join(pieces), concat(pieces))
+        assert same(pieces, before)
+        assert [rows_in(piece) for piece in pieces] == [2, 3]
+
+
+class TestWhole:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            *(None, True, 3, 2.5, 1j, Decimal("1.5"), "text", "", b"bytes", Colour.RED),
+            *(torch.tensor(3.0), np.array(3), np.float32(2), np.int64(1), np.bool_(True)),
+            *(torch.float32, torch.device("cpu"), Broadcast([1, 2, 3])),
+        ],
+        ids=repr,
+    )
+    def test_what_goes_whole_has_no_rows(self, value):
+        assert goes_whole(value)
+        assert length(value) is None
+
+    def test_parts_of_a_dict_that_go_whole_are_in_every_piece(self):
+        value = {"ids": [1, 2, 3, 4], "name": "x", "scale": torch.tensor(2.0), "all": Broadcast([9, 9, 9])}
+        assert length(value) == 4
+        pieces = shard(value, share_rows(4, 2))
+        assert [piece["ids"] for piece in pieces] == [[1, 2], [3, 4]]
+        for piece in pieces:
+            assert piece["name"] == "x"
+            assert piece["scale"] is value["scale"]
+            assert piece["all"] == [9, 9, 9]
+        assert type(value["all"]) is Broadcast
+
+    def test_a_dict_without_rows_has_no_length(self):
+        assert length({}) is None
+        assert length({"a": None, "b": {"c": 1.0}}) is None
+
+    def test_all_none_joins_to_none(self):
+        assert join([None, None]) is None
+        assert trim(None, 3, 1) is None
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "value", [object(), {1, 2}, range(4), Path("x"), len, int, Chunked, iter([1]), slice(3)], ids=repr
+    )
+    def test_what_cannot_be_cut(self, value):
+        with pytest.raises(BatchError, match="cannot be cut into rows"):
+            length(value)
+
+    def test_a_dict_whose_values_differ_in_length(self):
+        with pytest.raises(BatchError) as caught:
+            length({"a": [1, 2], "b": {"c": torch.zeros(2), "d": np.zeros(3)}})
+        assert all(word in str(caught.value) for word in ("'c'", "2", "'d'", "3"))
+
+    def test_a_named_tuple_whose_values_differ_in_length(self):
+        with pytest.raises(BatchError, match=r"'ids' has 1 rows, 'text' has 2"):
+            length(Pair([1], ["a", "b"]))
+
+    def test_a_tensordict_without_batch_dims(self):
+        with pytest.raises(BatchError, match="batch_size"):
+            length(TensorDict({"a": torch.zeros(3)}, batch_size=[]))
+
+    @pytest.mark.parametrize(
+        ("values", "told"),
+        [
+            ([torch.zeros(1), None], ["Tensor", "None"]),
+            ([None, torch.zeros(1)], ["Tensor", "None"]),
+            ([torch.zeros(1), np.zeros(1)], ["Tensor", "ndarray"]),
+            ([[1], {"a": [1]}], ["list", "dict"]),
+            ([1.0, 2.0], ["float", "no rows"]),
+            (["a", "b"], ["str", "no rows"]),
+            ([torch.tensor(1.0), torch.tensor(2.0)], ["no rows"]),
+            ([{"a": [1]}, {"b": [1]}], ["keys", "a", "b"]),
+            ([{"a": [1], "loss": 0.1}, {"a": [1], "loss": 0.2}], ["'loss'", "float"]),
+            ([{"a": {"b": 1.0}}, {"a": {"b": 1.0}}], ["'a'", "'b'"]),
+            ([torch.zeros(1, 2), torch.zeros(1, 3)], ["(1, 2)", "(1, 3)"]),
+            ([np.zeros((1, 2)), np.zeros((1, 3))], ["(1, 2)", "(1, 3)"]),
+            ([object(), object()], ["object"]),
+        ],
+    )
+    def test_answers_that_do_not_join(self, values, told):
+        with pytest.raises(BatchError) as caught:
+            join(values)
+        assert all(word in str(caught.value) for word in told), str(caught.value)
+
+    def test_tensordicts_with_different_keys_do_not_join(self):
+        one, other = (TensorDict({key: torch.zeros(2)}, batch_size=[2]) for key in "ab")
+        with pytest.raises(BatchError):
+            join([one, other])
+
+    @pytest.mark.parametrize("value", [1.0, "text", torch.tensor(1.0), {"a": [1, 2], "loss": 0.5}], ids=repr)
+    def test_padding_cannot_be_dropped_from_what_has_no_rows(self, value):
+        with pytest.raises(BatchError, match="no rows"):
+            trim(value, 2, 1)
+
+
+class TestViews:
+    @pytest.mark.parametrize("uneven", ["error", "ragged"])
+    def test_pieces_of_tensors_and_arrays_share_memory_with_the_batch(self, uneven):
+        rows = 6 if uneven == "error" else 7
+        tensor, array = torch.zeros(rows, 2), np.zeros((rows, 2))
+        for k, piece in enumerate(shard({"t": tensor, "a": array}, share_rows(rows, 3, uneven))):
+            piece["t"] += k + 1
+            piece["a"] += k + 1
+        assert all((array != 0).flat)
+        assert torch.equal(tensor, torch.from_numpy(array).float())
+
+    def test_pieces_of_tensordicts_share_memory_with_the_batch(self):
+        value = TensorDict({"a": torch.zeros(4, 2)}, batch_size=[4])
+        for piece in shard(value, share_rows(4, 2)):
+            piece["a"] += 1
+        assert bool((value["a"] == 1).all())
+
+    def test_under_padding_only_the_padded_pieces_are_copies(self):
+        value = torch.arange(5)
+        memory = [piece.untyped_storage().data_ptr() for piece in shard(value, share_rows(5, 3, "pad"))]
+        own = value.untyped_storage().data_ptr()
+        assert [pointer == own for pointer in memory] == [True, True, False]
+
+    def test_pieces_of_a_list_are_lists_of_their_own(self):
+        value = [[0], [1]]
+        pieces = shard(value, share_rows(2, 2))
+        pieces[0].append("more")
+        assert value == [[0], [1]]
+        (only,) = shard(value, share_rows(2, 1))
+        only.append("more")
+        assert value == [[0], [1]]
+
+
+class TestOtherDicts:
+    def test_an_ordered_dict_stays_one(self):
+        value = OrderedDict(b=[1, 2], a=[3, 4])
+        pieces = shard(value, share_rows(2, 2))
+        assert pieces == [OrderedDict(b=[1], a=[3]), OrderedDict(b=[2], a=[4])]
+        assert all(type(piece) is OrderedDict for piece in pieces)
+        assert same(join(pieces), value)
+
+    def test_a_defaultdict_keeps_its_factory(self):
+        value = defaultdict(list, a=[1, 2])
+        piece = shard(value, share_rows(2, 2))[0]
+        assert piece["a"] == [1]
+        assert piece["new"] == []
+        assert list(value) == ["a"]
+
+    def test_tensorclass_is_a_batch(self):
+        sample = tensorclass(type("Sample", (), {"__annotations__": {"x": torch.Tensor}}))
+        value = sample(x=torch.arange(6).reshape(3, 2), batch_size=[3])
+        pieces = shard(value, share_rows(3, 2, "pad"))
+        assert [piece.x.tolist() for piece in pieces] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
+        assert torch.equal(join([trim(p, 2, r) for p, r in zip(pieces, (2, 1), strict=True)]).x, value.x)
+
+
+class TestUserTypes:
+    def test_subclasses_of_a_registered_type_are_batches(self):
+        class Special(Table):
+            pass
+
+        pieces = shard(Special([1, 2]), share_rows(2, 2))
+        assert [type(piece) for piece in pieces] == [Special, Special]
+        assert join(pieces).items == [1, 2]
+
+    def test_a_second_registration_replaces_the_first(self):
+        register_batch_type(Table, **{**table_functions(), "length": lambda table: 40})
+        assert length(Table([])) == 40
+
+    def test_registration_wins_over_the_protocol(self):
+        register_batch_type(Sliced, **{**table_functions(), "length": lambda value: 2 * len(value.items)})
+        assert length(Sliced([1, 2, 3])) == 6
+
+    def test_equal_shards_come_from_the_types_own_chunk(self):
+        class Counting(Sliced):
+            asked: list[int] = []  # noqa: RUF012
+
+            def chunk(self, n):
+                self.asked.append(n)
+                return super().chunk(n)
+
+        shard(Counting(range(6)), share_rows(6, 3))
+        assert Counting.asked == [3]
+
+    @pytest.mark.parametrize(
+        ("cls", "change", "told"),
+        [
+            ("Table", {}, "takes a class"),
+            (Table, {"length": 3}, "length="),
+            (Table, {"cut": None}, "cut="),
+            (Table, {"join": "cat"}, "join="),
+        ],
+    )
+    def test_bad_registrations(self, cls, change, told):
+        with pytest.raises(TypeError, match=told):
+            register_batch_type(cls, **{**table_functions(), **change})
+
+
+class TestDescribe:
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (torch.zeros(2, 3), "Tensor of shape (2, 3)"),
+            (np.zeros(4), "ndarray of shape (4,)"),
+            ([1, 2], "list of length 2"),
+            (None, "None"),
+            (3, "int 3"),
+            (object(), "object"),
+        ],
+    )
+    def test_a_value_in_a_few_words(self, value, text):
+        assert describe(value) == text
+
+    def test_long_strings_are_cut(self):
+        assert len(describe("x" * 1000)) < 60
+
+    @pytest.mark.parametrize("shape", [7, "text-like", lambda: (1, 2)])
+    def test_whatever_an_attribute_called_shape_may_be(self, shape):
+        thing = type("Blob", (), {"shape": staticmethod(shape) if callable(shape) else shape})()
+        assert "Blob" in describe(thing)
+
+
+def test_values_can_be_measured_before_torch_is_imported(monkeypatch):
+    for name in ("torch", "numpy", "tensordict"):
+        monkeypatch.delitem(sys.modules, name)
+    assert length({"a": [1, 2], "b": "x"}) == 2
+    assert join([[1], [2]]) == [1, 2]

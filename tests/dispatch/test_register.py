@@ -1,0 +1,328 @@
+"""@register: the method stays what it was, and what it declared is found wherever the method is defined."""
+
+import asyncio
+import functools
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+from plan_helpers import FakeGroup
+
+from dispatch import Dispatch, DispatchError, Execute, ResultError, SingleControllerError, register
+from dispatch.plan import plan_call
+from dispatch.register import UNREGISTERED, Registration, method_spec, registered_methods
+
+
+class Base:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, x: int, *, times: int = 1) -> int:
+        """Add x."""
+        return x * times
+
+    @register(Dispatch.DP_COMPUTE_PROTO, Execute.ALL, False, uneven="pad", inputs="view", concurrent=True)
+    async def generate(self, prompts, temperature=1.0):
+        """Generate."""
+        return prompts
+
+    @staticmethod
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def double(x):
+        return 2 * x
+
+    @classmethod
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def name(cls, suffix=""):
+        return cls.__name__ + suffix
+
+    @property
+    def broken(self):
+        raise AssertionError("a property must not be run to find the methods")
+
+    @functools.cached_property
+    def broken_too(self):
+        raise AssertionError("a property must not be run to find the methods")
+
+    limit = 3
+
+    def plain(self, x):
+        return x
+
+
+def mode_of(cls, name):
+    return registered_methods(cls)[name].registration.mode
+
+
+class TestTheMethodItself:
+    def test_it_is_returned_unchanged(self):
+        def work(self, x: int, y: str = "a", *rest, key=None, **more) -> float:
+            """Work."""
+
+        signature, name = inspect.signature(work), work.__qualname__
+        decorated = register(dispatch_mode=Dispatch.ONE_TO_ALL)(work)
+        assert decorated is work
+        assert inspect.signature(decorated) == signature
+        assert (decorated.__doc__, decorated.__qualname__) == ("Work.", name)
+
+    def test_it_runs_as_the_user_wrote_it(self):
+        assert Base().add(3, times=2) == 6
+        assert Base.double(4) == 8
+        assert Base.name("!") == "Base!"
+
+    def test_async_stays_async(self):
+        assert inspect.iscoroutinefunction(Base.generate)
+        assert asyncio.run(Base().generate([1])) == [1]
+
+
+class TestWhatIsDeclared:
+    def test_every_option_is_kept(self):
+        assert registered_methods(Base)["generate"].registration == Registration(
+            mode=Dispatch.DP_COMPUTE_PROTO,
+            execute=Execute.ALL,
+            blocking=False,
+            materialize_futures=True,
+            uneven="pad",
+            inputs="view",
+            concurrent=True,
+        )
+
+    def test_defaults(self):
+        class Worker:
+            @register()
+            def work(self): ...
+
+        assert registered_methods(Worker)["work"].registration == Registration(
+            mode=Dispatch.ALL_TO_ALL,
+            execute=Execute.ALL,
+            blocking=True,
+            materialize_futures=True,
+            uneven="error",
+            inputs="copy",
+            concurrent=False,
+        )
+
+    def test_positional_order_of_the_first_four_options(self):
+        @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, False, False)
+        def work(self): ...
+
+        registration = registered_methods(type("W", (), {"work": work}))["work"].registration
+        assert registration == Registration(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, False, False)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"uneven": "drop"}, {"uneven": None}, {"inputs": "alias"}, {"uneven": ["pad"]}],
+    )
+    def test_unknown_choices_name_the_known_ones(self, options):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"register\\({name}=.*known are '"):
+            register(**options)
+
+    @pytest.mark.parametrize("name", ["blocking", "materialize_futures", "concurrent"])
+    @pytest.mark.parametrize("value", [1, None, "yes"])
+    def test_flags_are_flags(self, name, value):
+        with pytest.raises(TypeError, match=f"register\\({name}=...\\) is True or False"):
+            register(**{name: value})
+
+    def test_an_option_that_nobody_knows(self):
+        with pytest.raises(TypeError, match="blocing"):
+            register(blocing=False)
+
+    def test_parentheses_forgotten(self):
+        with pytest.raises(TypeError, match="parentheses"):
+
+            @register
+            def work(self): ...
+
+    @pytest.mark.parametrize("thing", [3, "work", Base, functools.partial(print), property(lambda self: 1), len])
+    def test_only_functions_are_decorated(self, thing):
+        with pytest.raises(TypeError, match="decorates a method"):
+            register()(thing)
+
+    def test_above_staticmethod_says_where_it_belongs(self):
+        with pytest.raises(TypeError, match="below @staticmethod"):
+            register()(staticmethod(lambda x: x))
+
+
+class TestRegisteredMethods:
+    def test_all_kinds_are_found_in_order_and_no_property_is_run(self):
+        assert list(registered_methods(Base)) == ["add", "generate", "double", "name"]
+
+    def test_owner_and_name(self):
+        spec = registered_methods(Base)["add"]
+        assert (spec.owner, spec.name, spec.function) == ("Base", "add", Base.add)
+
+    @pytest.mark.parametrize(
+        ("name", "signature"),
+        [
+            ("add", "(x: int, *, times: int = 1) -> int"),
+            ("generate", "(prompts, temperature=1.0)"),
+            ("double", "(x)"),
+            ("name", "(suffix='')"),
+        ],
+    )
+    def test_a_caller_sees_the_signature_without_self(self, name, signature):
+        assert str(registered_methods(Base)[name].signature) == signature
+
+    def test_method_spec_of_what_is_not_registered(self):
+        spec = method_spec(Base, "plain")
+        assert spec.registration is UNREGISTERED
+        assert str(spec.signature) == "(x)"
+        assert spec.registration.mode == Dispatch.ONE_TO_ALL
+
+    @pytest.mark.parametrize("name", ["limit", "broken", "broken_too", "nothing", "__class__"])
+    def test_method_spec_of_what_is_no_method(self, name):
+        assert method_spec(Base, name) is None
+
+    def test_a_decorator_with_wraps_on_top_keeps_it(self):
+        def logged(function):
+            @functools.wraps(function)
+            def inner(*args, **kwargs):
+                return function(*args, **kwargs)
+
+            return inner
+
+        class Worker:
+            @logged
+            @register(dispatch_mode="ONE_TO_ALL")
+            def work(self, x): ...
+
+        spec = registered_methods(Worker)["work"]
+        assert spec.registration.mode == Dispatch.ONE_TO_ALL
+        assert str(spec.signature) == "(x)"
+
+
+class TestSubclasses:
+    def test_methods_are_inherited(self):
+        class Sub(Base):
+            @register()
+            def more(self): ...
+
+        assert list(registered_methods(Sub)) == ["add", "generate", "double", "name", "more"]
+        assert registered_methods(Sub)["add"].owner == "Sub"
+
+    def test_an_override_keeps_the_declaration_and_brings_its_own_signature(self):
+        class Sub(Base):
+            def add(self, x, y):
+                return x + y
+
+            async def generate(self, prompts):
+                return prompts
+
+        assert mode_of(Sub, "add") == Dispatch.ONE_TO_ALL
+        assert str(registered_methods(Sub)["add"].signature) == "(x, y)"
+        assert registered_methods(Sub)["add"].function is Sub.add
+        assert registered_methods(Sub)["generate"].registration == registered_methods(Base)["generate"].registration
+
+    def test_an_override_of_a_static_method_keeps_the_declaration(self):
+        class Sub(Base):
+            @staticmethod
+            def double(x):
+                return x + x
+
+        assert mode_of(Sub, "double") == Dispatch.ALL_TO_ALL
+
+    def test_an_override_of_a_class_method_keeps_the_declaration(self):
+        class Sub(Base):
+            @classmethod
+            def name(cls, suffix=""):
+                return suffix
+
+        assert mode_of(Sub, "name") == Dispatch.RANK_ZERO
+
+    def test_an_override_with_register_replaces_all_of_it(self):
+        class Sub(Base):
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+            async def generate(self, prompts): ...
+
+        assert registered_methods(Sub)["generate"].registration == Registration(Dispatch.DP_COMPUTE_METRIC)
+        assert mode_of(Base, "generate") == Dispatch.DP_COMPUTE_PROTO
+
+    def test_the_nearest_declaration_counts(self):
+        class Middle(Base):
+            @register(dispatch_mode=Dispatch.RANK_ZERO)
+            def add(self, x): ...
+
+        class Leaf(Middle):
+            def add(self, x): ...
+
+        assert mode_of(Leaf, "add") == Dispatch.RANK_ZERO
+
+    def test_mixins_follow_the_method_resolution_order(self):
+        class Mixin:
+            @register(dispatch_mode=Dispatch.DP_COMPUTE)
+            def add(self, x): ...
+
+        assert mode_of(type("A", (Mixin, Base), {}), "add") == Dispatch.DP_COMPUTE
+        assert mode_of(type("B", (Base, Mixin), {}), "add") == Dispatch.ONE_TO_ALL
+
+    def test_a_method_that_a_subclass_takes_away_is_gone(self):
+        class Sub(Base):
+            add = None
+
+        assert "add" not in registered_methods(Sub)
+
+
+class TestBinding:
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "told"),
+        [
+            ((), {}, "missing a required argument: 'x'"),
+            ((1, 2), {}, "too many positional arguments"),
+            ((1,), {"tims": 2}, "unexpected keyword argument 'tims'"),
+            ((1,), {"x": 2}, "multiple values for argument 'x'"),
+        ],
+    )
+    def test_a_wrong_call_reads_like_pythons_own(self, args, kwargs, told):
+        with pytest.raises(TypeError) as caught:
+            plan_call(registered_methods(Base)["add"], FakeGroup(2), args, kwargs)
+        message = str(caught.value)
+        assert message.startswith("add()")
+        assert told in message
+        assert "add(x: int, *, times: int = 1)" in message
+
+    def test_parameters_have_names_whatever_slot_they_fill(self):
+        class Worker:
+            @register()
+            def work(self, a, b=1, *rest, key=None, **more): ...
+
+        spec = registered_methods(Worker)["work"]
+        assert [spec.parameter(slot) for slot in (0, 1, 2, 3)] == ["a", "b", "*rest[0]", "*rest[1]"]
+        assert [spec.parameter(slot) for slot in ("key", "other")] == ["key", "other"]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("error", "attributes"),
+        [
+            (DispatchError("text", method="m", argument="x"), {"method": "m", "argument": "x"}),
+            (DispatchError("text"), {"method": None, "argument": None}),
+            (ResultError("text", method="m"), {"method": "m"}),
+            (SingleControllerError("text"), {}),
+        ],
+    )
+    def test_they_pickle_with_their_attributes(self, error, attributes):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert str(again) == "text"
+        assert {name: getattr(again, name) for name in attributes} == attributes
+
+    def test_one_base_catches_them_all(self):
+        assert issubclass(DispatchError, SingleControllerError)
+        assert issubclass(DispatchError, ValueError)
+        assert issubclass(ResultError, SingleControllerError)
+
+
+def test_importing_dispatch_imports_no_framework(tmp_path):
+    script = (
+        "import sys, dispatch\n"
+        "heavy = {'torch', 'ray', 'numpy', 'tensordict', 'transformers', 'omegaconf', 'single_controller'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,81 @@
+"""share_rows: which rows belong to which shard."""
+
+import pytest
+from plan_helpers import expected_rows
+
+from dispatch.errors import BatchError
+from dispatch.rows import Share, share_rows
+
+
+def numbers(share: Share) -> list[int]:
+    return [row for start, stop in share.ranges for row in range(start, stop)]
+
+
+@pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
+def test_rows_that_divide_are_cut_the_same_way_by_every_rule(uneven):
+    assert share_rows(6, 3, uneven) == [Share(((0, 2),), 2), Share(((2, 4),), 2), Share(((4, 6),), 2)]
+
+
+@pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
+def test_no_rows_divide(uneven):
+    shares = share_rows(0, 4, uneven)
+    assert len(shares) == 4
+    assert all(numbers(share) == [] and share.rows == share.real == 0 for share in shares)
+
+
+@pytest.mark.parametrize(("rows", "shards"), [(1, 2), (5, 2), (7, 8), (9, 8)])
+def test_error_refuses_what_does_not_divide(rows, shards):
+    with pytest.raises(BatchError, match=f"{rows} rows.*{shards}"):
+        share_rows(rows, shards, "error")
+
+
+def test_error_is_the_default():
+    with pytest.raises(BatchError):
+        share_rows(3, 2)
+
+
+def test_pad_repeats_rows_from_the_start():
+    shares = share_rows(5, 4, "pad")
+    assert [numbers(share) for share in shares] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+    assert [share.real for share in shares] == [2, 2, 1, 0]
+    assert [share.padded for share in shares] == [False, False, True, True]
+
+
+def test_pad_of_one_row_repeats_it():
+    shares = share_rows(1, 3, "pad")
+    assert [numbers(share) for share in shares] == [[0], [0], [0]]
+    assert [share.real for share in shares] == [1, 0, 0]
+
+
+def test_ragged_gives_larger_shards_first():
+    assert [numbers(share) for share in share_rows(5, 3, "ragged")] == [[0, 1], [2, 3], [4]]
+
+
+def test_ragged_gives_empty_shards_when_rows_are_few():
+    shares = share_rows(2, 4, "ragged")
+    assert [numbers(share) for share in shares] == [[0], [1], [], []]
+    assert [share.real for share in shares] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("shards", range(1, 14))
+def test_all_small_cases_against_a_reference_that_counts_one_by_one(shards):
+    for rows in range(30):
+        for uneven in ("pad", "ragged"):
+            shares = share_rows(rows, shards, uneven)
+            cut, real = expected_rows(rows, shards, uneven)
+            assert [numbers(share) for share in shares] == cut
+            assert [share.rows for share in shares] == [len(piece) for piece in cut]
+            assert [share.real for share in shares] == real
+            assert [share.padded for share in shares] == [len(p) != r for p, r in zip(cut, real, strict=True)]
+
+
+@pytest.mark.parametrize("shards", range(1, 14))
+def test_what_each_rule_promises(shards):
+    for rows in range(1, 40):
+        padded = share_rows(rows, shards, "pad")
+        assert len({share.rows for share in padded}) == 1, "all shards of a padded batch have one size"
+        assert padded[0].rows * shards - rows < shards, "no more padding than needed"
+        assert [row for share in padded for row in numbers(share)[: share.real]] == list(range(rows))
+        ragged = [share.rows for share in share_rows(rows, shards, "ragged")]
+        assert max(ragged) - min(ragged) <= 1
+        assert sum(ragged) == rows
