@@ -184,7 +184,10 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
         parts = {key: shard(part, shares) for key, part in _fields(value) or ()}
         return [_rebuild(value, {key: part[k] for key, part in parts.items()}) for k in range(len(shares))]
     if found is _CHUNKED and shares[0].rows and shares == share_rows(shares[0].rows * len(shares), len(shares)):
-        return list(value.chunk(len(shares)))
+        chunks = list(value.chunk(len(shares)))
+        if len(chunks) != len(shares):
+            raise BatchError(f"its chunk({len(shares)}) gave {len(chunks)} pieces")
+        return chunks
     return [_take(found, value, share) for share in shares]
 
 
@@ -265,7 +268,7 @@ def describe(value: Any) -> str:
     """A value in a few words for an error message: its type, and its size where it has one."""
     name = type(value).__name__
     shape = getattr(value, "shape", None)
-    if shape is not None and not isinstance(value, type):
+    if isinstance(shape, tuple):  # torch.Size is one
         return f"{name} of shape {tuple(shape)}"
     if value is None:
         return "None"
@@ -321,7 +324,7 @@ def _join_tensors(values: list[Any]) -> Any:
     torch = sys.modules["torch"]
     try:
         return torch.cat(values, dim=0)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, KeyError) as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
         raise BatchError(f"{type(values[0]).__name__}s of shapes {shapes} do not join: {error}") from error
 
@@ -329,7 +332,8 @@ def _join_tensors(values: list[Any]) -> Any:
 def _join_ndarrays(values: list[Any]) -> Any:
     numpy = sys.modules["numpy"]
     try:
-        return numpy.concatenate(values, axis=0)
+        masked = any(isinstance(value, numpy.ma.MaskedArray) for value in values)
+        return (numpy.ma if masked else numpy).concatenate(values, axis=0)
     except (ValueError, TypeError) as error:
         shapes = ", ".join(str(value.shape) for value in values[:8])
         raise BatchError(f"ndarrays of shapes {shapes} do not join: {error}") from error

@@ -49,12 +49,18 @@ class Mesh:
     """A named mesh: per rank its data-parallel rank on this mesh, and whether its answer is collected.
 
     Raises:
-        DispatchError: on `routing`, when the data ranks are not 0..n-1 with one collecting rank each.
+        ValueError: the two differ in length, or a dp rank is not an integer from 0.
+        DispatchError: on `routing`, when the dp ranks are not 0..n-1 with one collecting rank each.
     """
 
     name: str
     dp_rank: tuple[int, ...]
     collects: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.dp_rank) != len(self.collects):
+            raise ValueError(f"Mesh {self.name!r}: {len(self.dp_rank)} dp ranks, but {len(self.collects)} collects")
+        _check_coordinates(f"Mesh {self.name!r}: dp_rank", self.dp_rank)
 
     @cached_property
     def routing(self) -> Routing:
@@ -85,11 +91,7 @@ class Layout:
         if len(set(sizes.values())) > 1:
             raise ValueError(f"Layout: every axis has one coordinate per rank, but their lengths are {sizes}")
         for name, coordinates in axes.items():
-            for rank, coordinate in enumerate(coordinates):
-                if not isinstance(coordinate, int) or isinstance(coordinate, bool) or coordinate < 0:
-                    raise ValueError(
-                        f"Layout: axis {name!r} of rank {rank} is {coordinate!r}; coordinates are integers from 0"
-                    )
+            _check_coordinates(f"Layout: axis {name!r}", coordinates)
         object.__setattr__(self, "axes", axes)
 
     @classmethod
@@ -168,6 +170,12 @@ class Layout:
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def _check_coordinates(what: str, coordinates: Sequence[object]) -> None:
+    for rank, coordinate in enumerate(coordinates):
+        if not isinstance(coordinate, int) or isinstance(coordinate, bool) or coordinate < 0:
+            raise ValueError(f"{what} of rank {rank} is {coordinate!r}; coordinates are integers from 0")
 
 
 def _route(shard_of: Sequence[int], collects: Sequence[bool], unit: str) -> Routing:

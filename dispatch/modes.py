@@ -7,6 +7,7 @@ the driver gets (`join`). The table at the end of this file is the whole of the 
 from __future__ import annotations
 
 import enum
+import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -356,11 +357,16 @@ def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[...
 
 
 def _check_new_name(where: str, name: object, taken: Mapping[str, Any]) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or hasattr(type, name):
-        raise ValueError(f"{where}: a mode's name is a Python name without a leading underscore, got {name!r}")
+    namespace = {"Dispatch": Dispatch, "Execute": Execute}[where]
     if name in taken:
         hint = "; update_dispatch_mode() replaces a mode" if where == "Dispatch" else ""
         raise ValueError(f"{where}.{name} exists already{hint}")
+    usable = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+    if not usable or str(name).startswith("_") or hasattr(namespace, str(name)):
+        raise ValueError(
+            f"{where}: a mode's name is a Python name without a leading underscore, and no method of {where}; "
+            f"got {name!r}"
+        )
 
 
 def _add(name: str, mode: AnyMode) -> DispatchMode:

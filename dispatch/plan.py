@@ -180,12 +180,7 @@ def _plan_chosen(spec: MethodSpec, ranks: Ranks, args: tuple[Any, ...], kwargs: 
 def _plan_custom(
     spec: MethodSpec, mode: CustomMode, ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CallPlan:
-    def own(
-        value: Any,
-    ) -> Any:  # a dispatch function may append to the lists that it is given: not the caller's
-        return value.copy() if type(value) in (list, dict) else value
-
-    made = mode.dispatch_fn(ranks, *map(own, args), **{key: own(value) for key, value in kwargs.items()})
+    made = mode.dispatch_fn(ranks, *map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
     if not (
         isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], dict)
     ):
@@ -284,7 +279,7 @@ def _plan_rows(
                 argument=name,
             ) from None
         if found is None:
-            whole[slot] = value.value if isinstance(value, Broadcast) else value
+            whole[slot] = batch.cut(value, 0, 0)
             continue
         if rows is None:
             rows, first = found, slot
@@ -353,7 +348,8 @@ def _whole(spec: MethodSpec, slots: dict[Slot, Any]) -> tuple[dict[Slot, Any], t
 
 
 def _take_function(spec: MethodSpec, slots: dict[Slot, Any]) -> dict[Slot, Any]:
-    slot = next(iter(slots), None)
+    first = next(iter(spec.signature.parameters), None)
+    slot: Slot | None = 0 if 0 in slots else first if first in slots else None
     if slot is None or not callable(slots[slot]):
         got = "no argument" if slot is None else f"a {describe(slots[slot])}"
         raise DispatchError(

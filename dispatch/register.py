@@ -173,7 +173,8 @@ def method_spec(cls: type, name: str) -> MethodSpec | None:
 
 
 def _declared_in(cls: type, name: str) -> Registration | None:
-    return getattr(cls.__dict__.get(name), _ATTRIBUTE, None)
+    found = cls.__dict__.get(name)
+    return getattr(getattr(found, "__func__", found), _ATTRIBUTE, None)
 
 
 def _attribute_names(cls: type) -> list[str]:

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+import ray
+
 from single_controller import Dispatch, Execute, Worker, collect_all_to_all, register
 
 NO_SUCH_RANK = Execute.register("BAD_CALLS_NO_SUCH_RANK", lambda world_size: (world_size,))
@@ -43,6 +45,11 @@ class Mute(Exception):
         raise RuntimeError("no text today")
 
     __repr__ = __str__
+
+
+def someone_elses_death(message):
+    """What a worker catches that had an actor of its own."""
+    return ray.exceptions.RayActorError(error_msg=message)
 
 
 class OpensOnlyAtHome:
@@ -244,12 +251,14 @@ class Kit(Worker):
 class Starts(Worker):
     """Its constructor fails as it is told."""
 
-    def __init__(self, how=None, rank=None):
+    def __init__(self, how=None, rank=None, mark=""):
         super().__init__()
         if rank is not None and self.rank != rank:
             return
         if how == "raise":
             raise RuntimeError("no checkpoint at /nowhere")
+        if how == "raise if marked" and os.path.exists(mark):
+            raise RuntimeError("the file is marked")
         if how == "exit":
             os._exit(3)
         if how == "sleep":

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -30,7 +31,6 @@ from bad_calls_workers import Kit, Starts
 from tensordict import TensorDict
 
 from single_controller import (
-    Broadcast,
     CallTimeoutError,
     Dispatch,
     DispatchError,
@@ -216,6 +216,9 @@ def row_stage(stage):
     stage.leave_row()
 
 
+# fmt: off
+# (One row of the table is one paragraph, in columns; the formatter would give each argument a line.)
+
 # --- The driver's call: Python's own rules ------------------------------------------------------------------
 
 refused = partial(bad, then=Then.KIT_SAW_NOTHING)
@@ -223,123 +226,141 @@ refused = partial(bad, then=Then.KIT_SAW_NOTHING)
 refused("argument-missing", TypeError, r"add\(\) missing a required argument: 'x'", lambda s: s.kit.add())
 refused("argument-too-many", TypeError, r"add\(\) too many positional arguments.*add\(x\)", lambda s: s.kit.add(1, 2))
 refused("argument-misspelt", TypeError, r"rows\(\) got an unexpected keyword argument 'bach'.*rows\(batch",
-        lambda s: s.kit.rows(bach=[1, 2, 3, 4]))  # fmt: skip
+        lambda s: s.kit.rows(bach=[1, 2, 3, 4]))
 refused("argument-twice", TypeError, r"add\(\) multiple values for argument 'x'", lambda s: s.kit.add(1, x=1))
 refused("argument-timeout-beside", TypeError, r"add\(\) got an unexpected keyword argument 'timeout'",
-        lambda s: s.kit.add(1, timeout=60))  # fmt: skip
+        lambda s: s.kit.add(1, timeout=60))
 refused("argument-missing-remote", TypeError, r"add\(\) missing a required argument: 'x'", lambda s: s.kit.add.remote())
 refused("argument-missing-custom", TypeError, r"custom\(\) missing a required argument: 'x'",
-        lambda s: s.kit.custom(((), {})))  # fmt: skip
+        lambda s: s.kit.custom(((), {})))
 refused("argument-missing-rank-zero", TypeError, r"first\(\) missing a required argument: 'x'",
-        lambda s: s.kit.first())  # fmt: skip
+        lambda s: s.kit.first())
 
 refused("method-misspelt", AttributeError, r"no method 'ad'.*did you mean 'add'", lambda s: s.kit.ad(1))
 refused("method-unlike-any", AttributeError, r"no method 'zzz'.*Kit.*it has .*add", lambda s: s.kit.zzz)
 refused("method-unregistered", AttributeError, r"Kit\.plain\(\) is not registered.*@register.*execute_all_sync",
-        lambda s: s.kit.plain(1))  # fmt: skip
+        lambda s: s.kit.plain(1))
 refused("method-of-methods-misspelt", AttributeError, r"did you mean 'add'", lambda s: s.kit.methods.addd)
 refused("method-is-a-property", AttributeError, r"no method 'expensive'", lambda s: s.kit.expensive())
 refused("method-direct-rollout", DispatchError, r"rollout\(\) cannot be called from the driver.*DIRECT_ROLLOUT_METHOD",
-        lambda s: s.kit.rollout("Once"), method="rollout")  # fmt: skip
+        lambda s: s.kit.rollout("Once"), method="rollout")
 
 # --- Lists, one item a shard ---------------------------------------------------------------------------------
 
-refused("items-a-number", DispatchError, r"items\(\): argument 'x' is a int 1; Dispatch\.ALL_TO_ALL takes a list of 4.*Broadcast",
-        lambda s: s.kit.items(1), method="items", argument="x")  # fmt: skip
+refused("items-a-number", DispatchError,
+        r"items\(\): argument 'x' is a int 1; Dispatch\.ALL_TO_ALL takes a list of 4.*Broadcast",
+        lambda s: s.kit.items(1), method="items", argument="x")
 refused("items-a-string", DispatchError, r"items\(\).*'x' is a str 'abcd'.*list of 4", lambda s: s.kit.items("abcd"))
 refused("items-none", DispatchError, r"items\(\).*'x' is a None.*list of 4", lambda s: s.kit.items(None))
 refused("items-a-tensor", DispatchError, r"'x' is a Tensor of shape \(4,\).*list of 4",
-        lambda s: s.kit.items(torch.arange(4)))  # fmt: skip
+        lambda s: s.kit.items(torch.arange(4)))
 refused("items-a-dict", DispatchError, r"'x' is a dict.*list of 4", lambda s: s.kit.items(dict.fromkeys(range(4))))
 refused("items-too-few", DispatchError, r"items\(\).*'x' is a list of length 3.*list of 4.*world_size = 4",
-        lambda s: s.kit.items([1, 2, 3]))  # fmt: skip
+        lambda s: s.kit.items([1, 2, 3]))
 refused("items-empty", DispatchError, r"'x' is a list of length 0.*list of 4", lambda s: s.kit.items([]))
 refused("items-keyword-mixed-lengths", DispatchError, r"items\(\): argument 'y' is a list of length 5",
-        lambda s: s.kit.items(x=[1, 2, 3, 4], y=[1, 2, 3, 4, 5]), argument="y")  # fmt: skip
-refused(
-    "items-list-beside-a-number", DispatchError, r"'y' is a int 2.*Broadcast", lambda s: s.kit.items([1, 2, 3, 4], 2)
-)
+        lambda s: s.kit.items(x=[1, 2, 3, 4], y=[1, 2, 3, 4, 5]), argument="y")
+refused("items-list-beside-a-number", DispatchError, r"'y' is a int 2.*Broadcast",
+        lambda s: s.kit.items([1, 2, 3, 4], 2))
 refused("compute-wrong-length", DispatchError, r"compute\(\).*'x'.*length 2; Dispatch\.DP_COMPUTE takes a list of 4",
-        lambda s: s.kit.compute([1, 2]))  # fmt: skip
+        lambda s: s.kit.compute([1, 2]))
 refused("compute-an-array", DispatchError, r"compute\(\).*'x' is a ndarray of shape \(4, 2\)",
-        lambda s: s.kit.compute(np.zeros((4, 2))))  # fmt: skip
+        lambda s: s.kit.compute(np.zeros((4, 2))))
 refused("compute-mixed-lengths", DispatchError, r"compute\(\).*'y' is a tuple of length 3",
-        lambda s: s.kit.compute([1, 2, 3, 4], (1, 2, 3)))  # fmt: skip
+        lambda s: s.kit.compute([1, 2, 3, 4], (1, 2, 3)))
 
 # --- Batches, cut along their rows ---------------------------------------------------------------------------
 
 Point = namedtuple("Point", "x y")
+
+
+class Stubborn:
+    """Looks like a batch, and does not let itself be cut."""
+
+    def __len__(self):
+        return 8
+
+    def chunk(self, count):
+        raise RuntimeError("no chunks today")
+
+    concat = None
+
+
 EIGHT = list(range(8))
 SEVEN = list(range(7))
 SIX = list(range(6))
 
 refused("rows-do-not-divide", DispatchError,
         r"rows\(\): argument 'batch' has 6 rows.*4 shards.*multiple of 4.*uneven='pad' or 'ragged'",
-        lambda s: s.kit.rows(SIX), method="rows", argument="batch")  # fmt: skip
-refused(
-    "rows-do-not-divide-keyword", DispatchError, r"'batch' has 6 rows", lambda s: s.kit.rows(batch=torch.zeros(6, 2))
-)
+        lambda s: s.kit.rows(SIX), method="rows", argument="batch")
+refused("rows-do-not-divide-keyword", DispatchError, r"'batch' has 6 rows",
+        lambda s: s.kit.rows(batch=torch.zeros(6, 2)))
 refused("rows-do-not-divide-future", DispatchError, r"'batch' has 6 rows", lambda s: s.kit.rows.remote(np.zeros(6)))
 refused("rows-do-not-divide-function", DispatchError, r"apply\(\).*'batch' has 6 rows.*uneven='pad'",
-        lambda s: s.kit.apply(len, SIX))  # fmt: skip
+        lambda s: s.kit.apply(len, SIX))
 refused("rows-do-not-divide-metric", DispatchError, r"metric\(\).*'batch' has 6 rows.*uneven='pad'",
-        lambda s: s.kit.metric(SIX))  # fmt: skip
+        lambda s: s.kit.metric(SIX))
 refused("rows-differ", DispatchError, r"rows\(\): argument 'other' has 4 rows, but 'batch' has 8.*Broadcast",
-        lambda s: s.kit.rows(EIGHT, other=torch.zeros(4)), argument="other")  # fmt: skip
+        lambda s: s.kit.rows(EIGHT, other=torch.zeros(4)), argument="other")
 refused("rows-dict-unequal", DispatchError, r"rows\(\).*'batch' is a dict.*'ids' has 8 rows, 'mask' has 4",
-        lambda s: s.kit.rows({"ids": torch.zeros(8), "mask": torch.zeros(4)}))  # fmt: skip
+        lambda s: s.kit.rows({"ids": torch.zeros(8), "mask": torch.zeros(4)}))
 refused("rows-dict-unequal-inside", DispatchError, r"'batch'.*differ in length.*8.*4",
-        lambda s: s.kit.rows({"ids": EIGHT, "more": {"mask": [1] * 4}}))  # fmt: skip
+        lambda s: s.kit.rows({"ids": EIGHT, "more": {"mask": [1] * 4}}))
 refused("rows-named-tuple-unequal", DispatchError, r"'batch' is a Point.*'x' has 8 rows, 'y' has 4",
-        lambda s: s.kit.rows(Point(EIGHT, [1] * 4)))  # fmt: skip
-refused("rows-tensordict-without-batch-dims", DispatchError, r"'batch' is a TensorDict.*no batch dim.*batch_size=\[rows\]",
-        lambda s: s.kit.rows(TensorDict({"ids": torch.zeros(8)}, [])))  # fmt: skip
+        lambda s: s.kit.rows(Point(EIGHT, [1] * 4)))
+refused("rows-tensordict-without-batch-dims", DispatchError,
+        r"'batch' is a TensorDict.*no batch dim.*batch_size=\[rows\]",
+        lambda s: s.kit.rows(TensorDict({"ids": torch.zeros(8)}, [])))
 refused("rows-a-set", DispatchError, r"rows\(\).*'batch' is a set.*cannot be cut.*register_batch_type.*Broadcast",
-        lambda s: s.kit.rows({1, 2, 3, 4}))  # fmt: skip
+        lambda s: s.kit.rows({1, 2, 3, 4}))
 refused("rows-a-generator", DispatchError, r"rows\(\).*'batch' is a generator.*cannot be cut",
-        lambda s: s.kit.rows(row for row in EIGHT))  # fmt: skip
+        lambda s: s.kit.rows(row for row in EIGHT))
 refused("rows-a-range", DispatchError, r"rows\(\).*'batch' is a range.*cannot be cut", lambda s: s.kit.rows(range(8)))
-refused(
-    "rows-an-object", DispatchError, r"rows\(\).*'batch' is a object.*cannot be cut", lambda s: s.kit.rows(object())
-)
-refused(
-    "rows-a-module", DispatchError, r"'batch' is a Linear.*cannot be cut", lambda s: s.kit.rows(torch.nn.Linear(2, 2))
-)
+refused("rows-an-object", DispatchError, r"rows\(\).*'batch' is a object.*cannot be cut",
+        lambda s: s.kit.rows(object()))
+refused("rows-a-module", DispatchError, r"'batch' is a Linear.*cannot be cut",
+        lambda s: s.kit.rows(torch.nn.Linear(2, 2)))
 refused("rows-a-class", DispatchError, r"'batch' is a type.*cannot be cut", lambda s: s.kit.rows(dict))
-refused(
-    "rows-second-cannot-be-cut", DispatchError, r"'other' is a set.*cannot be cut", lambda s: s.kit.rows(EIGHT, {1})
-)
-refused(
-    "rows-dict-holds-a-set", DispatchError, r"'batch' is a dict.*set.*cannot be cut", lambda s: s.kit.rows({"a": {1}})
-)
-refused("rows-no-function", DispatchError, r"apply\(\): Dispatch\.DP_COMPUTE_PROTO_WITH_FUNC takes a function first.*int 3",
-        lambda s: s.kit.apply(3, EIGHT), method="apply")  # fmt: skip
+refused("rows-second-cannot-be-cut", DispatchError, r"'other' is a set.*cannot be cut",
+        lambda s: s.kit.rows(EIGHT, {1}))
+refused("rows-dict-holds-a-set", DispatchError, r"'batch' is a dict.*set.*cannot be cut",
+        lambda s: s.kit.rows({"a": {1}}))
+refused("rows-an-object-ref", DispatchError, r"'batch' is a ObjectRef.*cannot be cut",
+        lambda s: s.kit.rows(ray.put(EIGHT)))
+refused("rows-a-sparse-tensor", DispatchError, r"rows\(\).*'batch'", lambda s: s.kit.rows(torch.eye(8).to_sparse()))
+refused("rows-a-nested-tensor", DispatchError, r"rows\(\).*'batch'",
+        lambda s: s.kit.rows(torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])))
+refused("rows-of-a-type-that-does-not-chunk", DispatchError, r"rows\(\).*'batch'.*Stubborn.*no chunks today",
+        lambda s: s.kit.rows(Stubborn()))
+refused("rows-no-function", DispatchError,
+        r"apply\(\): Dispatch\.DP_COMPUTE_PROTO_WITH_FUNC takes a function first.*int 3",
+        lambda s: s.kit.apply(3, EIGHT), method="apply")
 refused("rows-function-and-batch-swapped", DispatchError, r"takes a function first.*list of length 8",
-        lambda s: s.kit.apply(EIGHT, len))  # fmt: skip
+        lambda s: s.kit.apply(EIGHT, len))
 
 # --- Layouts and meshes --------------------------------------------------------------------------------------
 
 refused("mega-no-layout", DispatchError, r"mega\(\) needs a layout.*register_layout\(dp=", lambda s: s.kit.mega([1]))
 refused("mega-rows-no-layout", DispatchError, r"mega_rows\(\).*register_layout", lambda s: s.kit.mega_rows(EIGHT))
 refused("mesh-unknown", DispatchError, r"on_mesh\(\).*no mesh 'actor'.*known: none.*register_mesh\('actor'",
-        lambda s: s.kit.on_mesh(EIGHT))  # fmt: skip
+        lambda s: s.kit.on_mesh(EIGHT))
 bad("mega-some-ranks-silent", DispatchError, r"mega\(\).*ranks \[1\] have not called register_layout\(\).*'dp'",
-    lambda s: s.half.mega([1, 2]))  # fmt: skip
+    lambda s: s.half.mega([1, 2]))
 bad("mesh-some-ranks-silent", DispatchError, r"on_mesh\(\).*ranks \[1\] have not called register_mesh\(\).*'actor'",
-    lambda s: _half_with_layout(s).on_mesh([1, 2]))  # fmt: skip
+    lambda s: _half_with_layout(s).on_mesh([1, 2]))
 bad("mega-wrong-length", DispatchError, r"mega\(\).*'x'.*length 4.*MEGATRON_COMPUTE takes a list of 2.*dp_size = 2",
-    lambda s: s.grid.mega([1, 2, 3, 4]))  # fmt: skip
+    lambda s: s.grid.mega([1, 2, 3, 4]))
 bad("mega-a-tensor", DispatchError, r"mega\(\).*'x' is a Tensor.*list of 2", lambda s: s.grid.mega(torch.zeros(2)))
 bad("mega-rows-do-not-divide", DispatchError, r"mega_rows\(\).*'batch' has 3 rows.*dp_size = 2.*uneven='pad'",
-    lambda s: s.grid.mega_rows(torch.zeros(3)))  # fmt: skip
+    lambda s: s.grid.mega_rows(torch.zeros(3)))
 bad("pp-wrong-length", DispatchError, r"pp\(\).*'x'.*length 3.*MEGATRON_PP_AS_DP takes a list of 2.*dp_size \* cp_size",
-    lambda s: s.grid.pp([1, 2, 3]))  # fmt: skip
+    lambda s: s.grid.pp([1, 2, 3]))
 bad("pp-rows-do-not-divide", DispatchError, r"pp_rows\(\).*'batch' has 3 rows.*uneven='pad'",
-    lambda s: s.grid.pp_rows([1, 2, 3]))  # fmt: skip
+    lambda s: s.grid.pp_rows([1, 2, 3]))
 bad("mesh-rows-do-not-divide", DispatchError, r"on_mesh\(\).*'batch' has 3 rows.*mesh 'actor' = 2.*uneven='pad'",
-    lambda s: s.grid.on_mesh([1, 2, 3]))  # fmt: skip
+    lambda s: s.grid.on_mesh([1, 2, 3]))
 bad("mesh-a-generator", DispatchError, r"on_mesh\(\).*'batch' is a generator.*Dispatch\.mesh\('actor'\) cuts",
-    lambda s: s.grid.on_mesh(iter(row for row in [1, 2])))  # fmt: skip
+    lambda s: s.grid.on_mesh(iter(row for row in [1, 2])))
 
 
 def _half_with_layout(s):
@@ -378,24 +399,25 @@ def _(s):
     s.grid.stand({"dp": [0, -1]})
 
 
+bad("layout-without-axes", WorkerError, r"stand\(\) raised ValueError.*at least one axis, for example dp=0",
+    lambda s: s.grid.stand({}))
 bad("layout-axes-differ", ValueError, r"one coordinate per rank.*'dp': 2.*'tp': 3",
-    lambda s: Layout({"dp": [0, 1], "tp": [0, 0, 0]}))  # fmt: skip
-bad(
-    "layout-no-integers", ValueError, r"axis 'dp' of rank 1 is '1'.*integers from 0", lambda s: Layout({"dp": [0, "1"]})
-)
+    lambda s: Layout({"dp": [0, 1], "tp": [0, 0, 0]}))
+bad("layout-no-integers", ValueError, r"axis 'dp' of rank 1 is '1'.*integers from 0",
+    lambda s: Layout({"dp": [0, "1"]}))
 
 # --- Modes of one's own --------------------------------------------------------------------------------------
 
 refused("custom-no-pair", DispatchError, r"custom\(\): its dispatch_fn returned.*'text'.*\(args, kwargs\)",
-        lambda s: s.kit.custom("text"))  # fmt: skip
+        lambda s: s.kit.custom("text"))
 refused("custom-none", DispatchError, r"custom\(\): its dispatch_fn returned None", lambda s: s.kit.custom(None))
 refused("custom-wrong-length", DispatchError, r"custom\(\): argument 'x' is a list of length 2.*world_size = 4",
-        lambda s: s.kit.custom((([1, 2],), {})))  # fmt: skip
+        lambda s: s.kit.custom((([1, 2],), {})))
 refused("custom-dispatch-fn-does-not-take-it", TypeError, r"y", lambda s: s.kit.custom(((1,), {}), y=2))
 refused("execute-mode-outside", DispatchError, r"nowhere\(\): .*NO_SUCH_RANK chose the ranks \[4\] of a group of 4",
-        lambda s: s.kit.nowhere())  # fmt: skip
+        lambda s: s.kit.nowhere())
 bad("custom-collect-fn-raises", LookupError, r"looked in vain", lambda s: s.kit.collected_badly(((1,), {})),
-    then=Then.KIT_ANSWERS)  # fmt: skip
+    then=Then.KIT_ANSWERS)
 
 # --- .options() ----------------------------------------------------------------------------------------------
 
@@ -403,46 +425,43 @@ refused("options-unknown", TypeError, r"options\(\).*num_cpus", lambda s: s.kit.
 refused("options-positional", TypeError, r"options\(\).*positional", lambda s: s.kit.add.options(60))
 for value in (0, -1, "60", True, float("nan")):
     refused(f"options-timeout-{value!r}", ValueError, r"timeout is a positive number of seconds",
-            lambda s, value=value: s.kit.add.options(timeout=value))  # fmt: skip
-refused(
-    "options-blocking", ValueError, r"blocking is True or False, got 'no'", lambda s: s.kit.add.options(blocking="no")
-)
+            lambda s, value=value: s.kit.add.options(timeout=value))
+refused("options-blocking", ValueError, r"blocking is True or False, got 'no'",
+        lambda s: s.kit.add.options(blocking="no"))
 refused("options-uneven", ValueError, r"uneven='truncate'.*'error', 'pad', 'ragged'",
-        lambda s: s.kit.rows.options(uneven="truncate"))  # fmt: skip
+        lambda s: s.kit.rows.options(uneven="truncate"))
 
 # --- execute_* -----------------------------------------------------------------------------------------------
 
 refused("execute-mixture", DispatchError, r"plain\(\): argument 'y' is a int 2, while 'x' is a list.*Broadcast",
-        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], 2))  # fmt: skip
-refused("execute-wrong-length", DispatchError, r"plain\(\): argument 'x' is a list of length 3.*world_size = 4.*Broadcast",
-        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3]))  # fmt: skip
+        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], 2))
+refused("execute-wrong-length", DispatchError,
+        r"plain\(\): argument 'x' is a list of length 3.*world_size = 4.*Broadcast",
+        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3]))
 refused("execute-mixed-lengths", DispatchError, r"plain\(\): argument 'y' is a list of length 5",
-        lambda s: s.kit.execute_all_async("plain", x=[1, 2, 3, 4], y=[1] * 5))  # fmt: skip
+        lambda s: s.kit.execute_all_async("plain", x=[1, 2, 3, 4], y=[1] * 5))
 refused("execute-list-beside-a-tuple", DispatchError, r"argument 'y' is a tuple of length 4, while 'x' is a list",
-        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], (1, 2, 3, 4)))  # fmt: skip
-refused("execute-list-beside-a-future", DispatchError, r"plain\(\): argument 'y' is a WorkerFuture, while 'x' is a list",
-        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], s.kit.calls.remote()))  # fmt: skip
+        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], (1, 2, 3, 4)))
+refused("execute-list-beside-a-future", DispatchError,
+        r"plain\(\): argument 'y' is a WorkerFuture, while 'x' is a list",
+        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], s.kit.calls.remote()))
 refused("execute-unknown", AttributeError, r"Kit has no method 'plian'.*did you mean 'plain'",
-        lambda s: s.kit.execute_all_sync("plian", 1))  # fmt: skip
+        lambda s: s.kit.execute_all_sync("plian", 1))
 refused("execute-unknown-rank-zero", AttributeError, r"Kit has no method 'ad'.*did you mean 'add'",
-        lambda s: s.kit.execute_rank_zero_async("ad", 1))  # fmt: skip
+        lambda s: s.kit.execute_rank_zero_async("ad", 1))
 refused("execute-a-property", AttributeError, r"Kit has no method 'expensive'",
-        lambda s: s.kit.execute_all_sync("expensive"))  # fmt: skip
+        lambda s: s.kit.execute_all_sync("expensive"))
 refused("execute-an-attribute", AttributeError, r"Kit has no method 'seen'", lambda s: s.kit.execute_all_sync("seen"))
-refused(
-    "execute-not-a-name",
-    AttributeError,
-    r"Kit has no method <remote method Kit\.add",
-    lambda s: s.kit.execute_all_sync(s.kit.add, 1),
-)
+refused("execute-not-a-name", AttributeError, r"Kit has no method <remote method Kit\.add",
+        lambda s: s.kit.execute_all_sync(s.kit.add, 1))
 refused("execute-arguments", TypeError, r"plain\(\) got an unexpected keyword argument 'z'",
-        lambda s: s.kit.execute_all_sync("plain", 1, z=2))  # fmt: skip
+        lambda s: s.kit.execute_all_sync("plain", 1, z=2))
 refused("execute-rank-zero-arguments", TypeError, r"plain\(\) missing a required argument: 'x'",
-        lambda s: s.kit.execute_rank_zero_sync("plain"))  # fmt: skip
+        lambda s: s.kit.execute_rank_zero_sync("plain"))
 bad("execute-async-error-in-ray-get", ValueError, r"the true cause",
-    lambda s: ray.get(s.kit.execute_all_async("fail")), then=Then.KIT_ANSWERS)  # fmt: skip
+    lambda s: ray.get(s.kit.execute_all_async("fail")), then=Then.KIT_ANSWERS)
 bad("execute-rank-zero-error", WorkerError, r"fail\(\) raised ValueError on rank 0",
-    lambda s: s.kit.execute_rank_zero_sync("fail"), then=Then.KIT_ANSWERS)  # fmt: skip
+    lambda s: s.kit.execute_rank_zero_sync("fail"), then=Then.KIT_ANSWERS)
 
 # --- Decoration: when the class is defined -------------------------------------------------------------------
 
@@ -453,65 +472,63 @@ def run(self, x):
     return x
 
 
-declared("mode-unknown", ValueError, r"unknown dispatch mode 'ONE_TO_MANY'; known are RANK_ZERO, ONE_TO_ALL.*register_dispatch_mode",
-         lambda s: register("ONE_TO_MANY")(run))  # fmt: skip
+declared("mode-unknown", ValueError,
+         r"unknown dispatch mode 'ONE_TO_MANY'; known are RANK_ZERO, ONE_TO_ALL.*register_dispatch_mode",
+         lambda s: register("ONE_TO_MANY")(run))
 declared("mode-unknown-attribute", AttributeError, r"Dispatch has no mode 'ONE_TO_MANY'.*ONE_TO_ALL",
-         lambda s: register(Dispatch.ONE_TO_MANY)(run))  # fmt: skip
-declared(
-    "mode-unknown-key", KeyError, r"Dispatch has no mode 'ONE_TO_MANY'.*ONE_TO_ALL", lambda s: Dispatch["ONE_TO_MANY"]
-)
+         lambda s: register(Dispatch.ONE_TO_MANY)(run))
+declared("mode-unknown-key", KeyError, r"Dispatch has no mode 'ONE_TO_MANY'.*ONE_TO_ALL",
+         lambda s: Dispatch["ONE_TO_MANY"])
 declared("mode-none", TypeError, r"None is no dispatch mode.*Dispatch\.ONE_TO_ALL", lambda s: register(None)(run))
 declared("mode-number", TypeError, r"1 is no dispatch mode.*Dispatch\.ONE_TO_ALL", lambda s: register(1)(run))
-declared(
-    "mode-is-an-execute-mode", TypeError, r"Execute\.ALL is no dispatch mode", lambda s: register(Execute.ALL)(run)
-)
+declared("mode-is-an-execute-mode", TypeError, r"Execute\.ALL is no dispatch mode",
+         lambda s: register(Execute.ALL)(run))
 declared("mode-dict-without-collect", TypeError, r"'dispatch_fn' and 'collect_fn', got \['dispatch_fn'\]",
-         lambda s: register({"dispatch_fn": run})(run))  # fmt: skip
+         lambda s: register({"dispatch_fn": run})(run))
 declared("mode-dict-misspelt", TypeError, r"'dispatch_fn' and 'collect_fn', got \['colect_fn', 'dispatch_fn'\]",
-         lambda s: register({"dispatch_fn": run, "colect_fn": run})(run))  # fmt: skip
+         lambda s: register({"dispatch_fn": run, "colect_fn": run})(run))
 declared("mode-dict-no-function", TypeError, r"collect_fn must be callable, got 'sum'",
-         lambda s: register({"dispatch_fn": run, "collect_fn": "sum"})(run))  # fmt: skip
+         lambda s: register({"dispatch_fn": run, "collect_fn": "sum"})(run))
 declared("execute-mode-unknown", ValueError, r"unknown execute mode 'RANK_ONE'; known are .*RANK_ZERO",
-         lambda s: register(execute_mode="RANK_ONE")(run))  # fmt: skip
-declared("execute-mode-is-a-dispatch-mode", ValueError, r"unknown execute mode Dispatch\.RANK_ZERO; known are .*Execute\.RANK_ZERO",
-         lambda s: register(Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO)(run))  # fmt: skip
+         lambda s: register(execute_mode="RANK_ONE")(run))
+declared("execute-mode-is-a-dispatch-mode", ValueError,
+         r"unknown execute mode Dispatch\.RANK_ZERO; known are .*Execute\.RANK_ZERO",
+         lambda s: register(Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO)(run))
 declared("register-bare", TypeError, r"with parentheses.*@register\(dispatch_mode=", lambda s: register(run))
-declared(
-    "register-the-namespace", TypeError, r"Dispatch.*member|Dispatch\.ONE_TO_ALL", lambda s: register(Dispatch)(run)
-)
+declared("register-the-namespace", TypeError, r"Dispatch.*member|Dispatch\.ONE_TO_ALL",
+         lambda s: register(Dispatch)(run))
 declared("register-a-static-method", TypeError, r"decorates a method.*put @register below @staticmethod",
-         lambda s: register()(staticmethod(run)))  # fmt: skip
+         lambda s: register()(staticmethod(run)))
 declared("register-a-class-method", TypeError, r"decorates a method.*put @register below @classmethod",
-         lambda s: register()(classmethod(run)))  # fmt: skip
-declared(
-    "register-a-property", TypeError, r"@register decorates a method.*property", lambda s: register()(property(run))
-)
+         lambda s: register()(classmethod(run)))
+declared("register-a-property", TypeError, r"@register decorates a method.*property",
+         lambda s: register()(property(run)))
 declared("register-a-class", TypeError, r"@register decorates a method.*Kit", lambda s: register()(Kit))
 declared("register-uneven", ValueError, r"register\(uneven='drop'\).*'error', 'pad', 'ragged'",
-         lambda s: register(uneven="drop")(run))  # fmt: skip
+         lambda s: register(uneven="drop")(run))
 declared("register-inputs", ValueError, r"register\(inputs='shared'\).*'copy', 'view'",
-         lambda s: register(inputs="shared")(run))  # fmt: skip
+         lambda s: register(inputs="shared")(run))
 declared("register-blocking", TypeError, r"register\(blocking=\.\.\.\).*True or False.*'no'",
-         lambda s: register(blocking="no")(run))  # fmt: skip
+         lambda s: register(blocking="no")(run))
 declared("register-option-unknown", TypeError, r"non_blocking", lambda s: register(non_blocking=True)(run))
 declared("new-mode-taken", ValueError, r"Dispatch\.ONE_TO_ALL exists already.*update_dispatch_mode",
-         lambda s: register_dispatch_mode("ONE_TO_ALL", run, run))  # fmt: skip
-declared(
-    "new-mode-no-name", ValueError, r"Python name.*'my mode'", lambda s: register_dispatch_mode("my mode", run, run)
-)
+         lambda s: register_dispatch_mode("ONE_TO_ALL", run, run))
+declared("new-mode-no-name", ValueError, r"Python name.*'my mode'",
+         lambda s: register_dispatch_mode("my mode", run, run))
 declared("new-mode-no-function", TypeError, r"'BAD_CALLS_NEW'.*dispatch_fn must be callable, got None",
-         lambda s: register_dispatch_mode("BAD_CALLS_NEW", None, run))  # fmt: skip
+         lambda s: register_dispatch_mode("BAD_CALLS_NEW", None, run))
 declared("update-mode-unknown", ValueError, r"unknown dispatch mode 'NEVER_SEEN'; known are",
-         lambda s: update_dispatch_mode("NEVER_SEEN", run, run))  # fmt: skip
+         lambda s: update_dispatch_mode("NEVER_SEEN", run, run))
+declared("update-mode-without-a-name", ValueError, r"mesh\('m'\) has no name in Dispatch",
+         lambda s: update_dispatch_mode(Dispatch.mesh("m"), run, run))
 declared("new-execute-mode-taken", ValueError, r"Execute\.ALL exists already", lambda s: Execute.register("ALL", run))
 declared("mesh-name-empty", TypeError, r"mesh name is a non-empty string, got ''", lambda s: Dispatch.mesh(""))
 declared("batch-type-no-class", TypeError, r"takes a class, got 'Ragged'",
-         lambda s: register_batch_type("Ragged", length=len, cut=run, join=sum))  # fmt: skip
+         lambda s: register_batch_type("Ragged", length=len, cut=run, join=sum))
 declared("batch-type-no-function", TypeError, r"register_batch_type\(Worker\): cut= must be callable",
-         lambda s: register_batch_type(Worker, length=len, cut=None, join=sum))  # fmt: skip
-declared(
-    "batch-type-misspelt", TypeError, r"lenght", lambda s: register_batch_type(Worker, lenght=len, cut=run, join=sum)
-)
+         lambda s: register_batch_type(Worker, length=len, cut=None, join=sum))
+declared("batch-type-misspelt", TypeError, r"lenght",
+         lambda s: register_batch_type(Worker, lenght=len, cut=run, join=sum))
 
 
 # --- What travels --------------------------------------------------------------------------------------------
@@ -525,29 +542,29 @@ class Trainer:
 
 
 refused("send-a-lock", DispatchError, r"echo\(\): argument 'value', a lock, cannot be pickled.*Nothing was sent",
-        lambda s: s.kit.echo(threading.Lock()), method="echo", argument="value")  # fmt: skip
+        lambda s: s.kit.echo(threading.Lock()), method="echo", argument="value")
 refused("send-a-generator", DispatchError, r"echo\(\): argument 'value', a generator, cannot be pickled",
-        lambda s: s.kit.echo(row for row in EIGHT))  # fmt: skip
+        lambda s: s.kit.echo(row for row in EIGHT))
 refused("send-an-open-file", DispatchError, r"echo\(\): argument 'value', a TextIOWrapper, cannot be pickled",
-        lambda s: _with_open_file(s.kit.echo))  # fmt: skip
+        lambda s: _with_open_file(s.kit.echo))
 refused("send-a-socket", DispatchError, r"echo\(\): argument 'value', a socket, cannot be pickled",
-        lambda s: _with_socket(s.kit.echo))  # fmt: skip
+        lambda s: _with_socket(s.kit.echo))
 refused("send-an-object-with-a-lock", DispatchError, r"echo\(\): argument 'value', a Trainer, cannot be pickled.*lock",
-        lambda s: s.kit.echo(Trainer()))  # fmt: skip
+        lambda s: s.kit.echo(Trainer()))
 refused("send-a-lock-keyword", DispatchError, r"items\(\): argument 'y', a \w+, cannot be pickled.*lock",
-        lambda s: s.kit.items(x=[1, 2, 3, 4], y=[0, 0, 0, threading.Lock()]), argument="y")  # fmt: skip
+        lambda s: s.kit.items(x=[1, 2, 3, 4], y=[0, 0, 0, threading.Lock()]), argument="y")
 refused("send-rows-with-a-lock", DispatchError, r"rows\(\): argument 'batch', a list, cannot be pickled.*lock",
-        lambda s: s.kit.rows([1, 2, 3, threading.Lock()]), argument="batch")  # fmt: skip
+        lambda s: s.kit.rows([1, 2, 3, threading.Lock()]), argument="batch")
 refused("send-a-function-around-a-lock", DispatchError, r"apply\(\): argument 'function'.*cannot be pickled.*lock",
-        lambda s: _with_lock(s.kit.apply))  # fmt: skip
+        lambda s: _with_lock(s.kit.apply))
 refused("send-a-lock-execute", DispatchError, r"plain\(\): argument 'x', a lock, cannot be pickled",
-        lambda s: s.kit.execute_all_sync("plain", threading.Lock()))  # fmt: skip
+        lambda s: s.kit.execute_all_sync("plain", threading.Lock()))
 refused("send-the-group", DispatchError, r"echo\(\): argument 'value', a RayWorkerGroup, cannot be pickled",
-        lambda s: s.kit.echo(s.kit))  # fmt: skip
+        lambda s: s.kit.echo(s.kit))
 bad("send-what-does-not-open-there", WorkerError, r"echo\(\) raised ModuleNotFoundError on rank.*only_at_home",
-    lambda s: s.kit.echo(workers.OpensOnlyAtHome()), then=Then.KIT_ANSWERS)  # fmt: skip
+    lambda s: s.kit.echo(workers.OpensOnlyAtHome()), then=Then.KIT_ANSWERS)
 bad("send-a-failed-reference", WorkerError, r"echo\(\) raised .* on rank.*the true cause",
-    lambda s: s.kit.echo(s.kit.execute_rank_zero_async("fail")), then=Then.KIT_ANSWERS)  # fmt: skip
+    lambda s: s.kit.echo(s.kit.execute_rank_zero_async("fail")), then=Then.KIT_ANSWERS)
 
 
 def _with_open_file(call):
@@ -569,97 +586,93 @@ def _with_lock(apply):
 
 answered = partial(bad, then=Then.KIT_ANSWERS)
 
-answered("answer-does-not-pickle", WorkerError, r"make_generator\(\).*rank \d.*(result|answer|return)\w*.*cannot pickle 'generator'",
-         lambda s: s.kit.make_generator())  # fmt: skip
-answered("answer-does-not-pickle-future", WorkerError, r"make_generator\(\).*(result|answer|return)\w*.*cannot pickle 'generator'",
-         lambda s: s.kit.make_generator.remote().result())  # fmt: skip
+answered("answer-does-not-pickle", WorkerError,
+         r"^make_generator\(\)[^\n]*(result|answer|return)[^\n]*cannot (be )?pickle",
+         lambda s: s.kit.make_generator())
+answered("answer-does-not-pickle-future", WorkerError,
+         r"^make_generator\(\)[^\n]*(result|answer|return)[^\n]*cannot (be )?pickle",
+         lambda s: s.kit.make_generator.remote().result())
 answered("answer-does-not-open-here", ResultError, r"open_only_at_home\(\).*only_at_home",
-         lambda s: s.kit.open_only_at_home(EIGHT))  # fmt: skip
+         lambda s: s.kit.open_only_at_home(EIGHT))
 answered("answer-scalars", ResultError, r"apply\(\).*4 ranks do not join.*float.*no rows.*DP_COMPUTE_METRIC",
-         lambda s: s.kit.apply(lambda worker, rows: 0.5, EIGHT), method="apply")  # fmt: skip
+         lambda s: s.kit.apply(lambda worker, rows: 0.5, EIGHT), method="apply")
 answered("answer-0d-tensors", ResultError, r"apply\(\).*do not join.*Tensor of shape \(\).*DP_COMPUTE_METRIC",
-         lambda s: s.kit.apply(lambda worker, rows: rows.sum(), torch.zeros(8)))  # fmt: skip
+         lambda s: s.kit.apply(lambda worker, rows: rows.sum(), torch.zeros(8)))
 answered("answer-dict-of-scalars", ResultError, r"apply\(\).*do not join.*'loss'.*no rows.*DP_COMPUTE_METRIC",
-         lambda s: s.kit.apply(lambda worker, rows: {"loss": 0.5}, EIGHT))  # fmt: skip
+         lambda s: s.kit.apply(lambda worker, rows: {"loss": 0.5}, EIGHT))
 answered("answer-scalars-future", ResultError, r"apply\(\).*do not join",
-         lambda s: s.kit.apply.remote(lambda worker, rows: 0.5, EIGHT).result())  # fmt: skip
+         lambda s: s.kit.apply.remote(lambda worker, rows: 0.5, EIGHT).result())
 answered("answer-types-differ", ResultError, r"apply\(\).*do not join.*list.*Tensor",
-         lambda s: s.kit.apply(lambda worker, rows: torch.zeros(2) if worker.rank else rows, EIGHT))  # fmt: skip
+         lambda s: s.kit.apply(lambda worker, rows: torch.zeros(2) if worker.rank else rows, EIGHT))
 answered("answer-some-none", ResultError, r"apply\(\).*do not join.*None",
-         lambda s: s.kit.apply(lambda worker, rows: None if worker.rank else rows, EIGHT))  # fmt: skip
+         lambda s: s.kit.apply(lambda worker, rows: None if worker.rank else rows, EIGHT))
 answered("answer-shapes-differ", ResultError, r"apply\(\).*do not join.*shapes \(2, 1\), \(2, 2\)",
-         lambda s: s.kit.apply(lambda worker, rows: rows.expand(2, worker.rank + 1), torch.zeros(8, 1)))  # fmt: skip
+         lambda s: s.kit.apply(lambda worker, rows: rows.expand(2, worker.rank + 1), torch.zeros(8, 1)))
 answered("answer-keys-differ", ResultError, r"apply\(\).*different keys.*'only_0'",
-         lambda s: s.kit.apply(lambda worker, rows: {f"only_{worker.rank}": rows}, EIGHT))  # fmt: skip
+         lambda s: s.kit.apply(lambda worker, rows: {f"only_{worker.rank}": rows}, EIGHT))
 answered("answer-objects", ResultError, r"apply\(\).*do not join.*cannot be joined",
-         lambda s: s.kit.apply(lambda worker, rows: set(rows), EIGHT))  # fmt: skip
+         lambda s: s.kit.apply(lambda worker, rows: set(rows), EIGHT))
 answered("padding-stays-rows", ResultError, r"apply\(\).*answer has 3 rows, no multiple of the shard's 2.*padding",
-         lambda s: s.kit.apply.options(uneven="pad")(lambda worker, rows: [1, 2, 3], SEVEN), method="apply")  # fmt: skip
+         lambda s: s.kit.apply.options(uneven="pad")(lambda worker, rows: [1, 2, 3], SEVEN),
+         method="apply")
 answered("padding-stays-scalar", ResultError, r"apply\(\).*has no rows.*padding cannot be dropped",
-         lambda s: s.kit.apply.options(uneven="pad")(lambda worker, rows: 0.5, SEVEN))  # fmt: skip
+         lambda s: s.kit.apply.options(uneven="pad")(lambda worker, rows: 0.5, SEVEN))
 answered("padding-stays-in-a-dict", ResultError, r"apply\(\).*has no rows.*padding cannot be dropped",
-         lambda s: s.kit.apply.options(uneven="pad")(lambda worker, rows: {"rows": rows, "loss": 0.5}, SEVEN))  # fmt: skip
+         lambda s: s.kit.apply.options(uneven="pad")(lambda worker, rows: {"rows": rows, "loss": 0.5}, SEVEN))
 answered("padding-stays-future", ResultError, r"apply\(\).*padding cannot be dropped",
-         lambda s: s.kit.apply.options(uneven="pad", blocking=False)(lambda worker, rows: 0.5, SEVEN).result())  # fmt: skip
+         lambda s: s.kit.apply.options(uneven="pad", blocking=False)(lambda worker, rows: 0.5, SEVEN).result())
 
 # --- A method raises -----------------------------------------------------------------------------------------
 
 HOST = re.escape(socket.gethostname())
 
 answered("raise-on-one-rank", WorkerError,
-         rf"fail\(\) raised ValueError on rank 2 \({HOST}.*\): the true cause\n\nTraceback.*bad_calls_workers\.py.*in fail",
-         lambda s: s.kit.fail([2]), rank=2, method="fail", cause_type="ValueError")  # fmt: skip
+         rf"fail\(\) raised ValueError on rank 2 \({HOST}.*\): the true cause\n\nTraceback.*_workers\.py.*in fail",
+         lambda s: s.kit.fail([2]), rank=2, method="fail", cause_type="ValueError")
 answered("raise-on-all-ranks", WorkerError, r"fail\(\) raised ValueError on rank \d.*the true cause",
-         lambda s: s.kit.fail())  # fmt: skip
+         lambda s: s.kit.fail())
 answered("raise-on-a-rank-that-does-not-answer", WorkerError, r"rank 1", lambda s: s.grid.fail([1]), rank=1)
-answered(
-    "raise-future", WorkerError, r"fail\(\) raised ValueError on rank 3", lambda s: s.kit.fail.remote([3]).result()
-)
-answered(
-    "raise-await",
-    WorkerError,
-    r"fail\(\) raised ValueError on rank 3",
-    lambda s: asyncio.run(_await(s.kit.fail.remote([3]))),
-)
+answered("raise-future", WorkerError, r"fail\(\) raised ValueError on rank 3",
+         lambda s: s.kit.fail.remote([3]).result())
+answered("raise-await", WorkerError, r"fail\(\) raised ValueError on rank 3",
+         lambda s: asyncio.run(_await(s.kit.fail.remote([3]))))
 answered("raise-deep", WorkerError,
-         r"fail_deep\(\) raised RuntimeError on rank \d.*not built.*KeyError: 'hidden_size'.*direct cause.*in fail_deep",
-         lambda s: s.kit.fail_deep())  # fmt: skip
+         r"fail_deep\(\) raised RuntimeError on rank \d.*not built.*KeyError: 'hidden_size'.*direct cause.*fail_deep",
+         lambda s: s.kit.fail_deep())
 answered("raise-in-a-coroutine", WorkerError, r"fail_async\(\) raised ValueError.*from a coroutine",
-         lambda s: s.kit.fail_async())  # fmt: skip
+         lambda s: s.kit.fail_async())
 answered("raise-user-type-error", WorkerError, r"rows\(\) raised TypeError|apply\(\) raised TypeError.*rank \d",
-         lambda s: s.kit.apply(lambda rows: rows, EIGHT), cause_type="TypeError")  # fmt: skip
-answered(
-    "raise-stop-iteration", WorkerError, r"fail\(\) raised StopIteration", lambda s: s.kit.fail(error=StopIteration)
-)
+         lambda s: s.kit.apply(lambda rows: rows, EIGHT), cause_type="TypeError")
+answered("raise-stop-iteration", WorkerError, r"fail\(\) raised StopIteration",
+         lambda s: s.kit.fail(error=StopIteration))
 answered("raise-recursion", WorkerError, r"recurse\(\) raised RecursionError", lambda s: s.kit.recurse())
-answered("raise-what-does-not-pickle", WorkerError, r"fail\(\) raised bad_calls_workers\.HoldsLock on rank 0.*the true cause",
-         lambda s: s.kit.fail([0], error=workers.HoldsLock), rank=0)  # fmt: skip
-answered("raise-what-does-not-open-here", WorkerError, r"fail_needs_two\(\) raised bad_calls_workers\.NeedsTwo on rank \d.*7: seven",
-         lambda s: s.kit.fail_needs_two())  # fmt: skip
-answered("raise-what-does-not-open-here-future", WorkerError, r"fail_needs_two\(\) raised bad_calls_workers\.NeedsTwo.*7: seven",
-         lambda s: s.kit.fail_needs_two.remote().result())  # fmt: skip
+answered("raise-what-does-not-pickle", WorkerError,
+         r"fail\(\) raised bad_calls_workers\.HoldsLock on rank 0.*the true cause",
+         lambda s: s.kit.fail([0], error=workers.HoldsLock), rank=0)
+answered("raise-what-does-not-open-here", WorkerError,
+         r"fail_needs_two\(\) raised bad_calls_workers\.NeedsTwo on rank \d.*7: seven",
+         lambda s: s.kit.fail_needs_two())
+answered("raise-what-does-not-open-here-future", WorkerError,
+         r"fail_needs_two\(\) raised bad_calls_workers\.NeedsTwo.*7: seven",
+         lambda s: s.kit.fail_needs_two.remote().result())
 answered("raise-what-has-no-text", WorkerError, r"fail\(\) raised bad_calls_workers\.Mute on rank 0",
-         lambda s: s.kit.fail([0], error=workers.Mute))  # fmt: skip
+         lambda s: s.kit.fail([0], error=workers.Mute))
 answered("raise-huge-message", WorkerError, r"^fail\(\) raised ValueError on rank 1",
-         lambda s: s.kit.fail([1], message="x" * 20_000_000))  # fmt: skip
+         lambda s: s.kit.fail([1], message="x" * 2_000_000))
 answered("raise-an-actor-error-of-ones-own", WorkerError, r"fail\(\) raised ray\.exceptions\.RayActorError on rank 0",
-         lambda s: s.kit.fail([0], error=_someone_elses_death))  # fmt: skip
+         lambda s: s.kit.fail([0], error=workers.someone_elses_death))
 bad("raise-cancelled", WorkerError, r"fail_async\(\) raised .*CancelledError on rank \d.*in fail_async",
-    lambda s: s.frail.fail_async(asyncio.CancelledError), then=Then.FRAIL_ANSWERS)  # fmt: skip
+    lambda s: s.frail.fail_async(asyncio.CancelledError), then=Then.FRAIL_ANSWERS)
 bad("raise-keyboard-interrupt", WorkerError, r"fail\(\) raised KeyboardInterrupt on rank 1",
-    lambda s: s.frail.fail([1], error=KeyboardInterrupt), then=Then.FRAIL_ANSWERS)  # fmt: skip
+    lambda s: s.frail.fail([1], error=KeyboardInterrupt), then=Then.FRAIL_ANSWERS)
 
 
 async def _await(future):
     return await future
 
 
-def _someone_elses_death(message):
-    return ray.exceptions.RayActorError(error_msg=message)
-
-
 @partial(bad, "raise-while-others-are-busy", WorkerError, r"fail\(\) raised ValueError on rank 0", rank=0,
-         then=Then.FRAIL_BROKEN)  # fmt: skip
+         then=Then.FRAIL_BROKEN)
 def _(s):
     group = s.frail  # its error_grace is one second
     s.afterwards(lambda: _until(lambda: group.broken is not None, 4.0))
@@ -668,7 +681,7 @@ def _(s):
 
 
 @partial(bad, "raise-then-busy-names-the-late", GroupBrokenError,
-         r"rank 1 had not ended fail\(\) 1 s after an error on rank 0.*restart\(\)", then=Then.FRAIL_BROKEN)  # fmt: skip
+         r"rank 1 had not ended fail\(\) 1 s after an error on rank 0.*restart\(\)", then=Then.FRAIL_BROKEN)
 def _(s):
     group = s.frail
     with pytest.raises(WorkerError):
@@ -684,10 +697,10 @@ died = partial(bad, within=5.0, then=Then.FRAIL_BROKEN)
 
 for how in ("sys.exit", "os._exit", "kill", "abort"):
     died(f"leave-{how}", WorkerDiedError, rf"rank 1 died during leave\(\) \({HOST}", rank=1, ranks=(1,), method="leave",
-         call=lambda s, how=how: s.frail.leave(how, ranks=[1]))  # fmt: skip
+         call=lambda s, how=how: s.frail.leave(how, ranks=[1]))
 died("leave-future", WorkerDiedError, r"rank 0 died during leave\(\)", rank=0,
-     call=lambda s: s.frail.leave.remote("os._exit", ranks=[0]).result())  # fmt: skip
-died("leave-all", WorkerDiedError, r"ranks? 0.*died during leave\(\)", call=lambda s: s.frail.leave("os._exit"))
+     call=lambda s: s.frail.leave.remote("os._exit", ranks=[0]).result())
+died("leave-all", WorkerDiedError, r"ranks? \d.*died during leave\(\)", call=lambda s: s.frail.leave("os._exit"))
 
 
 @partial(died, "killed-while-idle", WorkerDiedError, r"rank 1 died during add\(\)", rank=1)
@@ -717,7 +730,7 @@ def _(s):
     os.kill(_pid_of(group, 1), signal.SIGKILL)
     s.now()
     _until(lambda: group.broken is not None, 5.0)
-    s.afterwards(lambda: pytest.raises(WorkerDiedError, future.result))
+    s.afterwards(lambda: _is(WorkerDiedError, future.exception()))
     group.add(1)
 
 
@@ -738,6 +751,10 @@ def _pid_of(group, rank):
     return group._ray.ranks[rank].location.pid
 
 
+def _is(kind, error):
+    assert type(error) is kind, _show(error)
+
+
 def _until(done, seconds):
     end = time.monotonic() + seconds
     while not done():
@@ -749,7 +766,7 @@ def _until(done, seconds):
 
 
 @partial(bad, "broken-call", GroupBrokenError, r"Kit is broken: rank 1 died during leave\(\).*restart\(\)", within=0.5,
-         then=Then.FRAIL_BROKEN)  # fmt: skip
+         then=Then.FRAIL_BROKEN)
 def _(s):
     group = s.broken()
     s.now()
@@ -868,7 +885,7 @@ def _(s):
 
 
 @partial(bad, "timeout-of-a-call", CallTimeoutError, r"sleep\(\) passed its timeout of 0\.3 s; rank 1 had not ended",
-         method="sleep", ranks=(1,), call_goes_on=False, then=Then.FRAIL_BROKEN)  # fmt: skip
+         method="sleep", ranks=(1,), call_goes_on=False, then=Then.FRAIL_BROKEN)
 def _(s):
     group = s.frail
     s.now()
@@ -876,7 +893,7 @@ def _(s):
 
 
 @partial(bad, "timeout-of-a-call-of-all", CallTimeoutError, r"ranks 0, 1 had not ended", ranks=(0, 1),
-         then=Then.FRAIL_BROKEN)  # fmt: skip
+         then=Then.FRAIL_BROKEN)
 def _(s):
     group = s.frail
     s.now()
@@ -884,7 +901,7 @@ def _(s):
 
 
 @partial(bad, "timeout-of-a-call-that-nobody-waits-for", GroupBrokenError,
-         r"sleep\(\) passed its timeout of 0\.3 s.*restart\(\)", then=Then.FRAIL_BROKEN)  # fmt: skip
+         r"sleep\(\) passed its timeout of 0\.3 s.*restart\(\)", then=Then.FRAIL_BROKEN)
 def _(s):
     group = s.frail
     s.now()
@@ -895,7 +912,7 @@ def _(s):
 
 @partial(bad, "timeout-of-a-wait", CallTimeoutError,
          r"sleep\(\) has not ended after a wait of 0\.2 s; rank 1.*call goes on.*options\(timeout=",
-         ranks=(1,), call_goes_on=True, then=Then.FRAIL_ANSWERS)  # fmt: skip
+         ranks=(1,), call_goes_on=True, then=Then.FRAIL_ANSWERS)
 def _(s):
     group = s.frail
     future = group.sleep.remote(1.0, ranks=[1])
@@ -919,31 +936,34 @@ def _equal(found, expected):
 # --- Futures as arguments ------------------------------------------------------------------------------------
 
 answered("future-failed", WorkerError, r"^fail\(\) raised ValueError on rank \d.*the true cause",
-         lambda s: s.kit.echo(s.kit.fail.remote()), cause_type="ValueError")  # fmt: skip
+         lambda s: s.kit.echo(s.kit.fail.remote()), cause_type="ValueError")
 answered("future-failed-into-rows", WorkerError, r"^fail_rows\(\) raised ValueError on rank \d",
-         lambda s: s.kit.rows(s.kit.fail_rows.remote(EIGHT)))  # fmt: skip
+         lambda s: s.kit.rows(s.kit.fail_rows.remote(EIGHT)))
 answered("future-failed-of-another-group", WorkerError, r"^fail\(\) raised ValueError on rank 1",
-         lambda s: s.kit.items(_failed_already(s)))  # fmt: skip
+         lambda s: s.kit.items(_failed_already(s)))
 answered("future-failed-into-a-chain", WorkerError, r"^fail_rows\(\) raised ValueError",
-         lambda s: s.kit.rows.remote(s.kit.rows.remote(s.kit.fail_rows.remote(EIGHT))).result())  # fmt: skip
+         lambda s: s.kit.rows.remote(s.kit.rows.remote(s.kit.fail_rows.remote(EIGHT))).result())
 answered("futures-differ-in-rows", DispatchError, r"rows\(\).*'other'.* 4 rows.*8",
-         lambda s: s.kit.rows(s.kit.rows.remote(EIGHT), other=s.kit.rows.remote(EIGHT[:4])))  # fmt: skip
+         lambda s: s.kit.rows(s.kit.rows.remote(EIGHT), other=s.kit.rows.remote(EIGHT[:4])))
 answered("future-differs-from-a-batch", DispatchError, r"rows\(\).*4 rows.*8.*same number of rows",
-         lambda s: s.kit.rows(EIGHT, other=s.kit.rows.remote(EIGHT[:4])), method="rows", argument="other")  # fmt: skip
+         lambda s: s.kit.rows(EIGHT, other=s.kit.rows.remote(EIGHT[:4])), method="rows", argument="other")
 answered("future-does-not-divide", DispatchError, r"rows\(\).*apply\(\).*5 rows.*4.*uneven='pad' or 'ragged'",
-         lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: rows if worker.rank else [1, 2], EIGHT[:4])))  # fmt: skip
-answered("future-of-a-list-of-another-length", DispatchError, r"future of pid\(\) is a list of 2; a list of 4 items is needed",
-         lambda s: s.kit.items(s.frail.pid.remote()))  # fmt: skip
-answered("future-of-a-batch-into-items", DispatchError, r"future of rows\(\) is not a list.*a list of 4 items is needed",
-         lambda s: s.kit.items(s.kit.rows.remote(EIGHT)))  # fmt: skip
+         lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: rows if worker.rank else [1, 2], EIGHT[:4])))
+answered("future-of-a-list-of-another-length", DispatchError,
+         r"future of pid\(\) is a list of 2; a list of 4 items is needed",
+         lambda s: s.kit.items(s.frail.pid.remote()))
+answered("future-of-a-batch-into-items", DispatchError,
+         r"future of rows\(\) is not a list.*a list of 4 items is needed",
+         lambda s: s.kit.items(s.kit.rows.remote(EIGHT)))
 answered("future-of-a-value-into-items", DispatchError, r"future of first\(\) is not a list.*list of 4",
-         lambda s: s.kit.items(s.kit.first.remote([1, 2, 3, 4])))  # fmt: skip
+         lambda s: s.kit.items(s.kit.first.remote([1, 2, 3, 4])))
 answered("future-of-scalars-into-rows", ResultError, r"answers of apply\(\).*no rows",
-         lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: 0.5, EIGHT)))  # fmt: skip
+         lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: 0.5, EIGHT)))
 answered("future-of-objects-into-rows", DispatchError, r"answer of apply\(\) cannot be cut into rows.*set",
-         lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: set(rows), EIGHT)))  # fmt: skip
-refused("future-inside-a-dict", DispatchError, r"rows\(\).*'batch'.*future inside a dict \(at 'ids'\).*pass it as an argument",
-        lambda s: s.kit.rows({"ids": s.kit.calls.remote()}))  # fmt: skip
+         lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: set(rows), EIGHT)))
+refused("future-inside-a-dict", DispatchError,
+        r"rows\(\).*'batch'.*future inside a dict \(at 'ids'\).*pass it as an argument",
+        lambda s: s.kit.rows({"ids": s.kit.calls.remote()}))
 
 
 def _failed_already(s):
@@ -954,9 +974,19 @@ def _failed_already(s):
 
 
 @partial(bad, "future-of-a-dead-rank", WorkerDiedError, r"leave\(\).*lost a rank|died during leave\(\)", within=5.0,
-         then=Then.KIT_ANSWERS)  # fmt: skip
+         then=Then.KIT_ANSWERS)
 def _(s):
     future = s.frail.leave.remote("os._exit", ranks=[1])
+    s.afterwards(lambda: _until(lambda: s.made("frail").broken is not None, 5.0))
+    s.now()
+    s.kit.echo(future)
+
+
+@partial(bad, "future-that-never-comes", CallTimeoutError, r"sleep\(\) passed its timeout", within=5.0,
+         then=Then.KIT_ANSWERS)
+def _(s):
+    future = s.frail.sleep.options(timeout=0.5).remote(30)
+    s.afterwards(lambda: s.frail.add(1))  # restarted: its old workers end, and nobody waits for them any more
     s.now()
     s.kit.echo(future)
 
@@ -975,41 +1005,28 @@ def _(s):
 made = partial(bad, within=0.5)
 
 made("class-no-worker", TypeError, r"subclass of single_controller\.Worker, got .*NoWorker",
-     lambda s: RayClassWithInitArgs(workers.NoWorker))  # fmt: skip
+     lambda s: RayClassWithInitArgs(workers.NoWorker))
 made("class-no-worker-remote", TypeError, r"subclass of single_controller\.Worker, got .*NoWorker",
-     lambda s: RayClassWithInitArgs(ray.remote(workers.NoWorker)))  # fmt: skip
+     lambda s: RayClassWithInitArgs(ray.remote(workers.NoWorker)))
 made("class-an-instance", TypeError, r"subclass of single_controller\.Worker, got <.*Kit object",
-     lambda s: RayClassWithInitArgs(Kit()))  # fmt: skip
+     lambda s: RayClassWithInitArgs(Kit()))
 made("class-a-function", TypeError, r"subclass of single_controller\.Worker", lambda s: RayClassWithInitArgs(run))
-made(
-    "class-its-name",
-    TypeError,
-    r"subclass of single_controller\.Worker, got 'Kit'",
-    lambda s: RayClassWithInitArgs("Kit"),
-)
+made("class-its-name", TypeError, r"subclass of single_controller\.Worker, got 'Kit'",
+     lambda s: RayClassWithInitArgs("Kit"))
 made("constructor-unknown-argument", TypeError, r"Kit\(\) got an unexpected keyword argument 'num_gpus'",
-     lambda s: RayClassWithInitArgs(Kit, num_gpus=1))  # fmt: skip
-made(
-    "constructor-too-many",
-    TypeError,
-    r"Kit\(\) too many positional arguments",
-    lambda s: RayClassWithInitArgs(Kit, 1, 2, 3),
-)
-made(
-    "constructor-missing",
-    TypeError,
-    r"Needs\(\) missing a required argument: 'config'",
-    lambda s: RayClassWithInitArgs(Needs),
-)
-made(
-    "class-option-unknown", ValueError, r"nmu_cpus", lambda s: RayClassWithInitArgs(Kit).update_options({"nmu_cpus": 1})
-)
+     lambda s: RayClassWithInitArgs(Kit, num_gpus=1))
+made("constructor-too-many", TypeError, r"Kit\(\) too many positional arguments",
+     lambda s: RayClassWithInitArgs(Kit, 1, 2, 3))
+made("constructor-missing", TypeError, r"Needs\(\) missing a required argument: 'config'",
+     lambda s: RayClassWithInitArgs(Needs))
+made("class-option-unknown", ValueError, r"nmu_cpus",
+     lambda s: RayClassWithInitArgs(Kit).update_options({"nmu_cpus": 1}))
 made("class-option-of-the-group", ValueError, r"update_options\(\): the group sets \['name'\] itself",
-     lambda s: RayClassWithInitArgs(Kit).update_options({"name": "x"}))  # fmt: skip
+     lambda s: RayClassWithInitArgs(Kit).update_options({"name": "x"}))
 made("class-resource-negative", ValueError, r"set_additional_resource\(\): 'disk': -1 is no positive amount",
-     lambda s: RayClassWithInitArgs(Kit).set_additional_resource({"disk": -1}))  # fmt: skip
+     lambda s: RayClassWithInitArgs(Kit).set_additional_resource({"disk": -1}))
 made("class-resource-text", ValueError, r"set_additional_resource\(\): 'disk': '1' is no positive amount",
-     lambda s: RayClassWithInitArgs(Kit).set_additional_resource({"disk": "1"}))  # fmt: skip
+     lambda s: RayClassWithInitArgs(Kit).set_additional_resource({"disk": "1"}))
 
 
 class Needs(Worker):
@@ -1020,61 +1037,63 @@ class Needs(Worker):
 group_refused = partial(bad, then=Then.NOTHING_LEFT)
 
 group_refused("group-unknown-option", TypeError, r"unexpected keyword argument 'num_gpus'",
-              lambda s: s.group(RayClassWithInitArgs(Starts), num_gpus=1))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), num_gpus=1))
 group_refused("group-class-not-wrapped", TypeError, r"RayClassWithInitArgs\(.*got .*Starts", lambda s: s.group(Starts))
 group_refused("group-arguments-swapped", TypeError, r"resource_pool is a RayResourcePool, got RayClassWithInitArgs",
-              lambda s: RayWorkerGroup(RayClassWithInitArgs(Starts), s.pool(2)))  # fmt: skip
+              lambda s: RayWorkerGroup(RayClassWithInitArgs(Starts), s.pool(2)))
 group_refused("group-pool-is-a-list", TypeError, r"resource_pool is a RayResourcePool, got \[2\]",
-              lambda s: RayWorkerGroup([2], RayClassWithInitArgs(Starts)))  # fmt: skip
+              lambda s: RayWorkerGroup([2], RayClassWithInitArgs(Starts)))
 for cls, method in ((workers.HasClose, "close"), (workers.HasStats, "stats"), (workers.HasWorkers, "workers")):
     group_refused(f"group-method-named-{method}", DispatchError, rf"{cls.__name__} registers {method}\(\).*rename",
-                  lambda s, cls=cls: s.group(RayClassWithInitArgs(cls)), method=method)  # fmt: skip
+                  lambda s, cls=cls: s.group(RayClassWithInitArgs(cls)), method=method)
 group_refused("group-nothing-registered", AttributeError, r"Quiet\.train\(\) is not registered.*@register",
-              lambda s: s.group(RayClassWithInitArgs(workers.Quiet)).train(), within=6.0)  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(workers.Quiet)).train(), within=6.0)
 group_refused("env-rank", ValueError, r"worker_env cannot set RANK",
-              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"RANK": "0"}))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"RANK": "0"}))
 group_refused("env-master-port", ValueError, r"worker_env cannot set MASTER_PORT",
-              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"A": "1", "MASTER_PORT": "1"}))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"A": "1", "MASTER_PORT": "1"}))
 group_refused("env-number", TypeError, r"worker_env maps strings to strings, got 'OMP_NUM_THREADS': 1",
-              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"OMP_NUM_THREADS": 1}))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"OMP_NUM_THREADS": 1}))
 group_refused("env-key-no-string", TypeError, r"worker_env maps strings to strings, got 1",
-              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={1: "1"}))  # fmt: skip
-group_refused(
-    "env-a-list", TypeError, r"worker_env", lambda s: s.group(RayClassWithInitArgs(Starts), worker_env=["A=1"])
-)
+              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={1: "1"}))
+group_refused("env-a-list", TypeError, r"worker_env",
+              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env=["A=1"]))
 group_refused("env-impossible-name", ValueError, r"worker_env.*'A=B'",
-              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"A=B": "1"}))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"A=B": "1"}))
 for port in (0, -1, 70000, "http"):
     group_refused(f"master-port-{port}", ValueError, rf"master_port is a port number from 1 to 65535, got .*{port}",
-                  lambda s, port=port: s.group(RayClassWithInitArgs(Starts), master_port=port))  # fmt: skip
+                  lambda s, port=port: s.group(RayClassWithInitArgs(Starts), master_port=port))
 group_refused("master-addr-empty", ValueError, r"master_addr is a host name or address",
-              lambda s: s.group(RayClassWithInitArgs(Starts), master_addr="", master_port=29500))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), master_addr="", master_port=29500))
 group_refused("start-timeout-text", ValueError, r"start_timeout",
-              lambda s: s.group(RayClassWithInitArgs(Starts), start_timeout="60"))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), start_timeout="60"))
 group_refused("start-timeout-negative", ValueError, r"start_timeout",
-              lambda s: s.group(RayClassWithInitArgs(Starts), start_timeout=-1))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), start_timeout=-1))
 group_refused("error-grace-text", ValueError, r"error_grace",
-              lambda s: s.group(RayClassWithInitArgs(Starts), error_grace="5"))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), error_grace="5"))
 group_refused("group-use-gpu-on-a-cpu-pool", ValueError, r"use_gpu=True, but RayResourcePool\(\[2\]\) has no GPUs",
-              lambda s: s.group(RayClassWithInitArgs(Starts), use_gpu=True))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Starts), use_gpu=True))
 group_refused("constructor-argument-does-not-pickle", DispatchError, r"Kit.*'guard'.*cannot be pickled.*lock",
-              lambda s: s.group(RayClassWithInitArgs(Kit, guard=threading.Lock())))  # fmt: skip
+              lambda s: s.group(RayClassWithInitArgs(Kit, guard=threading.Lock())))
+
+group_refused("class-does-not-pickle", DispatchError, r"Local.*cannot be pickled.*lock",
+              lambda s: s.group(_class_with_a_lock()))
 
 started = partial(bad, within=8.0, then=Then.NOTHING_LEFT)
 
 started("constructor-raises-on-one-rank", StartError,
-        rf"__init__\(\) raised RuntimeError on rank 1 \({HOST}.*no checkpoint at /nowhere\n\nTraceback.*bad_calls_workers\.py",
-        lambda s: s.group(RayClassWithInitArgs(Starts, "raise", 1)), rank=1, cause_type="RuntimeError")  # fmt: skip
+        rf"__init__\(\) raised RuntimeError on rank 1 \({HOST}.*no checkpoint at /nowhere\n\nTraceback.*_workers\.py",
+        lambda s: s.group(RayClassWithInitArgs(Starts, "raise", 1)), rank=1, cause_type="RuntimeError")
 started("constructor-raises-on-all-ranks", StartError, r"__init__\(\) raised RuntimeError on rank \d",
-        lambda s: s.group(RayClassWithInitArgs(Starts, how="raise")))  # fmt: skip
+        lambda s: s.group(RayClassWithInitArgs(Starts, how="raise")))
 started("constructor-exits", WorkerDiedError, r"rank 0 died during __init__\(\)",
-        lambda s: s.group(RayClassWithInitArgs(Starts, "exit", 0)), rank=0)  # fmt: skip
+        lambda s: s.group(RayClassWithInitArgs(Starts, "exit", 0)), rank=0)
 started("constructor-too-slow", CallTimeoutError, r"__init__\(\) passed its timeout of 0\.5 s; rank 1 had not ended",
-        lambda s: s.group(RayClassWithInitArgs(Starts, "sleep", 1), start_timeout=0.5), ranks=(1,))  # fmt: skip
+        lambda s: s.group(RayClassWithInitArgs(Starts, "sleep", 1), start_timeout=0.5), ranks=(1,))
 started("class-of-a-module-that-workers-lack", StartError, r"ModuleNotFoundError on rank \d.*driver_only",
-        lambda s: s.group(RayClassWithInitArgs(_class_of_driver_only_module())))  # fmt: skip
+        lambda s: s.group(RayClassWithInitArgs(_class_of_driver_only_module())))
 started("constructor-argument-does-not-open-there", StartError, r"ModuleNotFoundError on rank \d.*only_at_home",
-        lambda s: s.group(RayClassWithInitArgs(Kit, guard=workers.OpensOnlyAtHome())))  # fmt: skip
+        lambda s: s.group(RayClassWithInitArgs(Kit, guard=workers.OpensOnlyAtHome())))
 
 
 @partial(started, "constructor-fails-and-frees-its-slot", StartError, r"rank 0")
@@ -1082,6 +1101,31 @@ def _(s):
     pool = s.own_pool([1], max_colocate_count=1)
     s.afterwards(lambda: _equal(s.group(RayClassWithInitArgs(Starts), pool).add(1), [1]))
     s.group(RayClassWithInitArgs(Starts, "raise"), pool)
+
+
+@partial(started, "restart-fails", StartError, r"__init__\(\) raised RuntimeError on rank 0.*marked")
+def _(s):
+    with tempfile.TemporaryDirectory() as folder:
+        mark = os.path.join(folder, "mark")
+        group = s.group(RayClassWithInitArgs(Starts, "raise if marked", 0, mark))
+        open(mark, "w").close()
+
+        def check():
+            with pytest.raises(GroupBrokenError, match=r"(?s)its restart failed.*RuntimeError.*restart\(\)"):
+                group.add(1)
+            group.restart()
+            assert group.add(1) == [1, 2]
+
+        s.afterwards(check)
+        s.now()
+        group.restart()
+
+
+def _class_with_a_lock():
+    class Local(Worker):
+        lock = threading.Lock()
+
+    return RayClassWithInitArgs(Local)
 
 
 def _class_of_driver_only_module():
@@ -1096,73 +1140,69 @@ def _class_of_driver_only_module():
 pool_refused = partial(bad, within=1.0)
 
 for entries in (8, "8", [], [0], [2, -1], [True], [2.0], ["2"], None):
-    pool_refused(f"pool-of-{entries!r}", ValueError, rf"process_on_nodes is a list of positive integers.*got {re.escape(repr(entries))}",
-                 lambda s, entries=entries: RayResourcePool(entries, use_gpu=False))  # fmt: skip
-pool_refused(
-    "pool-unknown-option",
-    TypeError,
-    r"unexpected keyword argument 'num_gpus'",
-    lambda s: RayResourcePool([1], num_gpus=1),
-)
+    pool_refused(f"pool-of-{entries!r}", ValueError,
+                 rf"process_on_nodes is a list of positive integers.*got {re.escape(repr(entries))}",
+                 lambda s, entries=entries: RayResourcePool(entries, use_gpu=False))
+pool_refused("pool-unknown-option", TypeError, r"unexpected keyword argument 'num_gpus'",
+             lambda s: RayResourcePool([1], num_gpus=1))
 pool_refused("pool-colocate-zero", ValueError, r"max_colocate_count is a positive integer, got 0",
-             lambda s: RayResourcePool([1], max_colocate_count=0))  # fmt: skip
+             lambda s: RayResourcePool([1], max_colocate_count=0))
 pool_refused("pool-prefix-number", ValueError, r"name_prefix is a string or None, got 1",
-             lambda s: RayResourcePool([1], name_prefix=1))  # fmt: skip
+             lambda s: RayResourcePool([1], name_prefix=1))
 pool_refused("pool-accelerator-number", ValueError, r"accelerator_type is a string or None, got 100",
-             lambda s: RayResourcePool([1], accelerator_type=100))  # fmt: skip
+             lambda s: RayResourcePool([1], accelerator_type=100))
 pool_refused("pool-timeout-zero", ValueError, r"placement_timeout is a positive number.*got 0",
-             lambda s: RayResourcePool([1], placement_timeout=0))  # fmt: skip
+             lambda s: RayResourcePool([1], placement_timeout=0))
 pool_refused("pool-timeout-text", ValueError, r"placement_timeout is a positive number.*got '60'",
-             lambda s: RayResourcePool([1], placement_timeout="60"))  # fmt: skip
+             lambda s: RayResourcePool([1], placement_timeout="60"))
 pool_refused("pool-resource-negative", ValueError, r"resources.*'disk'.*-1",
-             lambda s: RayResourcePool([1], use_gpu=False, resources={"disk": -1}))  # fmt: skip
+             lambda s: RayResourcePool([1], use_gpu=False, resources={"disk": -1}))
 
 pool_refused("merge-nothing", ValueError, r"at least one pool", lambda s: merge_resource_pool())
-pool_refused(
-    "merge-a-list", TypeError, r"takes RayResourcePools, got \[", lambda s: merge_resource_pool([s.pool(2), s.pool(4)])
-)
-pool_refused(
-    "merge-a-group", TypeError, r"takes RayResourcePools, got <RayWorkerGroup", lambda s: merge_resource_pool(s.kit)
-)
+pool_refused("merge-a-list", TypeError, r"takes RayResourcePools, got \[",
+             lambda s: merge_resource_pool([s.pool(2), s.pool(4)]))
+pool_refused("merge-a-group", TypeError, r"takes RayResourcePools, got <RayWorkerGroup",
+             lambda s: merge_resource_pool(s.kit))
 pool_refused("merge-twice", ValueError, r"same pool.*twice", lambda s: merge_resource_pool(s.pool(2), s.pool(2)))
 pool_refused("merge-twice-inside", ValueError, r"same pool.*twice",
-             lambda s: merge_resource_pool(merge_resource_pool(s.pool(2), s.pool(4)), s.pool(2)))  # fmt: skip
+             lambda s: merge_resource_pool(merge_resource_pool(s.pool(2), s.pool(4)), s.pool(2)))
 pool_refused("merge-gpu-with-cpu", ValueError, r"pools differ in use_gpu: \[False, True\]",
-             lambda s: merge_resource_pool(s.pool(2), s.own_pool([1], use_gpu=True)))  # fmt: skip
+             lambda s: merge_resource_pool(s.pool(2), s.own_pool([1], use_gpu=True)))
 pool_refused("merge-accelerators", ValueError, r"pools differ in accelerator_type: \['A100', 'H100'\]",
-             lambda s: merge_resource_pool(s.own_pool([1], accelerator_type="A100"), s.own_pool([1], accelerator_type="H100")))  # fmt: skip
+             lambda s: merge_resource_pool(*(s.own_pool([1], accelerator_type=a) for a in ("A100", "H100"))))
 pool_refused("merge-colocation", ValueError, r"pools differ in max_colocate_count: \[10, 2\]",
-             lambda s: merge_resource_pool(s.pool(2), s.own_pool([1], max_colocate_count=2)))  # fmt: skip
+             lambda s: merge_resource_pool(s.pool(2), s.own_pool([1], max_colocate_count=2)))
 
 unplaceable = partial(bad, within=2.0, then=Then.NOTHING_LEFT)
 TABLE_BY_NODE = r"asked: .*\nnode .*free/total.*\n\d+\.\d+\.\d+\.\d+ \(.*missing: "
 
-unplaceable("place-too-many-cpus", PlacementError, rf"can never be placed.*{TABLE_BY_NODE}84 CPU \(asked 100, there are 16\)",
-            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([100])))  # fmt: skip
+unplaceable("place-too-many-cpus", PlacementError,
+            rf"can never be placed.*{TABLE_BY_NODE}84 CPU \(asked 100, there are 16\)",
+            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([100])))
 unplaceable("place-too-many-on-one-node", PlacementError, rf"{TABLE_BY_NODE}1 CPU \(asked 17, there are 16\)",
-            lambda s: s.own_pool([17]).place())  # fmt: skip
+            lambda s: s.own_pool([17]).place())
 unplaceable("place-gpu-where-there-is-none", PlacementError,
             rf"{TABLE_BY_NODE}2 GPU \(asked 2, there are 0\).*use_gpu=False",
-            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([2], use_gpu=True)))  # fmt: skip
+            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([2], use_gpu=True)))
 unplaceable("place-gpu-by-default", PlacementError, r"1 GPU \(asked 1, there are 0\)",
-            lambda s: RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Starts)))  # fmt: skip
+            lambda s: RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Starts)))
 unplaceable("place-unknown-accelerator", PlacementError, rf"{TABLE_BY_NODE}.*accelerator_type:H900",
-            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([1], accelerator_type="H900")))  # fmt: skip
+            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([1], accelerator_type="H900")))
 unplaceable("place-resource-that-nobody-has", PlacementError, rf"{TABLE_BY_NODE}1 tape_robot \(asked 1, there are 0\)",
-            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([1], resources={"tape_robot": 1})))  # fmt: skip
-unplaceable("place-additional-resource-that-nobody-has", PlacementError, r"missing: 1 tape_robot \(asked 1, there are 0\)",
-            lambda s: s.group(_with_resource("tape_robot"), s.own_pool([1])))  # fmt: skip
+            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([1], resources={"tape_robot": 1})))
+unplaceable("place-additional-resource-that-nobody-has", PlacementError,
+            r"missing: 1 tape_robot \(asked 1, there are 0\)",
+            lambda s: s.group(_with_resource("tape_robot"), s.own_pool([1])))
 unplaceable("place-additional-resource-too-late", PlacementError, r"reserved already.*lack.*tape_robot.*resources=",
-            lambda s: s.kit and s.group(_with_resource("tape_robot"), s.pool(4)))  # fmt: skip
+            lambda s: s.kit and s.group(_with_resource("tape_robot"), s.pool(4)))
 
 
-@partial(
-    unplaceable,
-    "place-pool-in-use",
-    PlacementError,
-    rf"not placed within 1 s.*{TABLE_BY_NODE}.*in use by others",
-    within=4.0,
-)
+unplaceable("place-options-beyond-the-slot", PlacementError, r"GPU",
+            lambda s: s.group(_with_options(num_gpus=1), s.own_pool([1], placement_timeout=4.0)))
+
+
+@partial(unplaceable, "place-pool-in-use", PlacementError,
+         rf"not placed within 1 s.*{TABLE_BY_NODE}.*in use by others", within=4.0)
 def _(s):
     assert s.kit
     s.group(RayClassWithInitArgs(Starts), s.own_pool([16], placement_timeout=1.0))
@@ -1180,11 +1220,19 @@ def _(s):
         s.afterwards(first.close)
 
 
+def _with_options(**options):
+    made = RayClassWithInitArgs(Starts)
+    made.update_options(options)
+    return made
+
+
 def _with_resource(name):
     made = RayClassWithInitArgs(Starts)
     made.set_additional_resource({name: 1})
     return made
 
+
+# fmt: on
 
 # --- The test ------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,9 @@ def run(path):
     notebook = nbformat.read(path, as_version=4)
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisInterpreter())
     client = NotebookClient(notebook, km=manager, timeout=120, resources={"metadata": {"path": str(TUTORIALS)}})
-    client.execute(env={**os.environ, "RAY_ADDRESS": "local"})
+    # PYTHONPATH is for the other tests' workers; a reader of the notebooks has none.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    client.execute(env={**environment, "RAY_ADDRESS": "local"})
     return notebook
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dispatch.plan import CallPlan
@@ -132,7 +133,7 @@ class Call:
     ) -> None:
         self.engine = engine
         self.method = method
-        self.plan = plan
+        self.plan = replace(plan, whole={}, shards=())  # the arguments are on their way: hold them no longer
         self._answers = sent.answers
         self.error: Exception | None = None
         self.settled = False

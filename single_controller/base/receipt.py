@@ -100,7 +100,7 @@ def remote_traceback(error: BaseException) -> str:
 
 
 def _is_plumbing(filename: str) -> bool:
-    return filename.startswith(_OURS) or f"{os.sep}ray{os.sep}" in filename
+    return filename.startswith(_OURS) or os.path.join("ray", "util", "tracing", "") in filename
 
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

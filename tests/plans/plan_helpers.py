@@ -119,7 +119,8 @@ def concat(values: Sequence[Any]) -> Any:
     if isinstance(first, np.ndarray):
         return np.concatenate(list(values))
     if isinstance(first, TensorDictBase):
-        joined = {key: concat([value[key] for value in values]) for key in first.keys()}
+        keys = list(first.keys())  # iterating a TensorDict itself goes over its rows
+        joined = {key: concat([value[key] for value in values]) for key in keys}
         return TensorDict(joined, batch_size=[sum(value.batch_size[0] for value in values)])
     if isinstance(first, dict):
         return type(first)((key, concat([value[key] for value in values])) for key in first)
@@ -181,6 +182,8 @@ class Chunked:
         return len(self.items)
 
     def chunk(self, n: int) -> list[Any]:
+        if not self.items:
+            return [self]  # as torch does: nothing is one piece
         size = len(self.items) // n
         assert size * n == len(self.items), "only equal chunks may be asked for"
         return [type(self)(self.items[k * size : (k + 1) * size]) for k in range(n)]

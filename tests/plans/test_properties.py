@@ -1,0 +1,203 @@
+"""Properties of whole calls on random layouts up to 4,096 ranks and random batches."""
+
+import copy
+
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from plan_helpers import (
+    NO_EMPTY_SHARD,
+    FakeGroup,
+    batches,
+    coordinates,
+    expected_rows,
+    layout_of,
+    pick,
+    plan_of,
+    same,
+    simulate,
+)
+
+from dispatch import Dispatch, Layout, Mesh
+from dispatch.batch import join, length, shard, trim
+from dispatch.rows import share_rows
+
+AXES = ("tp", "cp", "dp", "pp")
+UNEVEN = st.sampled_from(["pad", "ragged"])
+big = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+small = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def placed_ranks(draw, most=4096):
+    """(sizes, per rank its place): any sizes, any nesting, and sometimes ranks in no order at all."""
+    sizes, left = {}, draw(st.sampled_from([8, 64, 512, most]))
+    for axis in draw(st.permutations(AXES)):
+        sizes[axis] = draw(st.integers(1, left))
+        left //= sizes[axis]
+    places = coordinates(sizes, draw(st.permutations(AXES)))
+    if draw(st.booleans()):
+        draw(st.randoms(use_true_random=False)).shuffle(places)
+    return sizes, places
+
+
+FULL = {"tp": 8, "cp": 2, "dp": 64, "pp": 4}
+LARGEST = (FULL, coordinates(FULL, ("pp", "tp", "dp", "cp")))
+
+
+def by_shard(places, shard_of):
+    """shard -> the ranks that read it."""
+    readers = {}
+    for rank, place in enumerate(places):
+        readers.setdefault(shard_of(place), []).append(rank)
+    return readers
+
+
+def check_rows(plan, rows, uneven, readers):
+    """Every row at exactly the ranks that own it, each rank once, and one object for the ranks of a shard."""
+    cut, real = expected_rows(rows, len(readers), uneven)
+    assert len(plan.shards) == len(readers)
+    assert [entry.real for entry in plan.shards] == real
+    called = 0
+    for number, ranks in readers.items():
+        first = plan.arguments(ranks[0])[0][0]
+        assert first.tolist() == cut[number]
+        for rank in ranks:
+            assert plan.arguments(rank)[0][0] is first
+            called += 1
+    assert plan.ranks == list(range(called))
+
+
+@big
+@given(placed=placed_ranks(), rows=st.integers(0, 5000), uneven=UNEVEN)
+@example(placed=LARGEST, rows=5000, uneven="pad")
+@example(placed=LARGEST, rows=100, uneven="ragged")
+def test_megatron_compute_proto(placed, rows, uneven):
+    sizes, places = placed
+    group = FakeGroup(len(places), layout_of(places))
+    plan = plan_of("MEGATRON_COMPUTE_PROTO", group, torch.arange(rows), uneven=uneven)
+    check_rows(plan, rows, uneven, by_shard(places, lambda place: place["dp"]))
+    answering = [places[rank] for rank in plan.answers]
+    last = sizes["pp"] - 1
+    assert answering == [{"dp": d, "tp": 0, "cp": 0, "pp": last} for d in range(sizes["dp"])]
+    assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
+
+
+@big
+@given(placed=placed_ranks(), rows=st.integers(0, 5000), uneven=UNEVEN)
+@example(placed=LARGEST, rows=5000, uneven="pad")
+@example(placed=LARGEST, rows=100, uneven="ragged")
+def test_megatron_pp_as_dp_proto(placed, rows, uneven):
+    sizes, places = placed
+    group = FakeGroup(len(places), layout_of(places))
+    data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
+    number = {place: k for k, place in enumerate(data)}
+    plan = plan_of("MEGATRON_PP_AS_DP_PROTO", group, torch.arange(rows), uneven=uneven)
+    check_rows(plan, rows, uneven, by_shard(places, lambda place: number[place["dp"], place["cp"], place["pp"]]))
+    answering = [places[rank] for rank in plan.answers]
+    assert answering == [{"dp": d, "cp": c, "pp": p, "tp": 0} for d, c, p in data]
+    assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
+
+
+@big
+@given(placed=placed_ranks())
+@example(placed=LARGEST)
+def test_megatron_items(placed):
+    sizes, places = placed
+    group = FakeGroup(len(places), layout_of(places))
+    items = [object() for _ in range(sizes["dp"])]
+    plan = plan_of("MEGATRON_COMPUTE", group, items)
+    assert all(plan.arguments(rank)[0][0] is items[place["dp"]] for rank, place in enumerate(places))
+    assert simulate(plan, lambda rank, x: x) == items
+    data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
+    plan = plan_of("MEGATRON_PP_AS_DP", group, data)
+    for rank, place in enumerate(places):
+        assert plan.arguments(rank)[0] == ((place["dp"], place["cp"], place["pp"]),)
+    assert simulate(plan, lambda rank, x: x) == data
+
+
+@big
+@given(world_size=st.integers(1, 4096), rows=st.integers(0, 9000), uneven=UNEVEN)
+@example(world_size=4096, rows=9000, uneven="pad")
+@example(world_size=4096, rows=9000, uneven="ragged")
+def test_flat_groups(world_size, rows, uneven):
+    plan = plan_of("DP_COMPUTE_PROTO", FakeGroup(world_size), torch.arange(rows), uneven=uneven)
+    check_rows(plan, rows, uneven, {rank: [rank] for rank in range(world_size)})
+    assert plan.answers == tuple(range(world_size))
+    assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
+
+
+@small
+@given(data=st.data(), world_size=st.integers(1, 200), rows=st.integers(0, 300), uneven=UNEVEN)
+def test_named_meshes_over_one_group(data, world_size, rows, uneven):
+    meshes, reported = {}, {}
+    for name in ("train", "infer"):
+        shards = data.draw(st.integers(1, world_size))
+        ranks = data.draw(st.permutations(range(world_size))) if world_size < 50 else list(range(world_size))
+        dp_rank, collects = [0] * world_size, [False] * world_size
+        for position, rank in enumerate(ranks):
+            dp_rank[rank] = position % shards
+            collects[rank] = position < shards
+        reported[name] = (shards, dp_rank, collects)
+        meshes[name] = Mesh(name, tuple(dp_rank), tuple(collects))
+    group = FakeGroup(world_size, Layout({}, meshes))
+    for name, (shards, dp_rank, collects) in reported.items():
+        plan = plan_of(Dispatch.mesh(name), group, torch.arange(rows), uneven=uneven)
+        readers = {k: [rank for rank in range(world_size) if dp_rank[rank] == k] for k in range(shards)}
+        check_rows(plan, rows, uneven, readers)
+        assert all(collects[rank] for rank in plan.answers)
+        assert [dp_rank[rank] for rank in plan.answers] == list(range(shards))
+
+
+@small
+@given(rows=st.integers(0, 40), shards=st.integers(1, 12), uneven=UNEVEN)
+def test_join_undoes_cut_for_every_type(rows, shards, uneven):
+    numbers, real = expected_rows(rows, shards, uneven)
+    shares = share_rows(rows, shards, uneven)
+    for kind, value in batches(rows).items():
+        if kind in NO_EMPTY_SHARD and 0 < rows < shards:
+            continue
+        before = copy.deepcopy(value)
+        assert length(value) == rows
+        pieces = shard(value, shares)
+        kept = []
+        for piece, own, count in zip(pieces, numbers, real, strict=True):
+            assert same(piece, pick(value, own)), kind
+            if count or kind not in NO_EMPTY_SHARD or not own:
+                kept.append(trim(piece, len(own), count) if count != len(own) else piece)
+        assert same(join(kept), value), kind
+        assert same(value, before), kind
+
+
+parts = st.sampled_from(["tensor", "ndarray", "TensorDict", "list", "tuple", "namedtuple", "registered"])
+trees = st.recursive(parts, lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, min_size=1), max_leaves=8)
+
+
+def grow(tree, rows):
+    if isinstance(tree, dict):
+        return {key: grow(part, rows) for key, part in tree.items()}
+    return batches(rows)[tree]
+
+
+@small
+@given(tree=trees, rows=st.integers(0, 20), shards=st.integers(1, 8), uneven=UNEVEN, as_keyword=st.booleans())
+def test_calls_with_random_trees_of_batches(tree, rows, shards, uneven, as_keyword):
+    value = grow(tree, rows)
+    before = copy.deepcopy(value)
+    cut, _ = expected_rows(rows, shards, uneven)
+    args, kwargs = ((), {"key": value}) if as_keyword else ((value,), {})
+    plan = plan_of("DP_COMPUTE_PROTO", FakeGroup(shards), *args, uneven=uneven, **kwargs)
+    for rank in range(shards):
+        given_args, given_kwargs = plan.arguments(rank)
+        assert same([*given_args, *given_kwargs.values()], [pick(value, cut[rank])])
+    assert same(simulate(plan, lambda rank, x=None, key=None: key if as_keyword else x), value)
+    assert same(value, before)
+
+
+@small
+@given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=6), rows=st.integers(1, 30), shards=st.integers(1, 9))
+def test_several_answers_for_each_row_lose_only_the_padding(counts, rows, shards):
+    plan = plan_of("DP_COMPUTE_PROTO", FakeGroup(shards), torch.arange(rows), uneven="pad")
+    for times in counts:
+        answer = simulate(plan, lambda rank, x, m=times: x.repeat_interleave(m))
+        assert torch.equal(answer, torch.arange(rows).repeat_interleave(times))
