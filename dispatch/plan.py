@@ -194,6 +194,17 @@ def _plan_custom(
     return replace(plan, collect=lambda answers: mode.collect_fn(ranks, answers))
 
 
+def _own(value: Any) -> Any:
+    """The value in lists and dicts of its own: a dispatch function may append to them, but not to the caller's."""
+    if type(value) is list:
+        return [_own(item) for item in value]
+    if type(value) is tuple:
+        return tuple(map(_own, value))
+    if type(value) is dict:
+        return {key: _own(item) for key, item in value.items()}
+    return value
+
+
 def _plan_lists(spec: MethodSpec, ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any], source: str) -> CallPlan:
     slots = _slots(args, kwargs)
     world_size = ranks.world_size
