@@ -264,10 +264,21 @@ def trim(value: Any, rows: int, real: int) -> Any:
     return found.cut(value, 0, answered // rows * real)
 
 
+def described(value: Any) -> str:
+    """`describe` with its article, to follow "is"."""
+    if value is None:
+        return "None"
+    text = describe(value)
+    return f"{'an' if text[0].lower() in 'aeio' else 'a'} {text}"
+
+
 def describe(value: Any) -> str:
     """A value in a few words for an error message: its type, and its size where it has one."""
     name = type(value).__name__
-    shape = getattr(value, "shape", None)
+    try:
+        shape = getattr(value, "shape", None)
+    except Exception:  # a nested tensor has none
+        shape = None
     if isinstance(shape, tuple):  # torch.Size is one
         return f"{name} of shape {tuple(shape)}"
     if value is None:
@@ -277,7 +288,7 @@ def describe(value: Any) -> str:
         return f"{name} {text if len(text) <= 40 else text[:37] + '...'}"
     try:
         return f"{name} of length {len(value)}"
-    except TypeError:
+    except Exception:  # it has none, or its type does not tell
         return name
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dispatch import batch
-from dispatch.batch import Broadcast, LaterBatch, describe
+from dispatch.batch import Broadcast, LaterBatch, described
 from dispatch.errors import BatchError, DispatchError
 from dispatch.layout import Routing
 from dispatch.modes import CustomMode, Cut, Join, Mode, Ranks, RefusedMode
@@ -180,18 +180,26 @@ def _plan_chosen(spec: MethodSpec, ranks: Ranks, args: tuple[Any, ...], kwargs: 
 def _plan_custom(
     spec: MethodSpec, mode: CustomMode, ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CallPlan:
-    made = mode.dispatch_fn(ranks, *map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
+    try:
+        made = mode.dispatch_fn(ranks, *map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
+    except Exception as error:
+        error.add_note(f"raised by the dispatch_fn of {spec.name}(); nothing was sent")
+        raise
     if not (
         isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], dict)
     ):
         raise DispatchError(
-            f"{spec.name}(): its dispatch_fn returned {describe(made)}; it returns (args, kwargs): a tuple or "
+            f"{spec.name}(): its dispatch_fn returned {described(made)}; it returns (args, kwargs): a tuple or "
             "list of the positional and a dict of the keyword arguments",
             method=spec.name,
         )
     spec.bind(tuple(made[0]), made[1])
     plan = _plan_lists(spec, ranks, tuple(made[0]), made[1], source="its dispatch_fn gives")
     return replace(plan, collect=lambda answers: mode.collect_fn(ranks, answers))
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, BatchError) else f"{type(error).__name__}: {error}"
 
 
 def _own(value: Any) -> Any:
@@ -217,7 +225,7 @@ def _plan_lists(spec: MethodSpec, ranks: Ranks, args: tuple[Any, ...], kwargs: d
         if not isinstance(value, list) or len(value) != world_size:
             others = ", ".join(repr(spec.parameter(other)) for other in lists if other != slot)
             raise DispatchError(
-                f"{spec.name}(): argument {spec.parameter(slot)!r} is a {describe(value)}"
+                f"{spec.name}(): argument {spec.parameter(slot)!r} is {described(value)}"
                 + (f", while {others} is a list" if not isinstance(value, list) else "")
                 + f"; {source} lists only when every argument is a list of world_size = {world_size}. "
                 "Wrap an argument in Broadcast(...) to send it whole to every rank",
@@ -247,7 +255,7 @@ def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, slots: dict[Slot
         else:
             name = spec.parameter(slot)
             raise DispatchError(
-                f"{spec.name}(): argument {name!r} is a {describe(value)}; {spec.registration.mode!r} takes a "
+                f"{spec.name}(): argument {name!r} is {described(value)}; {spec.registration.mode!r} takes a "
                 f"list of {routing.shards} items, one for each shard ({routing.unit} = {routing.shards}). "
                 "Pass such a list, or Broadcast(value) to give every rank the same",
                 method=spec.name,
@@ -281,9 +289,9 @@ def _plan_rows(
             continue
         try:
             found = batch.length(value)
-        except BatchError as error:
+        except Exception as error:  # a BatchError, or whatever a type of others' raises
             raise DispatchError(
-                f"{spec.name}(): argument {name!r} is a {describe(value)}, and {error}; "
+                f"{spec.name}(): argument {name!r} is {described(value)}, and {_said(error)}; "
                 f"{spec.registration.mode!r} cuts tensors, arrays, TensorDicts, lists, dicts of those and types "
                 "given to register_batch_type(). Broadcast(value) sends anything whole to every rank",
                 method=spec.name,
@@ -318,10 +326,11 @@ def _plan_rows(
     for slot, value in batches.items():
         try:
             cut = batch.shard(value, shares)
-        except BatchError as error:
+        except Exception as error:  # a BatchError, or whatever a type of others' raises
             name = spec.parameter(slot)
             raise DispatchError(
-                f"{spec.name}(): argument {name!r} ({describe(value)}): {error}",
+                f"{spec.name}(): argument {name!r}, {described(value)}, cannot be cut: {_said(error)}. "
+                "Broadcast(value) sends anything whole to every rank",
                 method=spec.name,
                 argument=name,
             ) from error
@@ -362,7 +371,7 @@ def _take_function(spec: MethodSpec, slots: dict[Slot, Any]) -> dict[Slot, Any]:
     first = next(iter(spec.signature.parameters), None)
     slot: Slot | None = 0 if 0 in slots else first if first in slots else None
     if slot is None or not callable(slots[slot]):
-        got = "no argument" if slot is None else f"a {describe(slots[slot])}"
+        got = "no argument" if slot is None else described(slots[slot])
         raise DispatchError(
             f"{spec.name}(): {spec.registration.mode!r} takes a function first, then batches; got {got}",
             method=spec.name,

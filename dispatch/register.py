@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -65,10 +66,7 @@ class MethodSpec:
         Raises:
             TypeError: they do not; the message is Python's, with the method's name.
         """
-        try:
-            self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.name}() {error}; its signature is {self.name}{self.signature}") from None
+        check_arguments(self.name, self.signature, args, kwargs)
 
     def parameter(self, slot: int | str) -> str:
         """The name of the parameter that a positional index or a keyword fills."""
@@ -117,7 +115,7 @@ def register(
         ValueError: an unknown mode or option (the message lists the known ones), when the class is defined.
         TypeError: what is decorated is no function, or an option has the wrong type.
     """
-    if callable(dispatch_mode):
+    if inspect.isfunction(dispatch_mode):
         raise TypeError("write @register() with parentheses: @register(dispatch_mode=Dispatch.ONE_TO_ALL)")
     for name, value, known in (("uneven", uneven, UNEVEN), ("inputs", inputs, INPUTS)):
         if value not in known:
@@ -141,12 +139,34 @@ def register(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         if not inspect.isfunction(function):
-            hint = "; put @register below @staticmethod" if isinstance(function, staticmethod) else ""
+            wrapped = isinstance(function, (staticmethod, classmethod))
+            hint = f"; put @register below @{type(function).__name__}" if wrapped else ""
             raise TypeError(f"@register decorates a method of a worker class, got {function!r}{hint}")
         setattr(function, _ATTRIBUTE, registration)
         return function
 
     return decorate
+
+
+def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that arguments fit a signature.
+
+    Raises:
+        TypeError: they do not; the message is Python's, with the name before and the signature behind.
+    """
+    parameters = signature.parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        for keyword in kwargs:  # before what is missing: a misspelt keyword is both
+            if keyword not in signature.parameters:
+                close = difflib.get_close_matches(keyword, signature.parameters, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise TypeError(
+                    f"{name}() got an unexpected keyword argument {keyword!r}; {hint}its signature is {name}{signature}"
+                )
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}; its signature is {name}{signature}") from None
 
 
 UNREGISTERED = Registration(Dispatch.ONE_TO_ALL)

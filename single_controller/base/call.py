@@ -184,8 +184,12 @@ class Call:
                     rank = self._pending.pop(token, None)
                     if rank is None:
                         continue
-                    if isinstance(outcome, RankLost):
+                    if isinstance(outcome, RankLost) and outcome.died:
                         self._lost[rank] = outcome.reason
+                    elif isinstance(outcome, RankLost):
+                        host = self.engine.host(rank)
+                        failure = Failure(rank, host, self.method, outcome.kind, outcome.reason, "", time.time())
+                        self._receipts[rank] = Receipt(rank, failure=failure)
                     else:
                         self._receipts[rank] = outcome
                         self._state.standings[rank] = outcome.standing
@@ -205,7 +209,9 @@ class Call:
         if self._answers is not None:
             answers = self._answers
         else:
-            answers = ReadAnswers(self.method, [receipt.value for receipt in receipts], self.engine.unpack)
+            answers = ReadAnswers(
+                self.method, self.plan.answers, [receipt.value for receipt in receipts], self.engine.unpack
+            )
         value = join_answers(answers, receipts, self.plan.join)
         return value if self.plan.collect is None else self.plan.collect(value)
 

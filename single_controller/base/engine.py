@@ -22,9 +22,17 @@ Token = Hashable
 
 @dataclass(frozen=True)
 class RankLost:
-    """Read instead of a receipt when a rank's process has ended. `reason` is one line."""
+    """Read instead of a receipt.
+
+    Attributes:
+        reason: why there is none, in one line.
+        died: whether the rank's process has ended; if not, only this call went wrong.
+        kind: the type of the engine's error.
+    """
 
     reason: str
+    died: bool = True
+    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from dispatch.layout import Layout
 from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import MethodSpec, method_spec, registered_methods
 from single_controller.base.call import Call, GroupState
+from single_controller.base.checks import check_seconds
 from single_controller.base.engine import Engine
 from single_controller.base.future import WorkerFuture
 from single_controller.base.method import CallOptions, RemoteMethod
@@ -68,7 +69,7 @@ class WorkerGroup:
                 "for itself: rename the method",
                 method=taken[0],
             )
-        self._state = GroupState(name, error_grace)
+        self._state = GroupState(name, check_seconds("error_grace", error_grace))
         self._sending = threading.RLock()
         self._layout: tuple[dict[int, int], Layout] | None = None
         self._running: Engine | None = None
@@ -236,9 +237,12 @@ class WorkerGroup:
 
     def _any_method(self, name: str) -> MethodSpec:
         self._state.check()
-        spec = self._specs.get(name) or (method_spec(self._worker_class, name) if isinstance(name, str) else None)
+        if not isinstance(name, str):
+            raise TypeError(f"execute_* takes a method's name, a string like 'add'; got {name!r}")
+        spec = self._specs.get(name) or method_spec(self._worker_class, name)
         if spec is None:
-            raise AttributeError(f"{self._worker_class.__name__} has no method {name!r}{self._closest(name)}")
+            names = [n for n in dir(self._worker_class) if not n.startswith("_")]
+            raise AttributeError(f"{self._worker_class.__name__} has no method {name!r}{_closest(name, names)}")
         return spec
 
     def _method(self, name: str) -> RemoteMethod:
@@ -251,12 +255,7 @@ class WorkerGroup:
                 f"{owner}.{name}() is not registered: put @register(...) on it, or call "
                 f"group.execute_all_sync({name!r}, ...)"
             )
-        raise AttributeError(f"the group has no method {name!r}, nor has {owner}{self._closest(name)}")
-
-    def _closest(self, name: object) -> str:
-        names = [*self._specs, *(n for n in dir(type(self)) if not n.startswith("_"))]
-        found = difflib.get_close_matches(str(name), names, n=1)
-        return f"; did you mean {found[0]!r}?" if found else f"; it has {', '.join(self._specs) or 'none'}"
+        raise AttributeError(f"the group has no method {name!r}, nor has {owner}{_closest(name, dir(self))}")
 
     def __getattr__(self, name: str) -> RemoteMethod:
         # Only for names that are not found otherwise. Made at each access: no cycle keeps a dropped group alive.
@@ -267,7 +266,19 @@ class WorkerGroup:
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._specs]
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a group stays in its driver; send what you need of it, group.workers for example (their "
+            "methods are called with .remote())"
+        )
+
     def __repr__(self) -> str:
         size = f" of {self._running.world_size}" if self._running is not None else ""
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
         return f"<{type(self).__name__}{size} {self._worker_class.__name__}{state}>"
+
+
+def _closest(name: str, names: Sequence[str]) -> str:
+    public = [known for known in names if not known.startswith("_")]
+    found = difflib.get_close_matches(name, public, n=1)
+    return f"; did you mean {found[0]!r}?" if found else f"; it has {', '.join(public)}"

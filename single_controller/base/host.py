@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import threading
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from dispatch import batch
 from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.plan import Slot, merge_arguments
+from dispatch.register import method_spec
 from single_controller.base.later import LaterPart
 from single_controller.base.worker import Place, Standing, Worker, assign
 
@@ -90,7 +92,7 @@ class WorkerHost:
             Exception: whatever the method raises.
         """
         slots = {**whole, **shard}
-        rows, real = _take_later(order, slots)
+        rows, real = self._take_later(order, slots)
         args, kwargs = merge_arguments(slots)
         del slots, whole, shard
         value = self.call(order.method, *args, **kwargs)
@@ -108,6 +110,32 @@ class WorkerHost:
         except BatchError as error:
             return Answer(value, None, str(error), empty)
 
+    def _take_later(self, order: Order, slots: dict[Slot, Any]) -> tuple[int | None, int | None]:
+        """Replace what was a future by this rank's part of it. Rows of the shard: in all, and without padding."""
+        total, rows, real = order.total, order.rows, order.real
+        for slot, value in slots.items():
+            if not isinstance(value, LaterPart):
+                continue
+            spec = method_spec(type(self.worker), order.method)
+            name = str(slot) if spec is None else spec.parameter(slot)
+            where = f"{order.method}(): argument {name!r}"
+            try:
+                taken = value.take(private=order.private)
+            except DispatchError as error:
+                raise DispatchError(f"{where}: {error}", method=order.method, argument=name) from None
+            slots[slot] = taken.value
+            if taken.total is None:
+                continue
+            if total is not None and total != taken.total:
+                raise DispatchError(
+                    f"{where}: the future of {value.answers.method}() has {taken.total} rows, another batch of the "
+                    f"same call has {total}; all batches of one call have the same number of rows",
+                    method=order.method,
+                    argument=name,
+                )
+            total, rows, real = taken.total, taken.rows, taken.real
+        return rows, real
+
     def _finish(self, awaitable: Any) -> Any:
         """Run a coroutine on the worker's own event loop, where tasks it leaves behind go on between calls."""
         with self._loop_lock:
@@ -116,27 +144,9 @@ class WorkerHost:
                 threading.Thread(target=self._loop.run_forever, name="worker-loop", daemon=True).start()
 
         async def wait() -> Any:
-            return await awaitable
+            try:
+                return await awaitable
+            except asyncio.CancelledError as error:
+                raise concurrent.futures.CancelledError("the coroutine was cancelled") from error
 
         return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
-
-
-def _take_later(order: Order, slots: dict[Slot, Any]) -> tuple[int | None, int | None]:
-    """Replace what was a future by this rank's part of it. Rows of the shard: in all, and without padding."""
-    total, rows, real = order.total, order.rows, order.real
-    for slot, value in slots.items():
-        if not isinstance(value, LaterPart):
-            continue
-        taken = value.take(private=order.private)
-        slots[slot] = taken.value
-        if taken.total is None:
-            continue
-        if total is not None and total != taken.total:
-            raise DispatchError(
-                f"{order.method}(): the future of {value.answers.method}() has {taken.total} rows, another batch "
-                f"of the same call has {total}; all batches of one call have the same number of rows",
-                method=order.method,
-                argument=str(slot),
-            )
-        total, rows, real = taken.total, taken.rows, taken.real
-    return rows, real

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -36,18 +37,25 @@ class ReadAnswers:
 
     Args:
         method: name of the method.
-        packed: the answers, packed, in order.
+        ranks: the collecting ranks, in order.
+        packed: their answers, packed.
         unpack: makes the value of one, in memory of its own or not.
     """
 
-    def __init__(self, method: str, packed: Sequence[Any], unpack: Callable[[Any, bool], Any]) -> None:
+    def __init__(
+        self, method: str, ranks: Sequence[int], packed: Sequence[Any], unpack: Callable[[Any, bool], Any]
+    ) -> None:
         self.method = method
+        self._ranks = ranks
         self._packed = packed
         self._unpack = unpack
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """Some of the answers."""
-        return [self._unpack(self._packed[k], private) for k in which]
+        return [
+            unpacked(self.method, self._ranks[k], functools.partial(self._unpack, self._packed[k], private))
+            for k in which
+        ]
 
 
 @dataclass(slots=True)
@@ -135,9 +143,10 @@ class LaterPart:
         total = sum(lengths)
         try:
             share = share_rows(total, self.of, self.uneven)[self.index]
-        except BatchError as error:
+        except BatchError:
             raise DispatchError(
-                f"the future of {self.answers.method}() has {error}; set uneven='pad' or 'ragged'",
+                f"the future of {self.answers.method}() has {total} rows, which do not divide over {self.of} "
+                "shards; set uneven='pad' or 'ragged'",
                 method=self.answers.method,
             ) from None
         pieces = [piece for start, stop in share.ranges for piece in _overlaps(lengths, start, stop)]
@@ -177,6 +186,22 @@ def join_answers(answers: Answers | ReadAnswers, receipts: list[Receipt], join: 
             f"{answers.method}(): the answers of {len(values)} ranks do not join: {error}. "
             "Dispatch.DP_COMPUTE_METRIC and ONE_TO_ALL give a list by rank instead",
             method=answers.method,
+        ) from error
+
+
+def unpacked(method: str, rank: int, unpack: Callable[[], Any]) -> Any:
+    """One rank's answer.
+
+    Raises:
+        ResultError: it does not unpickle in this process.
+    """
+    try:
+        return unpack()
+    except Exception as error:
+        raise ResultError(
+            f"{method}(): the answer of rank {rank} arrived but does not unpickle here: "
+            f"{type(error).__name__}: {error}. Return plain data, or install here what its class needs",
+            method=method,
         ) from error
 
 

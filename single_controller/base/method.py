@@ -8,6 +8,7 @@ from typing import Any
 
 from dispatch.register import MethodSpec
 from dispatch.rows import UNEVEN, Uneven
+from single_controller.base.checks import check_seconds
 from single_controller.base.future import WorkerFuture
 
 
@@ -26,11 +27,8 @@ class CallOptions:
     uneven: Uneven | None = None
 
     def __post_init__(self) -> None:
-        timeout = self.timeout
-        if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
-        ):
-            raise ValueError(f"timeout is a positive number of seconds or None, got {timeout!r}")
+        if self.timeout is not None:
+            check_seconds("timeout", self.timeout)
         if self.blocking not in (None, True, False):
             raise ValueError(f"blocking is True or False, got {self.blocking!r}")
         if self.uneven is not None and self.uneven not in UNEVEN:

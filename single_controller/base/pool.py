@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from dispatch.register import check_arguments
 from single_controller.base.worker import Worker
 
 
@@ -20,7 +22,7 @@ class ResourcePool:
     """
 
     def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 10) -> None:
-        entries = list(process_on_nodes) if not isinstance(process_on_nodes, (str, int)) else []
+        entries = list(process_on_nodes) if isinstance(process_on_nodes, Sequence) else []
         if not entries or not all(_positive(entry) for entry in entries):
             raise ValueError(
                 f"process_on_nodes is a list of positive integers, one per node ([8, 8]), got {process_on_nodes!r}"
@@ -77,12 +79,9 @@ class ClassWithInitArgs:
         return self.cls(*self.args, **self.kwargs)
 
     def _check_arguments(self) -> None:
-        import inspect
-
-        try:
-            inspect.signature(self.cls.__init__).bind(None, *self.args, **self.kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.cls.__name__}() {error}") from None
+        signature = inspect.signature(self.cls.__init__)
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        check_arguments(self.cls.__name__, signature, self.args, self.kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__})"

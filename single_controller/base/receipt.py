@@ -25,6 +25,10 @@ LOST_PEER_SIGNS = (
 """Found in the traceback of an error that may only be the echo of another rank's death."""
 
 
+LONGEST_TEXT = 20_000
+"""Characters of an exception's text, and of its traceback, that travel."""
+
+
 @dataclass(slots=True)
 class Failure:
     """An exception on a rank, in parts that always pickle.
@@ -60,8 +64,8 @@ class Failure:
             host,
             method,
             f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__,
-            str(error),
-            remote_traceback(error),
+            _shortened(_text(error)),
+            _shortened(remote_traceback(error)),
             time.time(),
             cause,
             isinstance(error, SingleControllerError),
@@ -96,7 +100,22 @@ def remote_traceback(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and _is_plumbing(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    except Exception:  # an exception that cannot even be printed
+        return "".join(traceback.format_tb(trace or error.__traceback__)) + f"{type(error).__qualname__}\n"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return f"<{type(error).__qualname__} whose text cannot be had>"
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]}\n... {len(text):,} characters ...\n{text[-half:]}"
 
 
 def _is_plumbing(filename: str) -> bool:

@@ -8,20 +8,25 @@ made. The actor class carries the user's method names, so that ``group.workers[i
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pickle
 import socket
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayTaskError
 
+from dispatch.batch import described
 from dispatch.plan import Slot
 from single_controller.base.host import Answer, Order, WorkerHost
 from single_controller.base.receipt import Failure, Receipt, remote_traceback
 from single_controller.base.worker import Place
 from single_controller.ray.transport import AnswerPacket, Packet, pack
+
+logger = logging.getLogger(__name__)
 
 CONCURRENT = "concurrent"
 """Ray's concurrency group for the calls of methods registered as concurrent."""
@@ -85,13 +90,14 @@ class RankActor:
     def __init__(self) -> None:
         self._host: WorkerHost | None = None
         self._rank = -1
-        self._hostname = socket.gethostname()
+        self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
+        self._where = f"{self._hostname}, {self._address}"
         self._held_port: socket.socket | None = None
 
     def _sc_locate(self) -> Location:
         devices = ray.get_runtime_context().get_accelerator_ids()
         ids = tuple(str(device) for kind in devices.values() for device in kind)
-        return Location(ray.util.get_node_ip_address(), self._hostname, os.getpid(), ids)
+        return Location(self._address, self._hostname, os.getpid(), ids)
 
     def _sc_rendezvous(self, address: str | None, port: int | None) -> tuple[str, int]:
         """The group's master address and port, on rank 0. The port is held, bound and not listening, as long as
@@ -101,18 +107,20 @@ class RankActor:
             self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._held_port.bind(("", 0))
             port = self._held_port.getsockname()[1]
-        return address or ray.util.get_node_ip_address(), port
+        return address or self._address, port
 
     def _sc_start(self, order: StartOrder, made: Packet, master: tuple[str, int]) -> bytes | Receipt:
         """Stand at a rank, load the user's class and make the worker."""
         self._rank = order.rank
         place = Place(order.rank, order.world_size, order.local_rank, order.local_world_size, *master)
-        os.environ.update(order.environment)
-        os.environ.update(place.environment())
         try:
+            os.environ.update(order.environment)
+            os.environ.update(place.environment())
             cls, args, kwargs = made.open()
             self._host = WorkerHost(place, cls, args, kwargs)
-        except Exception as error:
+        except SystemExit:
+            raise
+        except BaseException as error:
             return framed(self._failed(error, "__init__"))
         return framed(Receipt(order.rank, self._host.standing.version))
 
@@ -131,8 +139,10 @@ class RankActor:
         order, whole, shard = _opened(frame, beside)
         try:
             answer = self._run(order, whole, shard)
-            value = pack(answer.value) if order.collects else None
-        except Exception as error:
+            value = _pack_answer(order, answer, Packet) if order.collects else None
+        except SystemExit:
+            raise
+        except BaseException as error:
             return framed(self._failed(error, order.method))
         return framed(self._receipt(answer, value))
 
@@ -142,8 +152,10 @@ class RankActor:
         order, whole, shard = _opened(frame, beside)
         try:
             answer = self._run(order, whole, shard)
-            return framed(self._receipt(answer, None)), pack(answer.value, AnswerPacket)
-        except Exception as error:
+            return framed(self._receipt(answer, None)), _pack_answer(order, answer, AnswerPacket)
+        except SystemExit:
+            raise
+        except BaseException as error:
             failed = framed(self._failed(error, order.method))
             return failed, RayTaskError(order.method, remote_traceback(error), _carried(error))
 
@@ -169,13 +181,13 @@ class RankActor:
         version = self._worker.standing.version
         return Receipt(self._rank, version, None, value, answer.rows, answer.not_rows, answer.empty)
 
-    def _failed(self, error: Exception, method: str) -> Receipt:
+    def _failed(self, error: BaseException, method: str) -> Receipt:
         version = self._host.standing.version if self._host is not None else 0
         try:
             cause: Packet | None = pack(error)
         except Exception:
             cause = None
-        return Receipt(self._rank, version, Failure.of(error, self._rank, self._hostname, method, cause))
+        return Receipt(self._rank, version, Failure.of(error, self._rank, self._where, method, cause))
 
 
 def framed(receipt: Receipt) -> bytes | Receipt:
@@ -193,13 +205,25 @@ def _opened(frame: bytes, beside: tuple[Packet, ...]) -> tuple[Order, Packet, Pa
     return order, whole, shard
 
 
-def _carried(error: Exception) -> Exception:
+def _pack_answer(order: Order, answer: Answer, kind: type[Packet]) -> Packet:
+    try:
+        return pack(answer.value, kind)
+    except Exception as error:
+        raise TypeError(
+            f"the result of {order.method}(), {described(answer.value)}, cannot be pickled to be sent back: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _carried(error: BaseException) -> Exception:
     """The exception, or one that says the same if it does not pickle."""
     try:
         ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
-        return error
+        if isinstance(error, Exception):
+            return error
     except Exception:
-        return RuntimeError(f"{type(error).__qualname__}: {error}")
+        logger.debug("an exception does not pickle", exc_info=True)
+    return RuntimeError("".join(traceback.format_exception_only(type(error), error)).strip())
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from single_controller.base.errors import WorkerDiedError
+from single_controller.base.later import unpacked
 from single_controller.base.receipt import Receipt
 from single_controller.ray.transport import Packet, kept_packed
 
@@ -19,12 +21,16 @@ class RayAnswers:
 
     Args:
         method: name of the method that answers.
-        receipts: the receipts of all called ranks, collecting ranks first, in the order of their answers.
+        ranks: all called ranks, collecting ranks first, in the order of their answers.
+        receipts: their receipts.
         answers: the collecting ranks' answers.
     """
 
-    def __init__(self, method: str, receipts: list[ray.ObjectRef], answers: list[ray.ObjectRef]) -> None:
+    def __init__(
+        self, method: str, ranks: list[int], receipts: list[ray.ObjectRef], answers: list[ray.ObjectRef]
+    ) -> None:
         self.method = method
+        self._ranks = ranks
         self._receipts = receipts
         self._answers = answers
 
@@ -36,10 +42,13 @@ class RayAnswers:
         """The collecting ranks' receipts; waits for all ranks. Raises the call's error."""
         try:
             receipts = [unframed(receipt) for receipt in ray.get(self._receipts)]
-        except RayError as error:
+        except RayError:
+            rank, error = self._lost()
             raise WorkerDiedError(
-                f"{self.method}(), whose future is an argument here, lost a rank: {one_line(error)}",
+                f"rank {rank} died during {self.method}(), whose future is an argument here: {one_line(error)}",
+                rank=rank,
                 method=self.method,
+                ranks=(rank,),
             ) from error
         failures = [receipt.failure for receipt in receipts if receipt.failure is not None]
         if failures:
@@ -51,7 +60,19 @@ class RayAnswers:
         """Some of the answers."""
         with kept_packed():
             packets: list[Packet] = ray.get([self._answers[k] for k in which])
-        return [packet.open(private=private) for packet in packets]
+        return [
+            unpacked(self.method, self._ranks[k], functools.partial(packet.open, private=private))
+            for k, packet in zip(which, packets, strict=True)
+        ]
+
+    def _lost(self) -> tuple[int, RayError]:
+        """The first rank whose receipt does not come, and why."""
+        for rank, receipt in zip(self._ranks, self._receipts, strict=True):
+            try:
+                ray.get(receipt)
+            except RayError as error:
+                return rank, error
+        raise RuntimeError(f"{self.method}(): a receipt was lost and found again")
 
 
 def unframed(receipt: bytes | Receipt) -> Receipt:
@@ -71,7 +92,12 @@ def open_cause(packed: Packet | None) -> BaseException | None:
 
 
 def one_line(error: BaseException) -> str:
-    """The first telling line of one of Ray's long messages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith(("The actor is dead", "The actor died", "Task was killed"))]
-    return (telling or lines or [type(error).__name__])[-1 if telling else 0][:300]
+    """What one of Ray's long messages says, in one line."""
+    text = " ".join(str(error).split())
+    detail = text.partition("Worker exit detail: ")[2] or text.partition("The actor is dead because ")[2]
+    if detail:
+        return detail.partition(" Some common causes")[0][:500]
+    if isinstance(error, RayTaskError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return lines[-1][:500] if lines else type(error).__name__
+    return text[:500] or type(error).__name__

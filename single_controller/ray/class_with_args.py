@@ -8,9 +8,11 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorClass
 
+from dispatch.batch import described
 from dispatch.errors import DispatchError
+from single_controller.base.checks import check_amounts
 from single_controller.base.pool import ClassWithInitArgs
-from single_controller.ray.transport import pack
+from single_controller.ray.transport import pack, packs
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -64,10 +66,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         Raises:
             ValueError: an amount that is no positive number.
         """
-        for name, amount in additional_resource.items():
-            if not isinstance(name, str) or not isinstance(amount, (int, float)) or amount <= 0:
-                raise ValueError(f"set_additional_resource(): {name!r}: {amount!r} is no positive amount")
-        self._additional_resource = dict(additional_resource)
+        self._additional_resource = check_amounts("set_additional_resource()", additional_resource)
 
 
 class _Probe:
@@ -83,9 +82,13 @@ def pack_class(made: RayClassWithInitArgs) -> Any:
     try:
         packet = pack((made.cls, made.args, made.kwargs))
     except Exception as error:
+        given = {**{f"argument {k}": value for k, value in enumerate(made.args)}, **made.kwargs}
+        name = next((name for name, value in given.items() if not packs(value)), None)
+        what = "the class itself" if name is None else f"{name!r}, {described(given[name])},"
         raise DispatchError(
-            f"{made.cls.__name__} or its constructor's arguments cannot be pickled to be sent: "
-            f"{type(error).__name__}: {error}",
+            f"{made.cls.__name__}(): {what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
+            "Nothing was sent; pass what it is made from, and make it on the worker",
             method="__init__",
+            argument=name,
         ) from error
     return packet if packet.inline else ray.put(packet)

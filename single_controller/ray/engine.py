@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
+from dispatch.batch import described
 from dispatch.errors import DispatchError
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, Shard, Slot
@@ -20,7 +21,7 @@ from single_controller.base.host import Order
 from single_controller.base.receipt import Receipt
 from single_controller.ray.actor import CONCURRENT, Location
 from single_controller.ray.answers import RayAnswers, one_line, open_cause, unframed
-from single_controller.ray.transport import Packet, pack
+from single_controller.ray.transport import Packet, pack, packs
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,12 @@ class RayEngine(Engine):
         in_order = [*plan.answers, *(rank for rank in receipts if rank not in collecting)]
         return Sent(
             tokens,
-            RayAnswers(spec.name, [receipts[rank] for rank in in_order], [answers[rank] for rank in plan.answers]),
+            RayAnswers(
+                spec.name,
+                in_order,
+                [receipts[rank] for rank in in_order],
+                [answers[rank] for rank in plan.answers],
+            ),
         )
 
     def ask_standings(self) -> Sent:
@@ -146,7 +152,7 @@ def _read_one(token: Token) -> Receipt | RankLost:
     except _LOST as error:
         return RankLost(one_line(error))
     except RayError as error:  # the call itself could not be delivered: its arguments were lost, say
-        return RankLost(f"its receipt was lost: {one_line(error)}")
+        return RankLost(f"its receipt was lost: {one_line(error)}", died=False, kind=type(error).__name__)
 
 
 def _order(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) -> Order:
@@ -172,20 +178,12 @@ def _pack(spec: MethodSpec, values: dict[Slot, Any]) -> Packet:
     try:
         return pack(values) if values else _NOTHING
     except Exception as error:
-        slot = next((slot for slot, value in values.items() if not _packs(value)), None)
+        slot = next((slot for slot, value in values.items() if not packs(value)), None)
         name = None if slot is None else spec.parameter(slot)
-        what = "an argument" if slot is None else f"argument {name!r}, a {type(values[slot]).__name__},"
+        what = "an argument" if slot is None else f"argument {name!r}, {described(values[slot])},"
         raise DispatchError(
             f"{spec.name}(): {what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
             "Nothing was sent; pass what it is made from, and make it on the worker",
             method=spec.name,
             argument=name,
         ) from error
-
-
-def _packs(value: Any) -> bool:
-    try:
-        pack(value)
-    except Exception:
-        return False
-    return True

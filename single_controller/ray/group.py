@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 
 from dispatch.plan import CallPlan
 from single_controller.base.call import Call
+from single_controller.base.checks import check_seconds
 from single_controller.base.engine import Sent
 from single_controller.base.errors import GroupBrokenError
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
@@ -85,7 +86,7 @@ class RayWorkerGroup(WorkerGroup):
                 "detached=True too"
             )
         self.resource_pool: RayResourcePool | None = resource_pool
-        self._start_timeout = start_timeout
+        self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_plan: StartPlan | None = StartPlan(
             pool=resource_pool,
             made=ray_cls_with_init,
@@ -184,7 +185,8 @@ class RayWorkerGroup(WorkerGroup):
             try:
                 self._start(self._start_plan)
             except BaseException as error:
-                self._state.broken = f"its restart failed: {error}"
+                first_line = str(error).partition("\n")[0]
+                self._state.broken = f"its restart failed with {type(error).__name__}: {first_line}"
                 raise
             self._state.reopen()
 
@@ -210,11 +212,15 @@ class RayWorkerGroup(WorkerGroup):
 
 
 def _checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(environment, Mapping):
+        raise TypeError(f"worker_env is a dict of strings, got {environment!r}")
     for key, value in environment.items():
         if key in RANK_ENVIRONMENT:
             raise ValueError(f"worker_env cannot set {key}: the group sets it for each rank")
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"worker_env maps strings to strings, got {key!r}: {value!r}")
+        if not key or "=" in key or "\0" in key + value:
+            raise ValueError(f"worker_env: {key!r}: {value!r} cannot be an environment variable")
     return dict(environment)
 
 

@@ -47,6 +47,7 @@ class Placement:
         strategy: Ray's placement strategy for each entry.
         name: prefix of the placement groups' names.
         detached: whether they outlive the driver.
+        what: the pool, for messages.
 
     Attributes:
         bundle: what one process slot reserves.
@@ -57,13 +58,19 @@ class Placement:
     """
 
     def __init__(
-        self, entries: Sequence[int], bundle: dict[str, float], strategy: str, name: str, detached: bool
+        self,
+        entries: Sequence[int],
+        bundle: dict[str, float],
+        strategy: str,
+        name: str,
+        detached: bool,
+        what: str = "the pool",
     ) -> None:
         self.bundle = bundle
         self._entries = list(entries)
         self._strategy = strategy
         self._used: dict[tuple[PlacementGroup, int], int] = {}
-        refuse_impossible(entries, bundle, strategy, nodes())
+        refuse_impossible(entries, bundle, strategy, nodes(), what)
         unique = uuid.uuid4().hex[:8]
         self._groups = [
             placement_group(
@@ -113,7 +120,13 @@ def _remove(groups: list[PlacementGroup]) -> None:
             logger.debug("placement group %s could not be removed", group.id, exc_info=True)
 
 
-def refuse_impossible(entries: Sequence[int], bundle: dict[str, float], strategy: str, cluster: Sequence[Node]) -> None:
+def refuse_impossible(
+    entries: Sequence[int],
+    bundle: dict[str, float],
+    strategy: str,
+    cluster: Sequence[Node],
+    what: str = "the pool",
+) -> None:
     """Raise if these entries cannot lie on the nodes even when nothing else runs there.
 
     Raises:
@@ -125,7 +138,7 @@ def refuse_impossible(entries: Sequence[int], bundle: dict[str, float], strategy
         packs = strategy != "STRICT_PACK" or _pack_entries(sorted(entries, reverse=True), room)
         if packs:
             return
-    raise PlacementError(f"this can never be placed here.\n{explain(entries, bundle, strategy, cluster)}")
+    raise PlacementError(f"{what} can never be placed here.\n{explain(entries, bundle, strategy, cluster)}")
 
 
 def explain(entries: Sequence[int], bundle: dict[str, float], strategy: str, cluster: Sequence[Node]) -> str:
@@ -154,10 +167,12 @@ def _missing(
 ) -> str:
     for resource, amount in bundle.items():
         total = sum(node.total.get(resource, 0.0) for node in cluster)
-        if total < amount * sum(entries):
-            return (
-                f"{amount * sum(entries) - total:g} {resource} (asked {amount * sum(entries):g}, there are {total:g})"
-            )
+        asked = amount * sum(entries)
+        if total < asked and resource.startswith("accelerator_type:"):
+            return f"nodes whose accelerators are of type {resource.partition(':')[2]} ({resource})"
+        if total < asked:
+            hint = "; use_gpu=False makes CPU-only slots" if resource == "GPU" and total == 0 else ""
+            return f"{asked - total:g} {resource} (asked {asked:g}, there are {total:g}){hint}"
     most = max((_fits(bundle, node.total) for node in cluster), default=0)
     if strategy == "STRICT_PACK" and max(entries) > most:
         return f"a node for {_plural(max(entries), 'process')}; the largest holds {most}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+from single_controller.base.checks import check_amounts, check_seconds
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
 from single_controller.ray.placement import Placement, Slot
@@ -64,14 +65,12 @@ class RayResourcePool(ResourcePool):
             raise ValueError(f"name_prefix is a string or None, got {name_prefix!r}")
         if accelerator_type is not None and not isinstance(accelerator_type, str):
             raise ValueError(f"accelerator_type is a string or None, got {accelerator_type!r}")
-        if not placement_timeout > 0:
-            raise ValueError(f"placement_timeout is a positive number of seconds, got {placement_timeout!r}")
         self.use_gpu = bool(use_gpu)
         self.name_prefix = name_prefix or ""
         self.detached = bool(detached)
         self.accelerator_type = accelerator_type
-        self.resources = dict(resources or {})
-        self.placement_timeout = float(placement_timeout)
+        self.resources = check_amounts("resources", resources or {})
+        self.placement_timeout = check_seconds("placement_timeout", placement_timeout)
         self._placing = threading.Lock()
         self._placement: Placement | None = None
         self._closed = False
@@ -108,7 +107,9 @@ class RayResourcePool(ResourcePool):
             if self._placement is None:
                 bundle = {**self.bundle, **extra}
                 strategy = "STRICT_PACK" if bin_pack else "PACK"
-                self._placement = Placement(self._store, bundle, strategy, self.name_prefix, self.detached)
+                self._placement = Placement(
+                    self._store, bundle, strategy, self.name_prefix, self.detached, what=repr(self)
+                )
                 return
             has = self._placement.bundle
             lacking = {name: amount for name, amount in extra.items() if has.get(name, 0.0) < amount}
@@ -195,12 +196,12 @@ class MergedResourcePool(RayResourcePool):
             resources=first.resources,
             placement_timeout=max(parent.placement_timeout for parent in parents),
         )
-        self._parents = tuple(parents)
+        self.parents = tuple(parents)
 
     def place(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> None:
         """Reserve the parents' slots that are not reserved yet."""
         self._check_open()
-        for parent in self._parents:
+        for parent in self.parents:
             parent.place(bin_pack, resources)
 
     def slots(self) -> list[Slot]:
@@ -208,18 +209,18 @@ class MergedResourcePool(RayResourcePool):
         self.place()
         slots = []
         offset = 0
-        for parent in self._parents:
+        for parent in self.parents:
             slots += [Slot(slot.group, slot.bundle, slot.entry + offset) for slot in parent.slots()]
             offset += len(parent.store)
         return slots
 
     def placements(self) -> list[Placement]:
         """What holds the slots: the parents' placements."""
-        return [placement for parent in self._parents for placement in parent.placements()]
+        return [placement for parent in self.parents for placement in parent.placements()]
 
     def admit(self, group: Occupant) -> None:
         """Note a group in every parent."""
-        for parent in self._parents:
+        for parent in self.parents:
             parent.admit(group)
         self._groups.add(group)
 
@@ -246,6 +247,9 @@ def merge_resource_pool(*pools: RayResourcePool) -> RayResourcePool:
     for pool in pools:
         if not isinstance(pool, RayResourcePool):
             raise TypeError(f"merge_resource_pool() takes RayResourcePools, got {pool!r}")
-    if len(set(map(id, pools))) != len(pools):
+    parents = [
+        parent for pool in pools for parent in (pool.parents if isinstance(pool, MergedResourcePool) else (pool,))
+    ]
+    if len(set(map(id, parents))) != len(parents):
         raise ValueError("merge_resource_pool(): the same pool is given twice")
-    return MergedResourcePool(pools)
+    return MergedResourcePool(parents)

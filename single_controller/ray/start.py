@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dispatch.plan import CallPlan
 from dispatch.register import method_spec, registered_methods
 from single_controller.base.engine import Sent
-from single_controller.base.errors import WorkerDiedError
+from single_controller.base.errors import PlacementError, WorkerDiedError
 from single_controller.ray.actor import Location, StartOrder, actor_class
 from single_controller.ray.answers import one_line
 from single_controller.ray.class_with_args import RayClassWithInitArgs, pack_class
@@ -127,6 +127,14 @@ def _actor_maker(plan: StartPlan) -> Callable[[Slot, str], ActorHandle]:
         "lifetime": "detached" if plan.detached else None,
         **made.options,
     }
+    wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options["resources"] or {})}
+    slot = plan.pool.placements()[0].bundle
+    beyond = {name: amount for name, amount in wanted.items() if (amount or 0) > slot.get(name, 0)}
+    if beyond:
+        raise PlacementError(
+            f"{plan.name}: each worker asks for {beyond}, more than a slot of {plan.pool!r} has: {slot}. Change "
+            "what update_options() was given, or make the pool with such slots"
+        )
     early = {key: value for key, value in plan.environment.items() if key.startswith(_BEFORE_START)}
     if early:
         runtime = dict(options.get("runtime_env") or {})

@@ -108,6 +108,15 @@ def pack(value: Any, kind: Callable[..., Packet] = Packet) -> Packet:
     return kind(out.getvalue(), tuple(buffers), tuple(pickler.refs))
 
 
+def packs(value: Any) -> bool:
+    """Whether a value can be packed."""
+    try:
+        pack(value)
+    except Exception:
+        return False
+    return True
+
+
 class _Pickler(ray.cloudpickle.CloudPickler):
     def __init__(self, out: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
         super().__init__(out, protocol=5, buffer_callback=buffers.append)
