@@ -32,6 +32,9 @@ DEATH_SHOWS_SECONDS = 2.0
 """How long an error that looks like the echo of a death waits for that death to be seen."""
 
 
+ENGINE_GONE = "the engine that ran its workers was shut down"
+
+
 class GroupState:
     """Whether a group takes calls, and why not. Shared by the group, its calls and the monitor.
 
@@ -88,11 +91,11 @@ class GroupState:
                 logger.error("%s is broken: %s", self.name, reason)
             self._end_calls()
 
-    def close(self) -> None:
-        """Take no more calls, and end those under way."""
+    def close(self) -> list[Call]:
+        """Take no more calls, and end those under way; they are returned."""
         with self.lock:
             self.closed = True
-            self._end_calls()
+            return self._end_calls()
 
     def reopen(self) -> None:
         """Take calls again, after a restart."""
@@ -101,10 +104,11 @@ class GroupState:
             self._end_calls()
             self.broken, self.dead, self.standings = None, (), {}
 
-    def _end_calls(self) -> None:
+    def _end_calls(self) -> list[Call]:
         calls, self._calls = list(self._calls), weakref.WeakSet()
         for call in calls:
             call.abandon()
+        return calls
 
 
 class Call:
@@ -207,6 +211,8 @@ class Call:
         receipts = [self._receipts[rank] for rank in self.plan.answers]
         answers: Answers | ReadAnswers
         if self._answers is not None:
+            if not self.engine.connected:
+                raise GroupBrokenError(f"the answers of {self.method}() are lost: {ENGINE_GONE}")
             answers = self._answers
         else:
             answers = ReadAnswers(
@@ -229,6 +235,11 @@ class Call:
             if refusal is not None:
                 self._settle(refusal)
             self._pending.clear()
+
+    def orphan(self) -> None:
+        """The engine is gone, and with it the workers: close the group, which ends this call."""
+        self._state.break_(ENGINE_GONE)
+        self.abandon()
 
     # --- the outcome -----------------------------------------------------------------------------------
 

@@ -56,6 +56,11 @@ class Engine(ABC):
     def world_size(self) -> int:
         """Number of ranks."""
 
+    @property
+    @abstractmethod
+    def connected(self) -> bool:
+        """Whether what runs the workers can still be asked at all; False once it was shut down."""
+
     @abstractmethod
     def host(self, rank: int) -> str:
         """The host that a rank runs on, for messages."""

@@ -12,7 +12,7 @@ from dispatch.errors import DispatchError
 from dispatch.layout import Layout
 from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import MethodSpec, method_spec, registered_methods
-from single_controller.base.call import Call, GroupState
+from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.engine import Engine
 from single_controller.base.future import WorkerFuture
@@ -178,7 +178,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the workers. Calls under way raise `GroupClosedError`; a second close does nothing."""
-        self._state.close()
+        monitor.forget(self._state.close())
         if self._running is not None:
             self._running.kill()
 
@@ -202,8 +202,13 @@ class WorkerGroup:
             raise RuntimeError(f"{self.name} has no workers yet")
         return self._running
 
-    def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+    def _check(self) -> None:
+        if not self._state.closed and not self._engine.connected:
+            self._state.break_(ENGINE_GONE)
         self._state.check()
+
+    def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         plan = plan_call(spec, self, args, kwargs, options.uneven)
         call = self._send(spec, plan, future=not blocking, timeout=options.timeout)
@@ -211,7 +216,7 @@ class WorkerGroup:
 
     def _send(self, spec: MethodSpec, plan: CallPlan, *, future: bool, timeout: float | None = None) -> Call:
         with self._sending:
-            self._state.check()
+            self._check()
             sent = self._engine.send(spec, plan, future=future)
             call = Call(self._state, self._engine, spec.name, plan, sent, timeout)
         if future:
@@ -224,7 +229,7 @@ class WorkerGroup:
 
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:
         with self._sending:
-            self._state.check()
+            self._check()
             sent = self._engine.ask_standings()
             everyone = tuple(range(self.world_size))
             call = Call(self._state, self._engine, "layout", CallPlan.empty(self.world_size), sent)

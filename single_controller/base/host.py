@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
 import threading
 from dataclasses import dataclass
@@ -143,10 +142,13 @@ class WorkerHost:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="worker-loop", daemon=True).start()
 
-        async def wait() -> Any:
+        async def outcome() -> tuple[Any, BaseException | None]:
             try:
-                return await awaitable
-            except asyncio.CancelledError as error:
-                raise concurrent.futures.CancelledError("the coroutine was cancelled") from error
+                return await awaitable, None
+            except BaseException as error:  # carried as a value: the loop would replace a cancellation by its own
+                return None, error
 
-        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+        value, error = asyncio.run_coroutine_threadsafe(outcome(), self._loop).result()
+        if error is not None:
+            raise error
+        return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 
 from single_controller.base.call import Call, timed_out
 
@@ -25,7 +26,9 @@ class Monitor:
     def __init__(self) -> None:
         self._watched: set[Call] = set()
         self._changed = threading.Condition()
+        self._round = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._orphans: list[Call] = []
 
     def watch(self, call: Call) -> None:
         """Look after a call that nobody waits for, until it has ended."""
@@ -35,6 +38,11 @@ class Monitor:
                 self._thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
                 self._thread.start()
             self._changed.notify()
+
+    def forget(self, calls: Iterable[Call]) -> None:
+        """Let go of calls that have ended. When this returns, the monitor's thread holds nothing of theirs."""
+        with self._round, self._changed:
+            self._watched.difference_update(calls)
 
     def wait(self, call: Call, timeout: float | None = None) -> None:
         """Wait until a call has an outcome.
@@ -51,41 +59,58 @@ class Monitor:
         try:
             while not call.settled:
                 left = pause if end is None else min(pause, end - time.monotonic())
-                call.absorb(call.engine.wait(call.pending, max(0.0, left)))
+                self._drive(call, max(0.0, left))
                 if not call.settled and end is not None and time.monotonic() >= end:
                     raise timed_out(call, timeout or 0.0)
                 pause = min(2 * pause, LAST_SLICE_SECONDS)
         finally:
-            if not call.ended:
-                self.watch(call)
+            self._keep_or_forget(call)
 
     def poll(self, call: Call) -> bool:
         """Whether a call has an outcome now."""
         if not call.settled:
-            call.absorb(call.engine.wait(call.pending, 0.0))
+            self._drive(call, 0.0)
+            self._keep_or_forget(call)
         return call.settled
+
+    def _drive(self, call: Call, timeout: float) -> None:
+        if call.engine.connected:
+            call.absorb(call.engine.wait(call.pending, timeout))
+        else:
+            call.orphan()
+
+    def _keep_or_forget(self, call: Call) -> None:
+        if not call.ended:
+            self.watch(call)
+        elif call in self._watched:
+            self.forget((call,))
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 while not self._watched:
                     self._changed.wait()
-                calls = list(self._watched)
-            ended = set()
-            for call in calls:
-                try:
-                    if not call.ended:
-                        call.absorb(call.engine.wait(call.pending, 0.0))
-                except Exception:  # the engine is gone, at the end of the program say: nothing is left to watch
-                    logger.debug("%s() can no longer be watched", call.method, exc_info=True)
-                    call.abandon()
-                if call.ended:
-                    ended.add(call)
-            del call, calls
-            with self._changed:
-                self._watched -= ended
-            del ended
+            with self._round:
+                self._look_at_all()
             time.sleep(POLL_SECONDS)
+
+    def _look_at_all(self) -> None:
+        with self._changed:
+            calls = list(self._watched)
+        ended = []
+        for call in calls:
+            try:
+                if not call.ended:
+                    self._drive(call, 0.0)
+            except Exception:  # the engine went away in this very moment
+                logger.debug("%s() can no longer be watched", call.method, exc_info=True)
+                call.orphan()
+            if call.ended:
+                ended.append(call)
+                if not call.engine.connected:
+                    # References must not be dropped by this thread while the engine shuts down in another.
+                    self._orphans.append(call)
+        self.forget(ended)
 
 
 monitor = Monitor()

@@ -21,6 +21,7 @@ from single_controller.base.host import Order
 from single_controller.base.receipt import Receipt
 from single_controller.ray.actor import CONCURRENT, Location
 from single_controller.ray.answers import RayAnswers, one_line, open_cause, unframed
+from single_controller.ray.runtime import session
 from single_controller.ray.transport import Packet, pack, packs
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,17 @@ class RayEngine(Engine):
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = tuple(ranks)
+        self._session = session()
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def connected(self) -> bool:
+        """See `Engine.connected`."""
+        return session() == self._session
 
     def host(self, rank: int) -> str:
         """The node's name and address."""
@@ -138,7 +145,7 @@ class RayEngine(Engine):
 
     def kill(self) -> None:
         """See `Engine.kill`."""
-        if ray.is_initialized():
+        if self.connected:
             for rank in self.ranks:
                 try:
                     ray.kill(rank.actor, no_restart=True)

@@ -164,7 +164,7 @@ class RayWorkerGroup(WorkerGroup):
         if self._start_plan is not None:
             super().close()
         else:
-            self._state.close()
+            monitor.forget(self._state.close())
 
     def restart(self) -> None:
         """End the workers and make new ones on the same pool, with the same constructor arguments.

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from single_controller.base.errors import GroupClosedError, PlacementError
-from single_controller.ray.runtime import Node, nodes
+from single_controller.ray.runtime import Node, nodes, session
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +82,15 @@ class Placement:
             for number, entry in enumerate(entries)
         ]
         self.closed = False
+        self._session = session()
         if not detached:
-            forgotten = weakref.finalize(self, _remove, self._groups)
+            forgotten = weakref.finalize(self, _remove, self._groups, self._session)
             forgotten.atexit = False  # at the end of the driver Ray does it
 
     @property
     def slots(self) -> list[Slot]:
         """The slots, entry by entry."""
-        if self.closed:
+        if self.closed or session() != self._session:
             raise GroupClosedError("the pool is closed: its placement groups are removed; make a new pool")
         return [
             Slot(group, bundle, entry)
@@ -99,8 +100,8 @@ class Placement:
 
     def close(self) -> None:
         """Remove the placement groups; what runs in them ends."""
-        if not self.closed and ray.is_initialized():
-            _remove(self._groups)
+        if not self.closed:
+            _remove(self._groups, self._session)
         self.closed = True
 
     def explain(self) -> str:
@@ -112,8 +113,8 @@ class Placement:
         return all(group.wait(0) for group in self._groups)
 
 
-def _remove(groups: list[PlacementGroup]) -> None:
-    for group in groups if ray.is_initialized() else ():
+def _remove(groups: list[PlacementGroup], made_in: str | None) -> None:
+    for group in groups if session() == made_in else ():
         try:
             remove_placement_group(group)
         except Exception:  # Ray is gone, and with it the placement group

@@ -46,6 +46,11 @@ def ensure_ray() -> None:
     ray.init("local", num_cpus=cpus, include_dashboard=False, _system_config=_HEALTH_CHECKS)
 
 
+def session() -> str | None:
+    """Tells one connection to Ray from the next; None without one. What lived in one is gone in the next."""
+    return ray.get_runtime_context().get_worker_id() if ray.is_initialized() else None
+
+
 @dataclass(frozen=True)
 class Node:
     """What one node has.

@@ -271,6 +271,12 @@ class Fragile(Worker):
     def pid(self):
         return os.getpid()
 
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+    def place(self):
+        return (self.rank, self.world_size, self.local_rank, self.local_world_size)
+
     @register(Dispatch.ONE_TO_ALL)
     def fail(self, ranks, others_sleep=0.0):
         if self.rank in ranks:

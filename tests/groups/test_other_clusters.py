@@ -1,0 +1,142 @@
+"""What needs a Ray of its own, each in a script of its own: shutdown, several nodes, logical GPUs."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PREAMBLE = """
+import os, sys, time, ray
+from group_workers import Counter, Fragile
+from single_controller import *
+def counter(*args):
+    return RayClassWithInitArgs(Counter, *args)
+"""
+
+
+def run(code, timeout=90):
+    done = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "RAY_ADDRESS": "local"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("> ")]
+
+
+@pytest.mark.parametrize("last", ["future = None", "future.result()", "pass", "group.close(); pool.close()"])
+def test_rays_shutdown_with_a_call_that_nobody_waited_for(last):
+    """Ray ends a process whose threads touch it while it shuts down: the monitor must not."""
+    out = run(f"""
+        pool = RayResourcePool([2], use_gpu=False)
+        group = RayWorkerGroup(pool, counter())
+        for number in range(3):
+            future = group.add.remote(0)
+        {last}
+        ray.shutdown()
+        print("> alive")
+    """)
+    assert out == ["> alive"]
+
+
+def test_a_group_whose_ray_was_shut_down():
+    out = run("""
+        with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, counter()) as group:
+            future = group.add.remote(0)
+            ray.shutdown()
+            for call in (lambda: group.add(0), future.result, lambda: group.workers[0]):
+                try:
+                    call()
+                except GroupBrokenError as error:
+                    print("> broken:", "was shut down" in str(error), ray.is_initialized())
+            ray.init("local", num_cpus=4, include_dashboard=False)
+            try:
+                group.add(0)
+            except GroupBrokenError as error:
+                print("> broken in the next Ray")
+            try:
+                RayWorkerGroup(pool, counter())
+            except GroupClosedError as error:
+                print("> the pool is gone")
+        print("> closed without a word")
+    """)
+    assert out == [
+        "> broken: True False",
+        "> broken: True False",
+        "> broken in the next Ray",
+        "> the pool is gone",
+        "> closed without a word",
+    ]
+
+
+def test_several_nodes_of_unequal_size_and_the_death_of_one():
+    out = run("""
+        from ray.cluster_utils import Cluster
+        health = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
+                  "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
+        cluster = Cluster(initialize_head=True, head_node_args={
+            "num_cpus": 0, "include_dashboard": False, "_system_config": health})
+        ray.init(cluster.address, log_to_driver=False)
+        small = cluster.add_node(num_cpus=1)
+        large = cluster.add_node(num_cpus=2)
+        cluster.wait_for_nodes()
+        try:
+            RayWorkerGroup(RayResourcePool([3], use_gpu=False), counter())
+        except PlacementError as error:
+            print("> refused:", "a node for 3 processes; the largest holds 2" in str(error))
+        pool = RayResourcePool([2, 1], use_gpu=False)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile))
+        nodes = ray.get([w.node.remote() for w in group.workers])
+        print("> local sizes:", [p[2:4] for p in ray.get([w.place.remote() for w in group.workers])])
+        print("> same node:", nodes[0] == nodes[1], nodes[1] == nodes[2])
+        print("> joined:", group.join_process_group())
+        future = group.sleep.remote(120)
+        time.sleep(1)
+        cluster.remove_node(small if nodes[2] == small.node_id else large, allow_graceful=False)
+        begin = time.monotonic()
+        try:
+            future.result()
+        except WorkerDiedError as error:
+            print("> died:", error.rank, time.monotonic() - begin < 20)
+        ray.shutdown()
+        cluster.shutdown()
+    """)
+    assert out[0] == "> refused: True"
+    assert out[1] in ("> local sizes: [(0, 2), (1, 2), (0, 1)]", "> local sizes: [(0, 1), (0, 2), (1, 2)]")
+    assert out[3] == "> joined: [(0, 3), (1, 3), (2, 3)]"
+    assert out[4].endswith("True"), out
+
+
+def test_logical_gpus_are_shared_and_ordered():
+    out = run("""
+        ray.init("local", num_cpus=16, num_gpus=4, include_dashboard=False, log_to_driver=False)
+        pool = RayResourcePool([4], max_colocate_count=2)
+        groups = [RayWorkerGroup(pool, counter()) for _ in range(2)]
+        for group in groups:
+            print("> devices:", [e["CUDA_VISIBLE_DEVICES"] for e in group.environment("CUDA_VISIBLE_DEVICES")])
+        try:
+            RayWorkerGroup(pool, counter())
+        except PlacementError as error:
+            print("> full:", "full" in str(error))
+        print("> free:", ray.available_resources().get("GPU", 0))
+        groups[0].close()
+        with RayWorkerGroup(pool, counter()) as again:
+            print("> again:", again.add(0))
+        try:
+            RayWorkerGroup(RayResourcePool([16]), counter())
+        except PlacementError as error:
+            print("> refused:", "missing: 12 GPU (asked 16, there are 4)" in str(error))
+        pool.close()
+    """)
+    assert out == [
+        "> devices: ['0', '1', '2', '3']",
+        "> devices: ['0', '1', '2', '3']",
+        "> full: True",
+        "> free: 0",
+        "> again: [0, 1, 2, 3]",
+        "> refused: True",
+    ]
