@@ -9,7 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 os.environ["PYTHONPATH"] = os.pathsep.join([_HERE, os.path.join(_HERE, "groups"), os.environ.get("PYTHONPATH", "")])
 
-import pytest
+import pytest  # noqa: E402  (Ray reads the variables when it is imported)
 
 
 @pytest.fixture(scope="session")

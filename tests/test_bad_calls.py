@@ -553,7 +553,8 @@ refused("send-an-object-with-a-lock", DispatchError, r"echo\(\): argument 'value
         lambda s: s.kit.echo(Trainer()))
 refused("send-a-lock-keyword", DispatchError, r"items\(\): argument 'y', a \w+, cannot be pickled.*lock",
         lambda s: s.kit.items(x=[1, 2, 3, 4], y=[0, 0, 0, threading.Lock()]), argument="y")
-refused("send-rows-with-a-lock", DispatchError, r"rows\(\): argument 'batch', a list of length 1, cannot be pickled.*lock",
+refused("send-rows-with-a-lock", DispatchError,
+        r"rows\(\): argument 'batch', a list of length 1, cannot be pickled.*lock",
         lambda s: s.kit.rows([1, 2, 3, threading.Lock()]), argument="batch")
 refused("send-a-function-around-a-lock", DispatchError, r"apply\(\): argument 'function'.*cannot be pickled.*lock",
         lambda s: _with_lock(s.kit.apply))

@@ -54,23 +54,20 @@ def test_a_folder_of_the_users_that_hides_ours_is_reported(tmp_path, name):
 
 
 def test_base_never_imports_ray():
-    done = python(
-        """
+    done = python(f"""
         import sys
         sys.modules["ray"] = None
         import dispatch
         from importlib import import_module
         import pkgutil, types
         package = types.ModuleType("single_controller")
-        package.__path__ = [%r]
+        package.__path__ = [{str(ROOT / "single_controller")!r}]
         sys.modules["single_controller"] = package
         base = import_module("single_controller.base")
         for module in pkgutil.iter_modules(base.__path__):
-            import_module(f"single_controller.base.{module.name}")
+            import_module("single_controller.base." + module.name)
         print("fine")
-    """
-        % str(ROOT / "single_controller")
-    )
+    """)
     assert done.stdout.strip() == "fine", done.stderr
 
 

@@ -48,7 +48,10 @@ def ensure_ray() -> None:
 
 def session() -> str | None:
     """Tells one connection to Ray from the next; None without one. What lived in one is gone in the next."""
-    return ray.get_runtime_context().get_worker_id() if ray.is_initialized() else None
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.get_node_id()}:{context.get_job_id()}"
 
 
 @dataclass(frozen=True)
