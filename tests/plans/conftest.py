@@ -8,9 +8,10 @@ from dispatch import batch, modes, register_batch_type
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch):
-    """Give every test copies of the registries, so that nothing it registers outlives it."""
+    """Give every test the built-in modes alone: nothing that others registered, and nothing outlives it."""
     monkeypatch.setattr(batch, "_user_types", dict(batch._user_types))
-    monkeypatch.setattr(modes, "_dispatch_modes", dict(modes._dispatch_modes))
-    monkeypatch.setattr(modes.Dispatch, "_members", dict(modes.Dispatch._members))
-    monkeypatch.setattr(modes.Execute, "_members", dict(modes.Execute._members))
+    monkeypatch.setattr(modes, "_dispatch_modes", dict(modes._BUILT_IN))
+    built_in = {name: modes.Dispatch[name] for name in modes._BUILT_IN}
+    monkeypatch.setattr(modes.Dispatch, "_members", built_in)
+    monkeypatch.setattr(modes.Execute, "_members", {name: modes.Execute[name] for name in ("ALL", "RANK_ZERO")})
     register_batch_type(Table, **table_functions())
