@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout
@@ -14,6 +13,7 @@ from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import MethodSpec, method_spec, registered_methods
 from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
+from single_controller.base.closing import Closing
 from single_controller.base.engine import Engine
 from single_controller.base.future import WorkerFuture
 from single_controller.base.method import CallOptions, RemoteMethod
@@ -43,7 +43,7 @@ class Methods:
         return list(self._group._specs)
 
 
-class WorkerGroup:
+class WorkerGroup(Closing):
     """Workers of one class, one per rank. Their registered methods are the group's.
 
     ``group.m(x)`` cuts the arguments as the method declares, runs it on the ranks and gathers the answers. Several
@@ -185,14 +185,6 @@ class WorkerGroup:
     def restart(self) -> None:
         """End the workers and begin anew, in the same place with the same constructor arguments."""
         raise NotImplementedError(f"{type(self).__name__} does not restart")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- the inside -------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from single_controller.base.checks import check_amounts, check_seconds
+from single_controller.base.closing import Closing
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
 from single_controller.ray.placement import Placement, Slot
@@ -27,7 +27,7 @@ class Occupant(Protocol):
     def close(self) -> None: ...
 
 
-class RayResourcePool(ResourcePool):
+class RayResourcePool(Closing, ResourcePool):
     """Process slots on Ray's nodes, shared by the groups that are made on it.
 
     Starts a local Ray if none is running. The slots are reserved when the first group is made, or by `place`. A
@@ -160,14 +160,6 @@ class RayResourcePool(ResourcePool):
     def _check_open(self) -> None:
         if self._closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class MergedResourcePool(RayResourcePool):
