@@ -84,8 +84,12 @@ def test_attaching_asks_for_all_ranks(counters):
 def test_a_group_that_is_attached_to_hears_of_a_death(make_group):
     group = make_group(Fragile)
     attached = RayWorkerGroup.from_detached(worker_handles=group.workers)
-    assert attached.ping() == [0, 1, 2, 3]
+    pids = attached.pid()
     group.close()
+    end = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < end, "the workers of a closed group live on"
+        time.sleep(0.05)
     with pytest.raises(WorkerDiedError):
         attached.ping()
 
