@@ -90,6 +90,8 @@ def register_batch_type(
 ) -> None:
     """Make instances of ``cls`` (and of its subclasses) batches. A second call for a class replaces the first.
 
+    Call it before the groups that use it are made: their workers are told of it when they start.
+
     Args:
         cls: the class.
         length: value -> number of rows.
@@ -105,6 +107,11 @@ def register_batch_type(
         if not callable(function):
             raise TypeError(f"register_batch_type({cls.__name__}): {name}= must be callable, got {function!r}")
     _user_types[cls] = BatchType(length, cut, join)
+
+
+def user_batch_types() -> dict[type, BatchType]:
+    """What `register_batch_type` was told in this process."""
+    return dict(_user_types)
 
 
 def batch_type(value: Any) -> BatchType | None:
@@ -183,7 +190,8 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
     if found is None:
         parts = {key: shard(part, shares) for key, part in _fields(value) or ()}
         return [_rebuild(value, {key: part[k] for key, part in parts.items()}) for k in range(len(shares))]
-    if found is _CHUNKED and shares[0].rows and shares == share_rows(shares[0].rows * len(shares), len(shares)):
+    rows = shares[0].rows * len(shares)
+    if found is _CHUNKED and rows and rows == len(value) and shares == share_rows(rows, len(shares)):
         chunks = list(value.chunk(len(shares)))
         if len(chunks) != len(shares):
             raise BatchError(f"its chunk({len(shares)}) gave {len(chunks)} pieces")
@@ -229,12 +237,32 @@ def join(values: Sequence[Any]) -> Any:
         if set(part) != set(keys):
             raise BatchError(f"the answers have different keys: {sorted(map(str, set(keys) ^ set(part)))}")
     joined = {}
+    has_rows = length(first) is not None
     for key in keys:
+        values_of_key = [part[key] for part in parts]
         try:
-            joined[key] = join([part[key] for part in parts])
+            joined[key] = (
+                _same_on_all(values_of_key) if has_rows and _goes_whole(values_of_key[0]) else join(values_of_key)
+            )
         except BatchError as error:
             raise BatchError(f"at {key!r}: {error}") from None
     return _rebuild(first, joined)
+
+
+def _goes_whole(part: Any) -> bool:
+    """Whether a part of a batch has no rows, a dict of such parts included."""
+    return length(part) is None
+
+
+def _same_on_all(parts: list[Any]) -> Any:
+    """A part beside rows that went whole to the ranks comes back as it is, if they agree on it."""
+    try:
+        same = all(type(part) is type(parts[0]) and bool(part == parts[0]) for part in parts)
+    except Exception:  # a type whose == gives no truth value
+        same = False
+    if not same:
+        raise BatchError(f"{describe(parts[0])} has no rows to join, and the ranks do not agree on it")
+    return parts[0]
 
 
 def trim(value: Any, rows: int, real: int) -> Any:
@@ -252,7 +280,9 @@ def trim(value: Any, rows: int, real: int) -> Any:
         return None
     fields = None if batch_type(value) is not None else _fields(value)
     if fields is not None:
-        return _rebuild(value, {key: trim(part, rows, real) for key, part in fields})
+        if _goes_whole(value):
+            raise BatchError(f"{describe(value)} has no rows, so the padding cannot be dropped from it")
+        return _rebuild(value, {k: part if _goes_whole(part) else trim(part, rows, real) for k, part in fields})
     found = None if goes_whole(value) else batch_type(value)
     if found is None:
         raise BatchError(f"{describe(value)} has no rows, so the padding cannot be dropped from it")
@@ -262,6 +292,17 @@ def trim(value: Any, rows: int, real: int) -> Any:
             f"the answer has {answered} rows, no multiple of the shard's {rows}, so the padding cannot be dropped"
         )
     return found.cut(value, 0, answered // rows * real)
+
+
+def joins_into_new_memory(value: Any) -> bool:
+    """Whether `join`, even of one such value, copies every row: true of tensors, arrays and dicts of them."""
+    fields = None if batch_type(value) is not None else _fields(value)
+    if fields is not None:
+        return all(joins_into_new_memory(part) for _, part in fields)
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and type(value) is torch.Tensor:
+        return not (value.ndim == 0 or value.is_sparse or value.is_nested)
+    return numpy is not None and type(value) is numpy.ndarray and value.ndim > 0 and not value.dtype.hasobject
 
 
 def described(value: Any) -> str:

@@ -25,6 +25,10 @@ class DispatchError(SingleControllerError, ValueError):
         self.argument = argument
 
 
+class UnknownLayoutError(DispatchError):
+    """The workers have not said where they stand, or not on that mesh."""
+
+
 class ResultError(SingleControllerError):
     """The ranks answered, but the answers cannot be joined (or freed of padding) as the mode promises.
 

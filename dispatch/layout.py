@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dispatch.errors import DispatchError
+from dispatch.errors import DispatchError, UnknownLayoutError
 
 DATA_AXIS = "dp"
 MEGATRON_AXES = ("dp", "cp", "tp", "pp")
@@ -137,12 +137,12 @@ class Layout:
         """A named mesh.
 
         Raises:
-            DispatchError: no worker registered a mesh of that name.
+            UnknownLayoutError: no worker registered a mesh of that name.
         """
         found = self.meshes.get(name)
         if found is None:
             known = ", ".join(sorted(self.meshes)) or "none"
-            raise DispatchError(
+            raise UnknownLayoutError(
                 f"no mesh {name!r} was registered by the workers (known: {known}); "
                 f"call self.register_mesh({name!r}, dp_rank=..., is_collect=...) on every rank"
             )
@@ -155,7 +155,7 @@ class Layout:
     @cached_property
     def _megatron(self) -> tuple[Sequence[int], ...]:
         if not self.axes:
-            raise DispatchError(
+            raise UnknownLayoutError(
                 "the workers have not said where they stand; call self.register_layout(dp=, tp=, pp=, cp=) "
                 "on every rank, in __init__ or in a method that runs first"
             )

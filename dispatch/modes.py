@@ -43,7 +43,14 @@ class Join(enum.Enum):
 
 @dataclass(frozen=True)
 class Mode:
-    """What a built-in dispatch mode does. `takes` is its column "the driver passes", for error messages."""
+    """What a built-in dispatch mode does.
+
+    Attributes:
+        route: who gets which shard, and who answers.
+        cut: how an argument becomes shards.
+        join: what the driver gets.
+        function_first: whether the first argument is a function that goes whole.
+    """
 
     route: Callable[[Ranks], Routing]
     cut: Cut
@@ -357,12 +364,14 @@ def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[...
 
 
 def _check_new_name(where: str, name: object, taken: Mapping[str, Any]) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"{where}: a mode's name is a Python name, got {name!r}")
     namespace = {"Dispatch": Dispatch, "Execute": Execute}[where]
     if name in taken:
         hint = "; update_dispatch_mode() replaces a mode" if where == "Dispatch" else ""
         raise ValueError(f"{where}.{name} exists already{hint}")
-    usable = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
-    if not usable or str(name).startswith("_") or hasattr(namespace, str(name)):
+    usable = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
+    if not usable or hasattr(namespace, name):
         raise ValueError(
             f"{where}: a mode's name is a Python name without a leading underscore, and no method of {where}; "
             f"got {name!r}"

@@ -125,7 +125,7 @@ def plan_call(
     try:
         routing = mode.route(ranks)
     except DispatchError as error:
-        raise DispatchError(f"{spec.name}() needs a layout: {error}", method=spec.name) from None
+        raise type(error)(f"{spec.name}() needs a layout: {error}", method=spec.name) from None
     slots = _slots(args, kwargs)
     whole: dict[Slot, Any] = {}
     if mode.function_first:
@@ -233,9 +233,11 @@ def _plan_lists(spec: MethodSpec, ranks: Ranks, args: tuple[Any, ...], kwargs: d
                 argument=spec.parameter(slot),
             )
     routing = Routing.flat(world_size)
-    whole = {slot: value.value for slot, value in slots.items() if isinstance(value, Broadcast)}
-    shards = tuple(Shard({slot: value[rank] for slot, value in free.items()}) for rank in range(world_size))
-    return CallPlan(whole, shards, routing.shard_of, routing.answers, Join.LIST)
+    whole = {slot: _sent(spec, value) for slot, value in slots.items() if isinstance(value, Broadcast)}
+    shards = tuple(
+        Shard({slot: _sent(spec, value[rank]) for slot, value in free.items()}) for rank in range(world_size)
+    )
+    return CallPlan(whole, shards, routing.shard_of, routing.answers, Join.LIST, None, _later(slots))
 
 
 def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, slots: dict[Slot, Any]) -> CallPlan:
@@ -243,7 +245,7 @@ def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, slots: dict[Slot
     pieces: list[dict[Slot, Any]] = [{} for _ in range(routing.shards)]
     for slot, value in slots.items():
         if isinstance(value, Broadcast):
-            whole[slot] = value.value
+            whole[slot] = _sent(spec, value)
             continue
         if isinstance(value, LaterBatch):
             if not spec.registration.materialize_futures:
@@ -251,7 +253,7 @@ def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, slots: dict[Slot
                 continue
             items = [value.later_item(item, routing.shards) for item in range(routing.shards)]
         elif isinstance(value, (list, tuple)) and len(value) == routing.shards:
-            items = list(value)
+            items = [_sent(spec, item) for item in value]
         else:
             name = spec.parameter(slot)
             raise DispatchError(
@@ -298,7 +300,7 @@ def _plan_rows(
                 argument=name,
             ) from None
         if found is None:
-            whole[slot] = batch.cut(value, 0, 0)
+            whole[slot] = _sent(spec, value) if isinstance(value, Broadcast) else batch.cut(value, 0, 0)
             continue
         if rows is None:
             rows, first = found, slot
@@ -356,15 +358,16 @@ def _plan(
 
 def _whole(spec: MethodSpec, slots: dict[Slot, Any]) -> tuple[dict[Slot, Any], tuple[Shard, ...]]:
     """Arguments that go as they are: `Broadcast` is unwrapped, a future becomes its value unless kept."""
+    return {slot: _sent(spec, value) for slot, value in slots.items()}, (Shard(),)
 
-    def unwrap(value: Any) -> Any:
-        if isinstance(value, Broadcast):
-            return value.value
-        if isinstance(value, LaterBatch) and spec.registration.materialize_futures:
-            return value.later_whole()
-        return value
 
-    return {slot: unwrap(value) for slot, value in slots.items()}, (Shard(),)
+def _sent(spec: MethodSpec, value: Any) -> Any:
+    """A value that goes as it is: without its `Broadcast`, and what stands for it if it is a future."""
+    if isinstance(value, Broadcast):
+        value = value.value
+    if isinstance(value, LaterBatch) and spec.registration.materialize_futures:
+        return value.later_whole()
+    return value
 
 
 def _take_function(spec: MethodSpec, slots: dict[Slot, Any]) -> dict[Slot, Any]:
@@ -387,4 +390,6 @@ def _slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Slot, Any]:
 
 
 def _later(slots: dict[Slot, Any]) -> tuple[LaterBatch, ...]:
-    return tuple(value for value in slots.values() if isinstance(value, LaterBatch))
+    values = [value.value if isinstance(value, Broadcast) else value for value in slots.values()]
+    values += [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    return tuple(value for value in values if isinstance(value, LaterBatch))

@@ -19,6 +19,7 @@ Inputs = Literal["copy", "view"]
 INPUTS: tuple[str, ...] = get_args(Inputs)
 
 _ATTRIBUTE = "__dispatch_registration__"
+_RAY_TRACING = "_ray_trace_ctx"
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,7 @@ class MethodSpec:
     @functools.cached_property
     def signature(self) -> inspect.Signature:
         """The method's signature as a caller sees it: without ``self``."""
-        signature = inspect.signature(self.function)
-        if not self.takes_self:
-            return signature
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
+        return plain_signature(self.function, skip_first=self.takes_self)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that the arguments fit the method.
@@ -146,6 +144,13 @@ def register(
         return function
 
     return decorate
+
+
+def plain_signature(function: Callable[..., Any], *, skip_first: bool) -> inspect.Signature:
+    """A function's signature as its author wrote it: without ``self``, and without what Ray adds for tracing."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[1 if skip_first else 0 :]
+    return signature.replace(parameters=[p for p in parameters if p.name != _RAY_TRACING])
 
 
 def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +82,8 @@ class GroupState:
         """Remember a call that is under way."""
         with self.lock:
             self._calls.add(call)
+            if self.closed or (self.broken is not None and not call.starting):
+                call.abandon()
 
     def break_(self, reason: str, dead: Sequence[int] = ()) -> None:
         """Take no more calls, and end those under way."""
@@ -147,10 +149,11 @@ class Call:
         self._lost: dict[int, str] = {}
         self._lock = state.lock
         self._timeout = timeout
-        self._starting = starting
+        self.starting = starting
         self._started = time.monotonic()
         self._next_log = self._started + LATE_LOG_SECONDS
         self._failed_at: float | None = None
+        self._callbacks: list[Callable[[], None]] = []
         state.add(self)
 
     # --- for whoever waits -----------------------------------------------------------------------------
@@ -236,6 +239,19 @@ class Call:
                 self._settle(refusal)
             self._pending.clear()
 
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Have a short function called, in whichever thread, once the call has an outcome."""
+        with self._lock:
+            if not self.settled:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits to be called."""
+        return bool(self._callbacks)
+
     def orphan(self) -> None:
         """The engine is gone, and with it the workers: close the group, which ends this call."""
         self._state.break_(ENGINE_GONE)
@@ -271,7 +287,7 @@ class Call:
         first = min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
         waited = now - (self._failed_at or now)
         if not (first.may_be_echo and self._pending) or waited > DEATH_SHOWS_SECONDS:
-            self._settle(first.error(self.engine.open_cause(first.cause), starting=self._starting))
+            self._settle(first.error(self.engine.open_cause(first.cause), starting=self.starting))
 
     def _look_at_clock(self, now: float, failures: list[Failure]) -> None:
         running = now - self._started
@@ -300,14 +316,19 @@ class Call:
             )
 
     def _death(self, dead: Sequence[int], reason: str) -> WorkerDiedError:
-        where = "__init__" if self._starting else self.method
+        where = "__init__" if self.starting else self.method
         message = f"{_ranks(dead)} died during {where}() ({self._hosts(dead)}): {reason}"
         return WorkerDiedError(message, rank=dead[0], host=self.engine.host(dead[0]), method=where, ranks=dead)
 
     def _settle(self, error: Exception | None) -> None:
-        if not self.settled:
-            self.error = error
-            self.settled = True
+        if self.settled:
+            return
+        self.error = error
+        self.settled = True
+        self.plan = replace(self.plan, later=())  # or a chain of futures would keep all that came before
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def _hosts(self, ranks: Sequence[int]) -> str:
         hosts = list(dict.fromkeys(self.engine.host(rank) for rank in ranks))

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Generator
 from typing import Any
 
 from dispatch.batch import LaterBatch
+from dispatch.errors import DispatchError, SingleControllerError
+from dispatch.modes import Join
 from single_controller.base.call import Call
-from single_controller.base.later import LaterPart
+from single_controller.base.errors import CallTimeoutError
+from single_controller.base.later import Answers, LaterPart
 from single_controller.base.monitor import monitor
 
 
-class WorkerFuture(LaterBatch):
+class _HandedOn(LaterBatch):
+    """A future as an argument: what each rank of the consuming group is told about it."""
+
+    @property
+    def failed(self) -> Exception | None:
+        """See `dispatch.batch.LaterBatch`."""
+        return None
+
+    def later_rows(self, shard: int, shards: int, uneven: str) -> LaterPart:
+        """See `dispatch.batch.LaterBatch`."""
+        return LaterPart(*self._source(), "rows", shard, shards, uneven)
+
+    def later_item(self, item: int, items: int) -> LaterPart:
+        """See `dispatch.batch.LaterBatch`."""
+        return LaterPart(*self._source(), "item", item, items)
+
+    def later_whole(self) -> LaterPart:
+        """See `dispatch.batch.LaterBatch`."""
+        return LaterPart(*self._source(), "whole")
+
+    def _source(self) -> tuple[Answers, Join]:
+        """Where the answers are, and what they make together."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PassedFuture, self._source())
+
+
+class WorkerFuture(_HandedOn):
     """What ``group.m.remote(x)`` returns.
 
     It holds references, one per collecting rank, not data. Given to another group's method (or the same one's)
@@ -48,9 +78,20 @@ class WorkerFuture(LaterBatch):
         return monitor.poll(self._call)
 
     def exception(self, timeout: float | None = None) -> Exception | None:
-        """The call's error, or None; waits like `result`."""
-        monitor.wait(self._call, timeout)
-        return self._call.error
+        """What `result` would raise, or None; waits like it.
+
+        Raises:
+            CallTimeoutError: the wait ended before the call did.
+        """
+        try:
+            self.result(timeout)
+        except CallTimeoutError as error:
+            if error.call_goes_on:
+                raise
+            return error
+        except SingleControllerError as error:
+            return error
+        return None
 
     @property
     def refs(self) -> list[Any]:
@@ -62,50 +103,81 @@ class WorkerFuture(LaterBatch):
         """See `dispatch.batch.LaterBatch`."""
         return self._call.error
 
-    def later_rows(self, shard: int, shards: int, uneven: str) -> LaterPart:
-        """See `dispatch.batch.LaterBatch`."""
-        return LaterPart(self._call.answers, self._call.plan.join, "rows", shard, shards, uneven)
-
-    def later_item(self, item: int, items: int) -> LaterPart:
-        """See `dispatch.batch.LaterBatch`."""
-        return LaterPart(self._call.answers, self._call.plan.join, "item", item, items)
-
-    def later_whole(self) -> LaterPart:
-        """See `dispatch.batch.LaterBatch`."""
-        return LaterPart(self._call.answers, self._call.plan.join, "whole")
+    def _source(self) -> tuple[Answers, Join]:
+        if self._call.plan.collect is not None:
+            raise DispatchError(
+                f"the future of {self._call.method}() ends in a collect function of its mode, which runs on the "
+                "driver: pass future.result() instead",
+                method=self._call.method,
+            )
+        return self._call.answers, self._call.plan.join
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(None, functools.partial(self.result)).__await__()
+        settled = loop.create_future()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (PassedFuture, (self.later_whole(),))
+        def tell() -> None:
+            if not settled.done():
+                settled.set_result(None)
+
+        def call_loop() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(tell)
+
+        self._call.when_settled(call_loop)
+        monitor.poll(self._call)
+        yield from settled.__await__()
+        return self.result()
 
     def __repr__(self) -> str:
         state = "under way" if not self._call.settled else "failed" if self._call.error else "done"
         return f"<WorkerFuture of {self._call.method}(), {state}>"
 
 
-class PassedFuture:
-    """A `WorkerFuture` as another process has it: a worker whose method keeps futures as they are."""
+class PassedFuture(_HandedOn):
+    """A `WorkerFuture` as another process has it: a worker whose method keeps futures as they are.
 
-    def __init__(self, whole: LaterPart) -> None:
-        self._whole = whole
+    It can be waited for, and handed on to a group that this process drives.
+    """
 
-    def result(self) -> Any:
-        """The call's value; waits for it.
+    def __init__(self, answers: Answers, join: Join) -> None:
+        self._answers = answers
+        self._join = join
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The call's value, as its mode promises it.
+
+        Args:
+            timeout: seconds to wait at the most. Only the wait ends then.
 
         Raises:
+            CallTimeoutError: the wait ended before the call did.
             SingleControllerError: the call's error.
         """
-        return self._whole.take(private=True).value
+        self._answers.receipts(timeout)
+        return self.later_whole().take(private=True).value
 
-    get = result
+    def get(self, timeout: float | None = None) -> Any:
+        """`result` under the name that verl's futures have."""
+        return self.result(timeout)
+
+    def done(self) -> bool:
+        """Whether the call has ended, well or not."""
+        try:
+            self._answers.receipts(timeout=0.0)
+        except CallTimeoutError:
+            return False
+        except SingleControllerError:
+            return True
+        return True
 
     @property
     def refs(self) -> list[Any]:
         """The engine's references to the answers."""
-        return self._whole.answers.refs()
+        return self._answers.refs()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (PassedFuture, (self._whole,))
+    def _source(self) -> tuple[Answers, Join]:
+        return self._answers, self._join
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.to_thread(self.result).__await__()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dispatch.errors import DispatchError
+from dispatch.errors import DispatchError, UnknownLayoutError
 from dispatch.layout import Layout
 from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import MethodSpec, method_spec, registered_methods
@@ -23,8 +23,8 @@ from single_controller.base.worker import Worker
 
 ERROR_GRACE_SECONDS = 5.0
 
-RESERVED = frozenset({"alive", "plan", "spawn", "stats", "trace"})
-"""Names that a group will need, beside the attributes that it has."""
+RESERVED = frozenset({"alive", "plan", "resource_pool", "spawn", "stats", "trace"})
+"""Names that a group needs, beside the attributes of its class."""
 
 
 class Methods:
@@ -202,7 +202,13 @@ class WorkerGroup(Closing):
     def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
-        plan = plan_call(spec, self, args, kwargs, options.uneven)
+        try:
+            plan = plan_call(spec, self, args, kwargs, options.uneven)
+        except UnknownLayoutError:
+            if self._layout is None:
+                raise
+            self._layout = None  # a call that is still under way may be about to say it
+            plan = plan_call(spec, self, args, kwargs, options.uneven)
         call = self._send(spec, plan, future=not blocking, timeout=options.timeout)
         return self._wait(call) if blocking else WorkerFuture(call)
 

@@ -19,8 +19,9 @@ class Answers(Protocol):
 
     method: str
 
-    def receipts(self) -> list[Receipt]:
-        """The collecting ranks' receipts, in order; waits for them. Raises the call's error."""
+    def receipts(self, timeout: float | None = None) -> list[Receipt]:
+        """The collecting ranks' receipts, in order, when all ranks have ended. Raises the call's error as soon as
+        one rank has failed or died, and CallTimeoutError after ``timeout`` seconds."""
         ...
 
     def refs(self) -> list[Any]:
@@ -153,13 +154,14 @@ class LaterPart:
         if not pieces:  # an empty shard: no rows, but of the right type
             pieces = [(next((k for k, receipt in enumerate(receipts) if not receipt.empty), 0), 0, 0)]
         wanted = sorted({k for k, _, _ in pieces})
-        # Joining copies tensors and arrays; a single piece, and what else there is, must be made private here.
-        found = dict(zip(wanted, self.answers.values(wanted, private=private), strict=True))
         if self.join is Join.LIST:
-            value: Any = [found[k] for k, start, stop in pieces if stop > start]
-        else:
-            cuts = [batch.cut(found[k], start, stop) for k, start, stop in pieces]
-            value = cuts[0] if len(cuts) == 1 else batch.join(cuts)
+            items = dict(zip(wanted, self.answers.values(wanted, private=private), strict=True))
+            value: Any = [items[k] for k, start, stop in pieces if stop > start]
+            return Taken(value, total, share.rows, share.real)
+        answers, copies = _to_join(self.answers, wanted, private)
+        found = dict(zip(wanted, answers, strict=True))
+        cuts = [batch.cut(found[k], start, stop) for k, start, stop in pieces]
+        value = batch.join(cuts) if copies or len(cuts) > 1 else cuts[0]
         return Taken(value, total, share.rows, share.real)
 
 
@@ -170,13 +172,13 @@ def join_answers(answers: Answers | ReadAnswers, receipts: list[Receipt], join: 
         ResultError: the answers cannot be joined.
     """
     which = [k for k, receipt in enumerate(receipts) if not (join is Join.ROWS and receipt.empty)]
-    values = answers.values(which, private=private)
     if join is Join.LIST:
-        return values
+        return answers.values(which, private=private)
     if join is Join.VALUE:
-        return values[0]
+        return answers.values(which, private=private)[0]
+    values, copies = _to_join(answers, which, private)
     try:
-        if len(values) > 1:
+        if copies or len(values) > 1:
             return batch.join(values)
         if values[0] is not None and batch.length(values[0]) is None:
             raise BatchError(f"{batch.describe(values[0])} has no rows to join")
@@ -187,6 +189,19 @@ def join_answers(answers: Answers | ReadAnswers, receipts: list[Receipt], join: 
             "Dispatch.DP_COMPUTE_METRIC and ONE_TO_ALL give a list by rank instead",
             method=answers.method,
         ) from error
+
+
+def _to_join(answers: Answers | ReadAnswers, which: Sequence[int], private: bool) -> tuple[list[Any], bool]:
+    """Some answers that are going to be joined, and whether only joining gives them memory of their own.
+
+    Joining copies tensors and arrays anyway, so they are brought as views; what else there is is copied here.
+    """
+    values = answers.values(which, private=False)
+    if not private:
+        return values, False
+    if all(map(batch.joins_into_new_memory, values)):
+        return values, True
+    return answers.values(which, private=True), False
 
 
 def unpacked(method: str, rank: int, unpack: Callable[[], Any]) -> Any:

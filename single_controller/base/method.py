@@ -29,7 +29,7 @@ class CallOptions:
     def __post_init__(self) -> None:
         if self.timeout is not None:
             check_seconds("timeout", self.timeout)
-        if self.blocking not in (None, True, False):
+        if self.blocking is not None and not isinstance(self.blocking, bool):
             raise ValueError(f"blocking is True or False, got {self.blocking!r}")
         if self.uneven is not None and self.uneven not in UNEVEN:
             raise ValueError(f"uneven={self.uneven!r}: known are {', '.join(map(repr, UNEVEN))}")

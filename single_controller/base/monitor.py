@@ -16,6 +16,7 @@ from single_controller.base.call import Call, timed_out
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+AWAITED_POLL_SECONDS = 0.005
 FIRST_SLICE_SECONDS = 0.01
 LAST_SLICE_SECONDS = 0.2
 
@@ -91,10 +92,10 @@ class Monitor:
                 while not self._watched:
                     self._changed.wait()
             with self._round:
-                self._look_at_all()
-            time.sleep(POLL_SECONDS)
+                awaited = self._look_at_all()
+            time.sleep(AWAITED_POLL_SECONDS if awaited else POLL_SECONDS)
 
-    def _look_at_all(self) -> None:
+    def _look_at_all(self) -> bool:
         with self._changed:
             calls = list(self._watched)
         ended = []
@@ -103,7 +104,7 @@ class Monitor:
                 if not call.ended:
                     self._drive(call, 0.0)
             except Exception:  # the engine went away in this very moment
-                logger.debug("%s() can no longer be watched", call.method, exc_info=True)
+                logger.warning("%s() can no longer be watched", call.method, exc_info=call.engine.connected)
                 call.orphan()
             if call.ended:
                 ended.append(call)
@@ -111,6 +112,7 @@ class Monitor:
                     # References must not be dropped by this thread while the engine shuts down in another.
                     self._orphans.append(call)
         self.forget(ended)
+        return any(call.awaited for call in calls)
 
 
 monitor = Monitor()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from dispatch.register import check_arguments
+from dispatch.register import check_arguments, plain_signature
 from single_controller.base.worker import Worker
 
 
@@ -79,9 +78,7 @@ class ClassWithInitArgs:
         return self.cls(*self.args, **self.kwargs)
 
     def _check_arguments(self) -> None:
-        signature = inspect.signature(self.cls.__init__)
-        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-        check_arguments(self.cls.__name__, signature, self.args, self.kwargs)
+        check_arguments(self.cls.__name__, plain_signature(self.cls.__init__, skip_first=True), self.args, self.kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__})"

@@ -8,21 +8,19 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+import dispatch
 from dispatch.errors import SingleControllerError
 from single_controller.base.errors import StartError, WorkerError
 
 LOST_PEER_SIGNS = (
-    "torch/distributed/",
-    "ProcessGroup",
     "gloo",
     "NCCL",
     "Connection reset by peer",
     "Connection closed by peer",
     "Connection refused",
     "Broken pipe",
-    "EOFError",
 )
-"""Found in the traceback of an error that may only be the echo of another rank's death."""
+"""Found in the text of an error that may only be the echo of another rank's death."""
 
 
 LONGEST_TEXT = 20_000
@@ -68,13 +66,15 @@ class Failure:
             _shortened(remote_traceback(error)),
             time.time(),
             cause,
-            isinstance(error, SingleControllerError),
+            isinstance(error, SingleControllerError) and _raised_by_us(error),
         )
 
     @property
     def may_be_echo(self) -> bool:
-        """Whether this looks like the effect of another rank's death."""
-        return any(sign in self.remote_traceback for sign in LOST_PEER_SIGNS)
+        """Whether this looks like the effect of another rank's death: a collective that lost its peers."""
+        frames = [line for line in self.remote_traceback.splitlines() if line.lstrip().startswith('File "')]
+        in_collective = bool(frames) and "torch/distributed/" in frames[-1]
+        return in_collective or any(sign in self.message for sign in LOST_PEER_SIGNS)
 
     def error(self, cause: BaseException | None, *, starting: bool = False) -> Exception:
         """The exception that the driver raises for this failure."""
@@ -119,9 +119,20 @@ def _shortened(text: str) -> str:
 
 
 def _is_plumbing(filename: str) -> bool:
-    return filename.startswith(_OURS) or os.path.join("ray", "util", "tracing", "") in filename
+    return filename.startswith((_OURS, _DISPATCH)) or os.path.join("ray", "util", "tracing", "") in filename
 
 
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether no user code was running: the error is about the call itself."""
+    trace = error.__traceback__
+    while trace is not None:
+        if not _is_plumbing(trace.tb_frame.f_code.co_filename):
+            return False
+        trace = trace.tb_next
+    return True
+
+
+_DISPATCH = os.path.dirname(os.path.abspath(dispatch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 

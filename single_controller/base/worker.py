@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 RANK_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -96,7 +97,7 @@ class Worker:
     _place: Place
     _standing: Standing
 
-    def __new__(cls, *args: object, **kwargs: object) -> Worker:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
         place = getattr(_assigned, "place", None) or Place.from_environment()
         object.__setattr__(self, "_place", place)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayTaskError
 
-from dispatch.batch import described
+from dispatch.batch import described, register_batch_type, user_batch_types
 from dispatch.plan import Slot
 from single_controller.base.host import Answer, Order, WorkerHost
 from single_controller.base.receipt import Failure, Receipt, remote_traceback
@@ -116,7 +116,8 @@ class RankActor:
         try:
             os.environ.update(order.environment)
             os.environ.update(place.environment())
-            cls, args, kwargs = made.open()
+            cls, args, kwargs, batch_types = made.open()
+            _know_batch_types(batch_types)
             self._host = WorkerHost(place, cls, args, kwargs)
         except SystemExit:
             raise
@@ -188,6 +189,18 @@ class RankActor:
         except Exception:
             cause = None
         return Receipt(self._rank, version, Failure.of(error, self._rank, self._where, method, cause))
+
+
+def _know_batch_types(packed: list[Packet]) -> None:
+    """Register the driver's batch types here, unless this process has registered them itself."""
+    for packet in packed:
+        try:
+            cls, how = packet.open()
+        except Exception:
+            logger.debug("a batch type of the driver does not open here", exc_info=True)
+            continue
+        if cls not in user_batch_types():
+            register_batch_type(cls, length=how.length, cut=how.cut, join=how.join)
 
 
 def framed(receipt: Receipt) -> bytes | Receipt:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from single_controller.base.errors import WorkerDiedError
+from single_controller.base.errors import CallTimeoutError, WorkerDiedError
 from single_controller.base.later import unpacked
 from single_controller.base.receipt import Receipt
 from single_controller.ray.transport import Packet, kept_packed
@@ -38,22 +39,10 @@ class RayAnswers:
         """The answers' references, in order."""
         return list(self._answers)
 
-    def receipts(self) -> list[Receipt]:
-        """The collecting ranks' receipts; waits for all ranks. Raises the call's error."""
-        try:
-            receipts = [unframed(receipt) for receipt in ray.get(self._receipts)]
-        except RayError:
-            rank, error = self._lost()
-            raise WorkerDiedError(
-                f"rank {rank} died during {self.method}(), whose future is an argument here: {one_line(error)}",
-                rank=rank,
-                method=self.method,
-                ranks=(rank,),
-            ) from error
-        failures = [receipt.failure for receipt in receipts if receipt.failure is not None]
-        if failures:
-            first = min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
-            raise first.error(open_cause(first.cause))
+    def receipts(self, timeout: float | None = None) -> list[Receipt]:
+        """See `single_controller.base.later.Answers`."""
+        self._wait(timeout)
+        receipts = [unframed(receipt) for receipt in ray.get(self._receipts)]
         return receipts[: len(self._answers)]
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
@@ -65,14 +54,39 @@ class RayAnswers:
             for k, packet in zip(which, packets, strict=True)
         ]
 
-    def _lost(self) -> tuple[int, RayError]:
-        """The first rank whose receipt does not come, and why."""
-        for rank, receipt in zip(self._ranks, self._receipts, strict=True):
-            try:
-                ray.get(receipt)
-            except RayError as error:
-                return rank, error
-        raise RuntimeError(f"{self.method}(): a receipt was lost and found again")
+    def _wait(self, timeout: float | None) -> None:
+        """Until all ranks have ended, one has failed or died, or the time is over; the last three raise.
+
+        One failure must not be waited for until the other ranks have ended: they may sit in a collective.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        rank_of = dict(zip(self._receipts, self._ranks, strict=True))
+        pending = list(self._receipts)
+        while pending:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=1, timeout=left, fetch_local=False)
+            if not ready:
+                late = sorted(rank_of[ref] for ref in pending)
+                raise CallTimeoutError(
+                    f"{self.method}() has not ended after a wait of {timeout:g} s; ranks {late} are under way",
+                    method=self.method,
+                    ranks=late,
+                    call_goes_on=True,
+                )
+            self._raise_failure(rank_of[ready[0]], ready[0])
+
+    def _raise_failure(self, rank: int, ref: ray.ObjectRef) -> None:
+        try:
+            failure = unframed(ray.get(ref)).failure
+        except RayError as error:
+            raise WorkerDiedError(
+                f"rank {rank} died during {self.method}(), whose future is an argument here: {one_line(error)}",
+                rank=rank,
+                method=self.method,
+                ranks=(rank,),
+            ) from error
+        if failure is not None:
+            raise failure.error(open_cause(failure.cause))
 
 
 def unframed(receipt: bytes | Receipt) -> Receipt:
@@ -96,7 +110,7 @@ def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     detail = text.partition("Worker exit detail: ")[2] or text.partition("The actor is dead because ")[2]
     if detail:
-        return detail.partition(" Some common causes")[0][:500]
+        return detail.partition(" Some common causes")[0][:500].rstrip(". ")
     if isinstance(error, RayTaskError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[-1][:500] if lines else type(error).__name__

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorClass
 
-from dispatch.batch import described
+from dispatch.batch import described, user_batch_types
 from dispatch.errors import DispatchError
 from single_controller.base.checks import check_amounts
 from single_controller.base.pool import ClassWithInitArgs
-from single_controller.ray.transport import pack, packs
+from single_controller.ray.transport import Packet, pack, packs
+
+logger = logging.getLogger(__name__)
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -73,6 +76,17 @@ class _Probe:
     pass
 
 
+def _batch_types() -> list[Packet]:
+    """What `register_batch_type` was told on the driver, for the workers; one that does not pickle stays here."""
+    types = []
+    for item in user_batch_types().items():
+        try:
+            types.append(pack(item))
+        except Exception:
+            logger.warning("the batch type %s does not pickle: the workers will not know it", item[0].__name__)
+    return types
+
+
 def pack_class(made: RayClassWithInitArgs) -> Any:
     """The class and its constructor's arguments, packed for the workers.
 
@@ -80,7 +94,7 @@ def pack_class(made: RayClassWithInitArgs) -> Any:
         DispatchError: they cannot be pickled.
     """
     try:
-        packet = pack((made.cls, made.args, made.kwargs))
+        packet = pack((made.cls, made.args, made.kwargs, _batch_types()))
     except Exception as error:
         given = {**{f"argument {k}": value for k, value in enumerate(made.args)}, **made.kwargs}
         name = next((name for name, value in given.items() if not packs(value)), None)

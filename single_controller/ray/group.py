@@ -121,14 +121,15 @@ class RayWorkerGroup(WorkerGroup):
             name_prefix: the ``name_prefix`` that they were started with.
             worker_names: their names, ``worker_names`` of the group that started them; in any order.
             worker_handles: their actors, in any order.
-            ray_cls_with_init: their class; by default they are asked for it.
+            ray_cls_with_init: their class; by default they are asked for it. It tells groups of one prefix apart.
 
         Raises:
             ValueError: none or several of the three are given, no worker has such a name, or ranks are missing.
             WorkerDiedError: one of them does not live.
         """
-        found = find_workers(name_prefix, worker_names, worker_handles)
-        worker_class = found.cls if ray_cls_with_init is None else ray_cls_with_init.cls
+        known = None if ray_cls_with_init is None else ray_cls_with_init.cls
+        found = find_workers(name_prefix, worker_names, worker_handles, known)
+        worker_class = known or found.cls
         self = cls.__new__(cls)
         WorkerGroup.__init__(self, worker_class, f"group {name_prefix or ''}{worker_class.__name__} (attached)")
         self.resource_pool = None
@@ -188,7 +189,12 @@ class RayWorkerGroup(WorkerGroup):
                 first_line = str(error).partition("\n")[0]
                 self._state.broken = f"its restart failed with {type(error).__name__}: {first_line}"
                 raise
-            self._state.reopen()
+            with self._state.lock:
+                if not self._state.closed:
+                    self._state.reopen()
+                    return
+            self._ray.kill()  # somebody closed the group in the meantime
+            self._state.check()
 
     # --- the inside -------------------------------------------------------------------------------------
 

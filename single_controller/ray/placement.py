@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.ray.runtime import Node, nodes, session
@@ -110,7 +115,7 @@ class Placement:
 
     def ready(self) -> bool:
         """Whether Ray has reserved all of it."""
-        return all(group.wait(0) for group in self._groups)
+        return all(placement_group_table(group)["state"] == "CREATED" for group in self._groups)
 
 
 def _remove(groups: list[PlacementGroup], made_in: str | None) -> None:
@@ -183,7 +188,7 @@ def _missing(
         sorted(entries, reverse=True), [_fits(bundle, node.total) for node in cluster]
     ):
         return "nodes that hold whole entries; the entries do not fit side by side"
-    return "nothing, but it is in use by others"
+    return "nothing, but it is in use now, by other pools of this script or by others"
 
 
 def _pack_entries(entries: list[int], room: list[int], budget: int = 20_000) -> bool:
@@ -226,6 +231,7 @@ def wait_placed(refs: Sequence[Any], placements: Sequence[Placement], timeout: f
     """
     start = time.monotonic()
     refs = list(refs)
+    first = True
     while True:
         pause = min(SAY_SECONDS, max(0.0, start + timeout - time.monotonic()))
         _, pending = ray.wait(refs, num_returns=len(refs), timeout=pause, fetch_local=False)
@@ -243,4 +249,5 @@ def wait_placed(refs: Sequence[Any], placements: Sequence[Placement], timeout: f
         table = "\n".join(placement.explain() for placement in unplaced)
         if waited >= timeout:
             raise PlacementError(f"{name} was not placed within {timeout:g} s.\n{table}")
-        logger.warning("%s: waiting to be placed for %.0f s (of %g)\n%s", name, waited, timeout, table)
+        logger.warning("%s: waiting to be placed for %.0f s (of %g)%s", name, waited, timeout, f"\n{table}" * first)
+        first = False

@@ -97,7 +97,7 @@ def start(plan: StartPlan, run: Callable[[RayEngine, CallPlan, Sent], None]) -> 
 
 
 def rank_order(slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
-    """Which slot holds which rank: by node, then entry, then device, all as numbers, then bundle.
+    """Which slot holds which rank: by node, then device, both as numbers; without devices by entry, then bundle.
 
     Args:
         slots: the pool's slots.
@@ -110,7 +110,7 @@ def rank_order(slots: Sequence[Slot], locations: Sequence[Location]) -> list[tup
     def key(place: int) -> tuple[Any, ...]:
         location, slot = locations[place], slots[place]
         devices = tuple((0, int(d), "") if d.isdigit() else (1, 0, d) for d in location.devices)
-        return (address_key(location.address), slot.entry, devices, slot.bundle)
+        return (address_key(location.address), devices, slot.entry, slot.bundle)
 
     return [(place, locations[place]) for place in sorted(range(len(slots)), key=key)]
 

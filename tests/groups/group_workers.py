@@ -8,7 +8,7 @@ import time
 
 import ray
 
-from single_controller import Dispatch, Execute, Worker, collect_all_to_all, register
+from single_controller import Dispatch, DispatchError, Execute, Worker, collect_all_to_all, register
 
 
 class Counter(Worker):
@@ -127,6 +127,34 @@ class Counter(Worker):
 
     def plain(self, x, y=0):
         return self.value + x + y
+
+
+class Own:
+    """A batch type of the driver's script, registered only there."""
+
+    def __init__(self, rows):
+        self.rows = list(rows)
+
+
+class Nested(Worker):
+    """A worker whose own code raises this library's errors."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def refuse(self):
+        raise DispatchError("of the worker's own making")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_mesh_later(self, name, seconds):
+        time.sleep(seconds)
+        self.register_mesh(name, self.rank)
+
+    @register(Dispatch.mesh("early"))
+    def on_early(self, batch):
+        return batch
+
+    @register(Dispatch.mesh("late"))
+    def on_late(self, batch):
+        return batch
 
 
 def _repeat_pair(group, args, kwargs):

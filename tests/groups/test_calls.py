@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from group_workers import Counter, Gate, Grid, Log, RemoteCounter
+from group_workers import Counter, Gate, Grid, Log, Nested, RemoteCounter
 from tensordict import TensorDict
 
 from single_controller import (
@@ -17,6 +17,7 @@ from single_controller import (
     DispatchError,
     RayClassWithInitArgs,
     RayWorkerGroup,
+    WorkerError,
     WorkerFuture,
     register,
     register_dispatch_mode,
@@ -246,3 +247,23 @@ def test_a_group_on_another_pool_of_the_same_class(pool, counters):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 7)) as other:
         assert other.add(0) == [7, 8, 9, 10]
         assert counters.add(0) == [100, 101, 102, 103]
+
+
+def test_a_mesh_that_a_call_under_way_is_about_to_register(make_group):
+    group = make_group(Nested)
+    group.join_mesh_later("early", 0)
+    assert group.on_early([1, 2, 3, 4]) == [1, 2, 3, 4]
+    group.join_mesh_later.remote("late", 0.5)
+    assert group.on_late([1, 2, 3, 4]) == [1, 2, 3, 4]
+
+
+def test_an_error_of_ours_that_the_workers_own_code_raised_names_the_rank(make_group):
+    with pytest.raises(WorkerError, match=r"refuse\(\) raised dispatch\.errors\.DispatchError on rank \d"):
+        make_group(Nested).refuse()
+
+
+def test_signatures_do_not_show_what_ray_adds(make_group):
+    group = make_group(RemoteCounter)
+    assert str(inspect.signature(group.add)) == "(x)"
+    with pytest.raises(TypeError, match="_ray_trace_ctx"):
+        group.add(1, _ray_trace_ctx=None)

@@ -151,3 +151,12 @@ def test_ctrl_c_during_the_start_leaves_nothing(ray_cluster, tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[] False", done.stderr
+
+
+def test_a_prefix_of_several_groups_is_not_guessed(pool):
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="twin"),
+        RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="twin_two"),
+    ):
+        with pytest.raises(ValueError, match=r"several groups.*twinCounter_.*twin_twoFragile_"):
+            RayWorkerGroup.from_detached(name_prefix="twin")

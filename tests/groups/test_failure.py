@@ -238,3 +238,19 @@ class TestClose:
         pids = [process["pid"] for process in group.process()]
         del group
         wait_until(lambda: not any(map(alive, pids)))
+
+    def test_a_group_that_is_closed_while_it_restarts_leaves_no_workers(self, pool, monkeypatch):
+        from single_controller.ray import group as module
+
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="restarting_")
+        start = module.start
+
+        def start_and_close(*args):
+            started = start(*args)
+            group.close()
+            return started
+
+        monkeypatch.setattr(module, "start", start_and_close)
+        with pytest.raises(GroupClosedError):
+            group.restart()
+        wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("restarting_")])

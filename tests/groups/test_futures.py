@@ -1,21 +1,26 @@
 """Futures: waited for, handed on, cut again, failing."""
 
 import asyncio
+import gc
 import time
+import weakref
 
 import pytest
 import ray
 import torch
-from group_workers import Counter, Fragile, Grid
+from group_workers import Counter, Fragile, Grid, Own
 from tensordict import TensorDict
 
 from single_controller import (
+    Broadcast,
     CallTimeoutError,
     DispatchError,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    ResultError,
     WorkerError,
+    register_batch_type,
 )
 
 
@@ -173,3 +178,75 @@ def test_groups_overlap(make_group):
     futures = [slow.sleep.remote(1), other.sleep.remote(1)]
     assert [future.result() for future in futures] == [[0, 1, 2, 3]] * 2
     assert time.monotonic() - begin < 1.9
+
+
+def test_a_future_under_broadcast_and_inside_lists(counters):
+    whole = counters.add.remote(0)
+    assert counters.items([1, 2, 3, 4], Broadcast(whole)) == [(r, r + 1, [100, 101, 102, 103]) for r in range(4)]
+    assert counters.items([whole, 0, 0, 0])[0] == (0, [100, 101, 102, 103], 0)
+    assert counters.execute_all_sync("echo", [whole, 1, 2, 3])[0] == [100, 101, 102, 103]
+
+
+def test_a_future_that_ends_in_a_collect_function_is_refused(counters):
+    future = counters.custom.remote(x=[1, 2], y=[5, 6])
+    with pytest.raises(DispatchError, match=r"custom\(\).*future\.result\(\)"):
+        counters.echo(future)
+    assert future.result() == [106, 109, 108, 111]
+
+
+def test_a_producer_that_lost_a_rank_does_not_break_its_consumer(make_group):
+    """The producer's other ranks are still busy, as they would be in a collective."""
+    producer, consumer = make_group(Fragile), make_group(Counter)
+    failing = producer.fail.remote([1], others_sleep=20)
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="the true cause"):
+        consumer.echo(failing)
+    assert time.monotonic() - begin < 4
+    assert consumer.add(0) == [0, 1, 2, 3] and consumer.broken is None
+
+
+def test_a_chain_does_not_keep_what_came_before(counters):
+    future = counters.double.remote(torch.arange(4), 1)
+    first = weakref.ref(future)
+    for _ in range(3):
+        future = counters.double.remote(future, 1)
+    assert future.result().tolist() == [0, 1, 2, 3]
+    gc.collect()
+    assert first() is None
+
+
+def test_awaiting_can_be_cancelled_and_does_not_queue(make_group, counters):
+    group = make_group(Fragile)
+
+    async def main():
+        slow = [group.sleep.remote(1.5) for _ in range(2)]
+        begin = time.monotonic()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(slow[0], 0.2)
+        waiting = [asyncio.ensure_future(_value(future)) for future in slow]
+        assert await counters.add.remote(0) == [100, 101, 102, 103]
+        assert time.monotonic() - begin < 1.2
+        return await asyncio.gather(*waiting)
+
+    assert asyncio.run(main()) == [[0, 1, 2, 3]] * 2
+
+
+async def _value(future):
+    return await future
+
+
+def test_the_exception_of_a_result_that_does_not_join(counters):
+    future = counters.apply.remote(lambda worker, rows: 1.0, [1, 2, 3, 4])
+    assert isinstance(future.exception(), ResultError)
+
+
+def test_a_batch_type_of_the_drivers_own_is_known_to_the_workers(make_group):
+    register_batch_type(
+        Own,
+        length=lambda own: len(own.rows),
+        cut=lambda own, start, stop: Own(own.rows[start:stop]),
+        join=lambda parts: Own(row for part in parts for row in part.rows),
+    )
+    group = make_group(Counter)
+    assert group.padded(Own(range(5))).rows == list(range(5))
+    assert group.padded(group.ragged.remote(Own(range(6)))).rows == list(range(6))

@@ -176,10 +176,53 @@ class TestRefused:
         with pytest.raises(BatchError):
             join([one, other])
 
-    @pytest.mark.parametrize("value", [1.0, "text", torch.tensor(1.0), {"a": [1, 2], "loss": 0.5}], ids=repr)
+    @pytest.mark.parametrize("value", [1.0, "text", torch.tensor(1.0), {"loss": 0.5}], ids=repr)
     def test_padding_cannot_be_dropped_from_what_has_no_rows(self, value):
         with pytest.raises(BatchError, match="no rows"):
             trim(value, 2, 1)
+
+
+class TestWholePartsOfDicts:
+    """What went whole beside rows comes back whole, so that join(cut(x)) == x."""
+
+    WHOLE = {"text": "t", "number": 0.5, "nothing": None, "deep": {"scale": 2}}  # noqa: RUF012
+
+    def test_there_and_back(self):
+        value = {"rows": [1, 2, 3, 4], **self.WHOLE}
+        assert join([cut(value, 0, 1), cut(value, 1, 4)]) == value
+
+    def test_trimmed(self):
+        assert trim({"rows": [1, 2, 3, 4], **self.WHOLE}, 2, 1) == {"rows": [1, 2], **self.WHOLE}
+
+    def test_ranks_that_do_not_agree(self):
+        with pytest.raises(BatchError, match=r"'number'.*do not agree"):
+            join([{"rows": [1], "number": 1}, {"rows": [2], "number": 2}])
+
+
+class TestChunksOfOtherSizes:
+    """A type known only by chunk() and concat(): a part of it is not mistaken for all of it."""
+
+    def test_the_first_rows(self):
+        class Proto:
+            def __init__(self, rows):
+                self.rows = list(rows)
+
+            def __len__(self):
+                return len(self.rows)
+
+            def chunk(self, n):
+                size = len(self.rows) // n
+                return [Proto(self.rows[k * size : (k + 1) * size]) for k in range(n)]
+
+            @staticmethod
+            def concat(parts):
+                return Proto(row for part in parts for row in part.rows)
+
+        value = Proto(range(8))
+        for start in range(8):
+            for stop in range(start + 1, 9):
+                assert cut(value, start, stop).rows == list(range(start, stop))
+        assert trim(value, 4, 3).rows == list(range(6))
 
 
 class TestViews:
