@@ -202,15 +202,21 @@ class WorkerGroup(Closing):
     def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
-        try:
-            plan = plan_call(spec, self, args, kwargs, options.uneven)
-        except UnknownLayoutError:
-            if self._layout is None:
-                raise
-            self._layout = None  # a call that is still under way may be about to say it
-            plan = plan_call(spec, self, args, kwargs, options.uneven)
+        plan = self._plan(spec, args, kwargs, options)
         call = self._send(spec, plan, future=not blocking, timeout=options.timeout)
         return self._wait(call) if blocking else WorkerFuture(call)
+
+    def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
+        """The plan of a call. Coordinates that were asked for earlier are asked for once more if they do not do: a
+        call that was under way then may have said them since."""
+        while True:
+            asked_before = self._layout is not None
+            try:
+                return plan_call(spec, self, args, kwargs, options.uneven)
+            except UnknownLayoutError as error:
+                if not asked_before:
+                    raise DispatchError(str(error), method=spec.name) from None
+                self._layout = None
 
     def _send(self, spec: MethodSpec, plan: CallPlan, *, future: bool, timeout: float | None = None) -> Call:
         with self._sending:
