@@ -196,6 +196,10 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
         if len(chunks) != len(shares):
             raise BatchError(f"its chunk({len(shares)}) gave {len(chunks)} pieces")
         return chunks
+    sizes = [share.rows for share in shares]
+    whole_batch = all(sizes) and sum(sizes) == found.length(value)
+    if found is _TENSORDICT and whole_batch and shares == share_rows(sum(sizes), len(sizes), "ragged"):
+        return list(value.split(sizes))  # half the time of slicing it once for each shard
     return [_take(found, value, share) for share in shares]
 
 

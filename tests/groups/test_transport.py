@@ -105,7 +105,7 @@ def test_what_the_driver_gets_is_its_own(counters, size):
 
 def test_views_share_memory_which_is_why_they_are_an_option(counters):
     """inputs="view": no copy, and nothing that protects the others. Its docstring forbids what rank 0 does here."""
-    counters.scribble_on_view(torch.ones(1_000_000))
-    shared = torch.ones(1_000_000)
-    assert counters.total(shared) == [1_000_000.0] * 4
-    assert bool((shared == 1).all())  # the driver's own tensor was copied into the store once
+    mine = torch.ones(1_000_000)
+    assert counters.scribble_on_view(mine) == [777.0] * 4  # one rank wrote, every rank sees it
+    assert bool((mine == 1).all())  # the driver's own tensor was copied into the store once
+    assert counters.total(mine) == [1_000_000.0] * 4
