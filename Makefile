@@ -68,5 +68,5 @@ $(READY): pyproject.toml constraints.txt
 	        || exit 1; \
 	fi
 	@$(PIP) torch
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev,all]'
 	@touch $@

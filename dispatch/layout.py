@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from dispatch.drawing import picture, table
 from dispatch.errors import DispatchError, UnknownLayoutError
 
 DATA_AXIS = "dp"
@@ -65,7 +66,7 @@ class Mesh:
     @cached_property
     def routing(self) -> Routing:
         """Each rank gets the shard of its dp rank; the collecting ranks answer, in the order of dp ranks."""
-        return _route(self.dp_rank, self.collects, unit=f"dp_size of mesh {self.name!r}")
+        return _route(self.dp_rank, self.collects, max(self.dp_rank) + 1, unit=f"dp_size of mesh {self.name!r}")
 
 
 @dataclass(frozen=True)
@@ -76,22 +77,28 @@ class Layout:
         axes: axis -> coordinates by rank, for example ``{"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]}``. An axis
             that is not given has size 1. Coordinates are reported by the workers, never computed from ranks.
         meshes: name -> `Mesh`.
+        sizes: axis -> number of its coordinates, where the workers reported that too. An axis that is only here
+            (Megatron's ``vpp``: a rank holds several virtual stages) has a size and no coordinates.
 
     Raises:
-        ValueError: the axes differ in length, or a coordinate is negative or not an integer.
+        ValueError: the axes differ in length, a coordinate is negative or not an integer, or none below its size.
     """
 
     axes: Mapping[str, Sequence[int]]
     meshes: Mapping[str, Mesh] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         axes = {name: tuple(coordinates) for name, coordinates in self.axes.items()}
-        sizes = {name: len(coordinates) for name, coordinates in axes.items()}
-        sizes |= {f"mesh {name}": len(mesh.dp_rank) for name, mesh in self.meshes.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"Layout: every axis has one coordinate per rank, but their lengths are {sizes}")
+        lengths = {name: len(coordinates) for name, coordinates in axes.items()}
+        lengths |= {f"mesh {name}": len(mesh.dp_rank) for name, mesh in self.meshes.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"Layout: every axis has one coordinate per rank, but their lengths are {lengths}")
         for name, coordinates in axes.items():
             _check_coordinates(f"Layout: axis {name!r}", coordinates)
+            size = self.sizes.get(name)
+            if size is not None and coordinates and max(coordinates) >= size:
+                raise ValueError(f"Layout: axis {name!r} has size {size}, but a rank stands at {max(coordinates)}")
         object.__setattr__(self, "axes", axes)
 
     @classmethod
@@ -112,10 +119,24 @@ class Layout:
         """Number of coordinates on an axis: 1 for one that nobody reported."""
         return self._sizes.get(axis, 1)
 
+    def checked_size(self, axis: str) -> int:
+        """`size`, once the workers have said where they stand.
+
+        Raises:
+            UnknownLayoutError: they have not.
+        """
+        self._check_known()
+        return self.size(axis)
+
     def coordinate(self, axis: str, rank: int) -> int:
-        """Where a rank stands on an axis: 0 on one that nobody reported."""
+        """Where a rank stands on an axis, from 0; 0 on one that nobody reported."""
         coordinates = self.axes.get(axis)
         return coordinates[rank] if coordinates is not None else 0
+
+    @property
+    def known(self) -> bool:
+        """Whether the workers have said where they stand on the axes."""
+        return bool(self.axes)
 
     @cached_property
     def by_dp(self) -> Routing:
@@ -123,7 +144,7 @@ class Layout:
         dp, cp, tp, pp = self._megatron
         last = self.size("pp") - 1
         collects = [t == 0 and p == last and c == 0 for c, t, p in zip(cp, tp, pp, strict=True)]
-        return _route(dp, collects, unit="dp_size")
+        return _route(dp, collects, self.size("dp"), unit="dp_size")
 
     @cached_property
     def by_dp_cp_pp(self) -> Routing:
@@ -131,7 +152,8 @@ class Layout:
         dp, cp, tp, pp = self._megatron
         cp_size, pp_size = self.size("cp"), self.size("pp")
         shard = [(d * cp_size + c) * pp_size + p for d, c, p in zip(dp, cp, pp, strict=True)]
-        return _route(shard, [t == 0 for t in tp], unit="dp_size * cp_size * pp_size")
+        shards = self.size("dp") * cp_size * pp_size
+        return _route(shard, [t == 0 for t in tp], shards, unit="dp_size * cp_size * pp_size")
 
     def mesh(self, name: str) -> Mesh:
         """A named mesh.
@@ -150,26 +172,29 @@ class Layout:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        return {name: max(coordinates) + 1 for name, coordinates in self.axes.items() if coordinates}
+        seen = {name: max(coordinates) + 1 for name, coordinates in self.axes.items() if coordinates}
+        return {**seen, **self.sizes}
 
     @cached_property
     def _megatron(self) -> tuple[Sequence[int], ...]:
-        if not self.axes:
-            raise UnknownLayoutError(
-                "the workers have not said where they stand; call self.register_layout(dp=, tp=, pp=, cp=) "
-                "on every rank, in __init__ or in a method that runs first"
-            )
+        self._check_known()
         nowhere = (0,) * self.world_size
         return tuple(self.axes.get(axis, nowhere) for axis in MEGATRON_AXES)
 
+    def _check_known(self) -> None:
+        if not self.known:
+            raise UnknownLayoutError(
+                "the workers have not said where they stand; a MegatronWorker does as soon as it has initialised "
+                "megatron, any other worker calls self.register_layout(dp=, tp=, pp=, cp=) on every rank, in "
+                "__init__ or in a method that runs first"
+            )
+
     def __str__(self) -> str:
-        names = list(self.axes)
-        rows = [
-            ["rank", *names],
-            *([str(r), *(str(self.axes[n][r]) for n in names)] for r in range(self.world_size)),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+        return table(self)
+
+    def _repr_svg_(self) -> str | None:
+        """What a notebook shows."""
+        return picture(self)
 
 
 def _check_coordinates(what: str, coordinates: Sequence[object]) -> None:
@@ -178,9 +203,8 @@ def _check_coordinates(what: str, coordinates: Sequence[object]) -> None:
             raise ValueError(f"{what} of rank {rank} is {coordinate!r}; coordinates are integers from 0")
 
 
-def _route(shard_of: Sequence[int], collects: Sequence[bool], unit: str) -> Routing:
+def _route(shard_of: Sequence[int], collects: Sequence[bool], shards: int, unit: str) -> Routing:
     """Routing from each rank's shard and whether it answers; one answer for every shard, or an error."""
-    shards = max(shard_of) + 1
     answer: list[int | None] = [None] * shards
     for rank, (shard, collecting) in enumerate(zip(shard_of, collects, strict=True)):
         if not collecting:

@@ -37,6 +37,7 @@ from single_controller.base.group import WorkerGroup  # noqa: E402
 from single_controller.base.pool import ClassWithInitArgs, ResourcePool  # noqa: E402
 from single_controller.base.worker import Worker  # noqa: E402
 from single_controller.ray import (  # noqa: E402
+    NVMegatronRayWorkerGroup,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
@@ -54,6 +55,7 @@ __all__ = [
     "GroupClosedError",
     "Layout",
     "Mesh",
+    "NVMegatronRayWorkerGroup",
     "PlacementError",
     "RayClassWithInitArgs",
     "RayResourcePool",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from dispatch.errors import DispatchError, UnknownLayoutError
 from dispatch.layout import Layout
@@ -20,6 +20,8 @@ from single_controller.base.method import CallOptions, RemoteMethod
 from single_controller.base.monitor import monitor
 from single_controller.base.standing import layout_of
 from single_controller.base.worker import Worker
+
+T = TypeVar("T")
 
 ERROR_GRACE_SECONDS = 5.0
 
@@ -108,6 +110,40 @@ class WorkerGroup(Closing):
         if known is None or any(version > known[0].get(rank, 0) for rank, version in self._state.standings.items()):
             known = self._layout = self._ask_layout()
         return known[1]
+
+    @property
+    def tp_size(self) -> int:
+        """Size of the tensor-parallel axis, as the workers reported it; 1 for one that they did not name.
+
+        Raises:
+            DispatchError: the workers have not said where they stand yet. So for all of these sizes.
+        """
+        return self._axis_size("tp")
+
+    @property
+    def pp_size(self) -> int:
+        """Size of the pipeline-parallel axis."""
+        return self._axis_size("pp")
+
+    @property
+    def dp_size(self) -> int:
+        """Size of the data-parallel axis, context parallelism not counted."""
+        return self._axis_size("dp")
+
+    @property
+    def cp_size(self) -> int:
+        """Size of the context-parallel axis."""
+        return self._axis_size("cp")
+
+    @property
+    def ep_size(self) -> int:
+        """Size of the expert-parallel axis; its ranks are data-parallel ranks too."""
+        return self._axis_size("ep")
+
+    @property
+    def vpp_size(self) -> int:
+        """Virtual pipeline stages that each rank holds; 1 without an interleaved pipeline."""
+        return self._axis_size("vpp")
 
     @property
     def methods(self) -> Methods:
@@ -207,15 +243,22 @@ class WorkerGroup(Closing):
         return self._wait(call) if blocking else WorkerFuture(call)
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
-        """The plan of a call. Coordinates that were asked for earlier are asked for once more if they do not do: a
-        call that was under way then may have said them since."""
+        return self._knowing(lambda: plan_call(spec, self, args, kwargs, options.uneven), spec.name)
+
+    def _axis_size(self, axis: str) -> int:
+        self._check()
+        return self._knowing(lambda: self.layout.checked_size(axis), f"{axis}_size")
+
+    def _knowing(self, ask: Callable[[], T], what: str) -> T:
+        """What ``ask`` finds out from the layout. Coordinates that were asked for earlier are asked for once more if
+        they do not do: a call that was under way then may have said them since."""
         while True:
             asked_before = self._layout is not None
             try:
-                return plan_call(spec, self, args, kwargs, options.uneven)
+                return ask()
             except UnknownLayoutError as error:
                 if not asked_before:
-                    raise DispatchError(str(error), method=spec.name) from None
+                    raise DispatchError(str(error), method=what) from None
                 self._layout = None
 
     def _send(self, spec: MethodSpec, plan: CallPlan, *, future: bool, timeout: float | None = None) -> Call:

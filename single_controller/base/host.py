@@ -74,11 +74,12 @@ class WorkerHost:
 
     @property
     def standing(self) -> Standing:
-        """What the worker has said of its coordinates."""
-        return self.worker._standing
+        """What the worker says of its coordinates."""
+        return self.worker._report()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method by name and wait for it, ``async`` or not."""
+        self.worker._prepare_thread()
         value = getattr(self.worker, method)(*args, **kwargs)
         return self._finish(value) if inspect.isawaitable(value) else value
 
@@ -144,6 +145,7 @@ class WorkerHost:
 
         async def outcome() -> tuple[Any, BaseException | None]:
             try:
+                self.worker._prepare_thread()
                 return await awaitable, None
             except BaseException as error:  # carried as a value: the loop would replace a cancellation by its own
                 return None, error

@@ -13,7 +13,7 @@ def layout_of(standings: Sequence[Standing]) -> Layout:
     """The layout that the workers, in order of rank, have reported.
 
     Raises:
-        DispatchError: some ranks reported an axis or a mesh and others did not.
+        DispatchError: some ranks reported an axis or a mesh and others did not, or another size of an axis.
     """
     _complete("register_layout", "axis", [set(standing.axes) for standing in standings])
     _complete("register_mesh", "mesh", [set(standing.meshes) for standing in standings])
@@ -23,7 +23,13 @@ def layout_of(standings: Sequence[Standing]) -> Layout:
     for name in first.meshes:
         places = [standing.meshes[name] for standing in standings]
         meshes[name] = Mesh(name, tuple(dp for dp, _ in places), tuple(collects for _, collects in places))
-    return Layout(axes, meshes)
+    for rank, standing in enumerate(standings):
+        if standing.sizes != first.sizes:
+            raise DispatchError(
+                f"rank {rank} reported the sizes {standing.sizes} of its axes, rank 0 reported {first.sizes}; "
+                "all ranks of a group stand on the same axes"
+            )
+    return Layout(axes, meshes, dict(first.sizes))
 
 
 def _complete(function: str, what: str, said: list[set[str]]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
+
+from single_controller.base.device_mesh import DeviceMesh, place_on
 
 RANK_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -64,11 +66,13 @@ class Standing:
 
     Attributes:
         axes: axis -> coordinate.
+        sizes: axis -> number of coordinates, where the worker said that too.
         meshes: mesh name -> (dp rank, whether its answer is collected).
         version: grows with every statement, so that a group notices a new one.
     """
 
     axes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     meshes: dict[str, tuple[int, bool]] = field(default_factory=dict)
     version: int = 0
 
@@ -137,25 +141,36 @@ class Worker:
         """Port on rank 0's node that this group holds for its rendezvous."""
         return self._place.master_port
 
-    def register_layout(self, **axes: int) -> None:
+    def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
         """Say where this rank stands, for the MEGATRON modes: ``register_layout(dp=1, tp=0, pp=0)``.
 
         Every rank of the group says so, on the same axes, in ``__init__`` or in a method that runs before the
         first call which needs it. Saying it again replaces what was said.
 
         Args:
+            sizes: axis -> number of its coordinates. Not needed; where it is given, a rank that is missing is noticed.
             axes: axis -> coordinate, from 0: dp, tp, pp, cp, and any other name for the record. An axis that
                 is not named has size 1.
 
         Raises:
-            ValueError: no axis, or a coordinate that is not an integer from 0.
+            ValueError: no axis, a coordinate that is not an integer from 0, or one that is not below its size.
         """
+        sizes = dict(sizes or {})
         if not axes:
             raise ValueError("register_layout() takes at least one axis, for example dp=0")
         for axis, coordinate in axes.items():
             _check_coordinate(f"register_layout({axis}=...)", coordinate)
+            if axis in sizes and coordinate >= sizes[axis]:
+                raise ValueError(f"register_layout({axis}={coordinate}): the size given for {axis} is {sizes[axis]}")
         self._standing.axes = dict(axes)
+        self._standing.sizes = sizes
         self._standing.version += 1
+
+    def forget_layout(self) -> None:
+        """Take back what `register_layout` said, after the parallel groups that it spoke of were destroyed."""
+        if self._standing.axes:
+            self._standing.axes, self._standing.sizes = {}, {}
+            self._standing.version += 1
 
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool = True) -> None:
         """Say where this rank stands on a named mesh, for ``Dispatch.mesh(mesh_name)``.
@@ -173,6 +188,32 @@ class Worker:
         _check_coordinate(f"register_mesh({mesh_name!r}, dp_rank=...)", dp_rank)
         self._standing.meshes[mesh_name] = (dp_rank, bool(is_collect))
         self._standing.version += 1
+
+    def register_device_mesh(
+        self, mesh_name: str, device_mesh: DeviceMesh, data_axes: str | Sequence[str] = "dp"
+    ) -> None:
+        """`register_mesh` with what torch's ``DeviceMesh`` says of this rank.
+
+        The axes that carry data make up the dp rank, the first one slowest. Of the ranks that share it, the one answers
+        that stands at 0 on every other axis, and at the end of an axis called ``pp``: the last stage has the output.
+
+        Args:
+            mesh_name: the name, for ``Dispatch.mesh(mesh_name)``.
+            device_mesh: of any number of axes, as ``torch.distributed.device_mesh.init_device_mesh`` makes it.
+            data_axes: names of the mesh's axes that carry data; ``("dp_replicate", "dp_shard")`` for HSDP. The one
+                axis of a mesh without names carries data.
+
+        Raises:
+            ValueError: a name that the mesh does not have, or this rank is not in the mesh.
+        """
+        self.register_mesh(mesh_name, *place_on(device_mesh, data_axes))
+
+    def _prepare_thread(self) -> None:
+        """Called on the thread that is about to make this worker's next call; for what torch keeps for each thread."""
+
+    def _report(self) -> Standing:
+        """What this worker says of its coordinates, asked after each call; a subclass may look them up first."""
+        return self._standing
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """`register_mesh` under the name that verl gives it."""

@@ -1,0 +1,143 @@
+"""ParallelLlamaMLP: the gated MLP of a Llama layer, cut over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workers.extras import require
+from workers.megatron.activations import activation
+from workers.megatron.config import check_names, refuse_impossible
+from workers.megatron.tensors import gather, own_part
+
+if TYPE_CHECKING:
+    from megatron.core import ModelParallelConfig
+
+
+class ParallelLlamaMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` on megatron's column- and row-parallel layers.
+
+    Gate and up are one column-parallel layer, ``gate_up_proj``: its rows on a rank are the rank's rows of the gate,
+    then its rows of up. ``down_proj`` is row-parallel, so that the output is whole, and equal, on every
+    tensor-parallel rank. From one seed the layer starts with the same weights at every tensor-parallel size.
+
+    Args:
+        config: an OmegaConf, a Hugging Face config or any object or mapping with hidden_size, intermediate_size and
+            hidden_act (a name that transformers knows; by default "silu"), and if need be mlp_bias (False) and
+            initializer_range (0.02).
+        megatron_config: as `init_model_parallel_config` makes it.
+
+    Raises:
+        ValueError: intermediate_size cannot be cut over the tensor-parallel ranks, an unknown hidden_act, a size that
+            is missing, or a combination that megatron-core cannot do here.
+        RuntimeError: megatron's model parallelism is not initialised.
+    """
+
+    def __init__(self, config: Any, megatron_config: ModelParallelConfig) -> None:
+        require("megatron.core", extra="megatron")
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+        super().__init__()
+        if not parallel_state.is_initialized():
+            raise RuntimeError(
+                "megatron's model parallelism is not initialised: call self.initialize_model_parallel(...) of the "
+                "MegatronWorker, or megatron's own, before making the layer"
+            )
+        refuse_impossible(megatron_config)
+        self.hidden_size = int(_value(config, "hidden_size"))
+        self.intermediate_size = int(_value(config, "intermediate_size"))
+        self.activation = activation(_value(config, "hidden_act", "silu"))
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        if self.intermediate_size % tp:
+            raise ValueError(f"intermediate_size={self.intermediate_size} cannot be cut over tp={tp} ranks")
+        bias = bool(_value(config, "mlp_bias", False))
+        deviation = float(_value(config, "initializer_range", 0.02))
+
+        def draw(weight: torch.Tensor) -> None:
+            nn.init.normal_(weight, std=deviation)
+
+        common = {"config": megatron_config, "init_method": draw, "bias": bias, "skip_bias_add": False}
+        self.gate_up_proj = ColumnParallelLinear(
+            self.hidden_size, 2 * self.intermediate_size, gather_output=False, stride=2, **common
+        )
+        self.down_proj = RowParallelLinear(self.intermediate_size, self.hidden_size, input_is_parallel=True, **common)
+        if torch.cuda.is_available():
+            self.to(torch.cuda.current_device())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output.
+
+        Args:
+            x: (..., hidden_size), the same on every tensor-parallel rank; the usual order is sequence, batch, hidden.
+
+        Returns:
+            (..., hidden_size), the same on every tensor-parallel rank.
+        """
+        gate_up, _ = self.gate_up_proj(x)
+        gate, up = gate_up.chunk(2, dim=-1)
+        y: torch.Tensor = self.down_proj(self.activation(gate) * up)[0]
+        return y
+
+    @torch.no_grad()
+    def load_hf_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights of a Hugging Face ``LlamaMLP``; each rank keeps its part.
+
+        Args:
+            state_dict: gate_proj.weight and up_proj.weight (intermediate_size, hidden_size), down_proj.weight
+                (hidden_size, intermediate_size), and their biases if the layer has them.
+
+        Raises:
+            ValueError: a key is missing or unknown, or a tensor has another shape. Nothing was changed then.
+        """
+        self._check(state_dict)
+        for kind in self._kinds():
+            gate, up = (own_part(state_dict[f"{name}_proj.{kind}"]) for name in ("gate", "up"))
+            getattr(self.gate_up_proj, kind).copy_(torch.cat([gate, up]))
+        self.down_proj.weight.copy_(own_part(state_dict["down_proj.weight"], dim=1))
+        if "bias" in self._kinds():
+            self.down_proj.bias.copy_(state_dict["down_proj.bias"])
+
+    @torch.no_grad()
+    def hf_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole weights as a Hugging Face ``LlamaMLP`` names them, on the CPU. Every tensor-parallel rank calls
+        this and gets them."""
+        state = {}
+        for kind in self._kinds():
+            gate, up = getattr(self.gate_up_proj, kind).chunk(2)
+            state[f"gate_proj.{kind}"], state[f"up_proj.{kind}"] = gather(gate).cpu(), gather(up).cpu()
+        state["down_proj.weight"] = gather(self.down_proj.weight, dim=1).cpu()
+        if "bias" in self._kinds():
+            state["down_proj.bias"] = self.down_proj.bias.detach().cpu().clone()
+        return state
+
+    def _kinds(self) -> tuple[str, ...]:
+        return ("weight",) if self.down_proj.bias is None else ("weight", "bias")
+
+    def _check(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        wide, narrow = self.intermediate_size, self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate_proj.weight": (wide, narrow),
+            "up_proj.weight": (wide, narrow),
+            "down_proj.weight": (narrow, wide),
+        }
+        if "bias" in self._kinds():
+            shapes |= {"gate_proj.bias": (wide,), "up_proj.bias": (wide,), "down_proj.bias": (narrow,)}
+        check_names("load_hf_state_dict()", state_dict, shapes)
+        for name, shape in shapes.items():
+            if name not in state_dict:
+                raise ValueError(f"load_hf_state_dict(): {name!r} is missing")
+            if tuple(state_dict[name].shape) != shape:
+                raise ValueError(f"load_hf_state_dict(): {name!r} is {tuple(state_dict[name].shape)}, not {shape}")
+
+
+def _value(config: Any, key: str, *default: Any) -> Any:
+    value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    if value is not None:
+        return value
+    if not default:
+        raise ValueError(f"ParallelLlamaMLP: the config has no {key!r}")
+    return default[0]
