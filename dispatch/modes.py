@@ -183,6 +183,7 @@ class Dispatch(metaclass=_Members):
     DP_COMPUTE_METRIC: ClassVar[DispatchMode]
     MEGATRON_COMPUTE: ClassVar[DispatchMode]
     MEGATRON_COMPUTE_PROTO: ClassVar[DispatchMode]
+    MEGATRON_COMPUTE_METRIC: ClassVar[DispatchMode]
     MEGATRON_PP_AS_DP: ClassVar[DispatchMode]
     MEGATRON_PP_AS_DP_PROTO: ClassVar[DispatchMode]
     DIRECT_ROLLOUT_METHOD: ClassVar[DispatchMode]
@@ -394,6 +395,7 @@ _BUILT_IN: dict[str, AnyMode] = {
     "DP_COMPUTE_METRIC": Mode(_flat, Cut.ROWS, Join.LIST),
     "MEGATRON_COMPUTE": Mode(_by_dp, Cut.ITEMS, Join.LIST),
     "MEGATRON_COMPUTE_PROTO": Mode(_by_dp, Cut.ROWS, Join.ROWS),
+    "MEGATRON_COMPUTE_METRIC": Mode(_by_dp, Cut.ROWS, Join.LIST),
     "MEGATRON_PP_AS_DP": Mode(_by_dp_cp_pp, Cut.ITEMS, Join.LIST),
     "MEGATRON_PP_AS_DP_PROTO": Mode(_by_dp_cp_pp, Cut.ROWS, Join.ROWS),
     "DIRECT_ROLLOUT_METHOD": RefusedMode(

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workers.megatron.config import init_model_parallel_config, transformer_config
+    from workers.megatron.lm import MegatronLMWorker
     from workers.megatron.mlp import ParallelLlamaMLP
     from workers.megatron.worker import MegatronWorker
 
 __all__ = [
+    "MegatronLMWorker",
     "MegatronWorker",
     "ParallelLlamaMLP",
     "init_model_parallel_config",
@@ -22,6 +24,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "MegatronLMWorker": "workers.megatron.lm",
     "MegatronWorker": "workers.megatron.worker",
     "ParallelLlamaMLP": "workers.megatron.mlp",
     "init_model_parallel_config": "workers.megatron.config",

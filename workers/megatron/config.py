@@ -6,14 +6,14 @@ What megatron-core cannot do as it is installed here is refused in this file, wi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from workers.device import has_cuda
 from workers.extras import require
 from workers.megatron.activations import activation
+from workers.megatron.checks import check_names
 
 if TYPE_CHECKING:
     import torch
@@ -162,20 +162,6 @@ def refuse_impossible(config: ModelParallelConfig) -> None:
             "with batched point-to-point communication, where the next and the previous stage are the same rank; set "
             "overlap_p2p_comm=True and batch_p2p_comm=False"
         )
-
-
-def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Check that every name is known.
-
-    Raises:
-        ValueError: one is not; the message has the closest.
-    """
-    known = list(known)
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{where} does not know {name!r}{hint}")
 
 
 def key_value_heads(hf_config: Any) -> int:

@@ -23,7 +23,12 @@ logger = logging.getLogger(__name__)
 
 _thread = threading.local()
 
-_WARNINGS_ABOUT_GPUS = ("Transformer Engine and Apex are not installed", "When using async grad allreduce")
+_WARNINGS_ABOUT_GPUS = (
+    "Transformer Engine and Apex are not installed",
+    "When using async grad allreduce",
+    "Apex is not installed. Falling back to Torch Norm",
+    "full scope is deprecated",
+)
 """Megatron's advice that helps nobody without CUDA."""
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from workers.extras import require
 from workers.megatron.activations import activation
-from workers.megatron.config import check_names, refuse_impossible
-from workers.megatron.tensors import gather, own_part
+from workers.megatron.checks import check_state_dict
+from workers.megatron.config import refuse_impossible
+from workers.megatron.tensors import gather, join_gate_up, own_part, split_gate_up
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
@@ -93,10 +94,10 @@ class ParallelLlamaMLP(nn.Module):
         Raises:
             ValueError: a key is missing or unknown, or a tensor has another shape. Nothing was changed then.
         """
-        self._check(state_dict)
+        check_state_dict("load_hf_state_dict()", state_dict, self._shapes())
         for kind in self._kinds():
-            gate, up = (own_part(state_dict[f"{name}_proj.{kind}"]) for name in ("gate", "up"))
-            getattr(self.gate_up_proj, kind).copy_(torch.cat([gate, up]))
+            gate_up = [state_dict[f"{name}_proj.{kind}"] for name in ("gate", "up")]
+            getattr(self.gate_up_proj, kind).copy_(join_gate_up(gate_up))
         self.down_proj.weight.copy_(own_part(state_dict["down_proj.weight"], dim=1))
         if "bias" in self._kinds():
             self.down_proj.bias.copy_(state_dict["down_proj.bias"])
@@ -107,17 +108,16 @@ class ParallelLlamaMLP(nn.Module):
         this and gets them."""
         state = {}
         for kind in self._kinds():
-            gate, up = getattr(self.gate_up_proj, kind).chunk(2)
-            state[f"gate_proj.{kind}"], state[f"up_proj.{kind}"] = gather(gate).cpu(), gather(up).cpu()
-        state["down_proj.weight"] = gather(self.down_proj.weight, dim=1).cpu()
+            state[f"gate_proj.{kind}"], state[f"up_proj.{kind}"] = split_gate_up(getattr(self.gate_up_proj, kind))
+        state["down_proj.weight"] = gather(self.down_proj.weight, dim=1)
         if "bias" in self._kinds():
-            state["down_proj.bias"] = self.down_proj.bias.detach().cpu().clone()
-        return state
+            state["down_proj.bias"] = self.down_proj.bias.clone()
+        return {name: tensor.cpu() for name, tensor in state.items()}
 
     def _kinds(self) -> tuple[str, ...]:
         return ("weight",) if self.down_proj.bias is None else ("weight", "bias")
 
-    def _check(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         wide, narrow = self.intermediate_size, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {
             "gate_proj.weight": (wide, narrow),
@@ -126,12 +126,7 @@ class ParallelLlamaMLP(nn.Module):
         }
         if "bias" in self._kinds():
             shapes |= {"gate_proj.bias": (wide,), "up_proj.bias": (wide,), "down_proj.bias": (narrow,)}
-        check_names("load_hf_state_dict()", state_dict, shapes)
-        for name, shape in shapes.items():
-            if name not in state_dict:
-                raise ValueError(f"load_hf_state_dict(): {name!r} is missing")
-            if tuple(state_dict[name].shape) != shape:
-                raise ValueError(f"load_hf_state_dict(): {name!r} is {tuple(state_dict[name].shape)}, not {shape}")
+        return shapes
 
 
 def _value(config: Any, key: str, *default: Any) -> Any:

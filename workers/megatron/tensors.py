@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -28,3 +30,17 @@ def gather(part: torch.Tensor, dim: int = 0) -> torch.Tensor:
     parts = [torch.empty_like(part) for _ in range(size)]
     torch.distributed.all_gather(parts, part, group=parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, dim)
+
+
+def join_gate_up(whole: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's part of a fused gate and up: its rows of the gate, then its rows of up.
+
+    Args:
+        whole: gate and up.
+    """
+    return torch.cat([own_part(tensor) for tensor in whole])
+
+
+def split_gate_up(part: torch.Tensor) -> list[torch.Tensor]:
+    """Gate and up, whole, from the ranks' parts that `join_gate_up` made."""
+    return [gather(half) for half in part.chunk(2)]
