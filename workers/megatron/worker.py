@@ -9,11 +9,12 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from single_controller import Worker
 from workers.device import backend as default_backend
-from workers.device import take_device
+from workers.device import device, take_device
 from workers.extras import require
 from workers.megatron import cpu
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 PARALLEL_STATE = "megatron.core.parallel_state"
+SAID_BY_HAND = object()
 
 
 class MegatronWorker(Worker):
@@ -46,6 +48,16 @@ class MegatronWorker(Worker):
         self = super().__new__(cls, *args, **kwargs)
         self._reported = None
         return self
+
+    @cached_property  # a subclass may set its own
+    def device(self) -> torch.device:
+        """The device of this rank: its CUDA device, or the CPU where there is none."""
+        return device(self.local_rank)
+
+    def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
+        """As `Worker.register_layout`. What is said here counts from then on, whatever megatron says."""
+        self._reported = SAID_BY_HAND
+        super().register_layout(sizes, **axes)
 
     def initialize_model_parallel(
         self,
@@ -83,11 +95,11 @@ class MegatronWorker(Worker):
             raise RuntimeError("megatron's model parallelism is initialised already in this process")
         initialize: Callable[..., None] = parallel_state.initialize_model_parallel
         options = _known(initialize, options)
-        device = take_device(self.local_rank)
+        mine = take_device(self.local_rank)
         self._initialize_distributed(backend or default_backend(), options.get("distributed_timeout_minutes", 30))
         initialize(tensor_model_parallel_size, pipeline_model_parallel_size, **options)
         seed_everything(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
-        return device
+        return mine
 
     def _initialize_distributed(self, backend: str, timeout_minutes: int) -> None:
         import torch.distributed as dist
@@ -108,6 +120,8 @@ class MegatronWorker(Worker):
         cpu.rewrite_thread()
 
     def _report(self) -> Any:
+        if self._reported is SAID_BY_HAND:
+            return super()._report()
         parallel_state: Any = sys.modules.get(PARALLEL_STATE)
         # The group of all model-parallel ranks is made anew with each initialisation, and None before and after.
         found = parallel_state.get_model_parallel_group(check_initialized=False) if parallel_state is not None else None
@@ -138,7 +152,7 @@ class MegatronWorker(Worker):
         virtual = state.get_virtual_pipeline_model_parallel_world_size()
         if virtual is not None:
             sizes["vpp"] = virtual
-        self.register_layout(sizes, **ranks)
+        super().register_layout(sizes, **ranks)
 
 
 def seed_everything(seed: int) -> None:

@@ -1,0 +1,22 @@
+"""A MegatronLMWorker that can become another model on other axes, without starting processes anew."""
+
+from single_controller import Dispatch, register
+from workers import MegatronLMWorker
+
+
+class ManyModels(MegatronLMWorker):
+    """Not a model at first; `become` makes one."""
+
+    def __init__(self):
+        super(MegatronLMWorker, self).__init__()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def become(self, *args, **kwargs):
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        MegatronLMWorker.__init__(self, *args, **kwargs)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def parameters_here(self):
+        return sum(parameter.numel() for model in self.decoder.models for parameter in model.parameters())
