@@ -35,6 +35,8 @@ def place_on(device_mesh: DeviceMesh, data_axes: str | Sequence[str]) -> tuple[i
             raise ValueError(f"a device mesh of shape {shape} needs names: give init_device_mesh() mesh_dim_names=")
         names = wanted = (*wanted[:1],)
     missing = [axis for axis in wanted if axis not in names]
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"data_axes={data_axes!r} names an axis twice")
     if missing or not wanted:
         raise ValueError(f"data_axes={data_axes!r}: the device mesh has the axes {', '.join(names)}")
     coordinates = device_mesh.get_coordinate()

@@ -8,7 +8,15 @@ import time
 
 import ray
 
-from single_controller import Dispatch, DispatchError, Execute, Worker, collect_all_to_all, register
+from single_controller import (
+    Dispatch,
+    DispatchError,
+    Execute,
+    Worker,
+    collect_all_to_all,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 
 
 class Counter(Worker):
@@ -350,3 +358,54 @@ class Fragile(Worker):
             dist.all_reduce(tensor)
             total = float(tensor[0])
         return total
+
+
+class OnMeshes(Worker):
+    """Joins the named meshes that a test asks for, over the ranks of one process group on gloo."""
+
+    def __init__(self):
+        super().__init__()
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        self.seen = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_device_mesh(self, name, shape, axes, data_axes="dp"):
+        """Returns this rank's place, as torch says it."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+        self.register_device_mesh(name, mesh, data_axes)
+        return {axis: mesh.get_local_rank(axis) for axis in axes or ()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_part(self, name, ranks):
+        """A mesh of some of the ranks alone."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        self.register_device_mesh(name, DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_places(self, name, dp_ranks, collects):
+        self.register_mesh(name, dp_ranks[self.rank], collects[self.rank])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def on_actor(self, batch):
+        return self._rows(batch)
+
+    @register(Dispatch.mesh("rollout"))
+    def on_rollout(self, batch):
+        return self._rows(batch)
+
+    @register(Dispatch.mesh("other"))
+    def on_other(self, batch):
+        return self._rows(batch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def last_seen(self):
+        return self.seen
+
+    def _rows(self, batch):
+        self.seen = batch.tolist() if hasattr(batch, "tolist") else list(batch)
+        return [(row, self.rank) for row in self.seen]

@@ -5,7 +5,7 @@ The reference picks rows one by one, by their numbers, and joins by hand: it sha
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -284,3 +284,55 @@ def orders(sizes: dict[str, int]) -> Iterator[tuple[str, ...]]:
     flat = [axis for axis in AXES if sizes[axis] == 1]
     for order in permutations(real):
         yield (*order, *flat)
+
+
+# --- the MEGATRON modes -----------------------------------------------------------------------------------
+
+MEGATRON = {
+    mode: declare(mode)
+    for mode in ("MEGATRON_COMPUTE", "MEGATRON_COMPUTE_PROTO", "MEGATRON_PP_AS_DP", "MEGATRON_PP_AS_DP_PROTO")
+}
+
+
+def check_megatron_modes(sizes: dict[str, int], places: Sequence[dict[str, int]]) -> None:
+    """All four MEGATRON modes on a layout, against each rank's own place."""
+    group = FakeGroup(len(places), layout_of(places))
+    check_by_dp(group, sizes, places)
+    check_pp_as_dp(group, sizes, places)
+
+
+def check_by_dp(group: FakeGroup, sizes: dict[str, int], places: Sequence[dict[str, int]], per_shard: int = 2) -> None:
+    """The rows modes and the items modes by dp: reference by each rank's own place."""
+    dp = sizes["dp"]
+    items = [f"item {k}" for k in range(dp)]
+    by_item = plan_call(MEGATRON["MEGATRON_COMPUTE"], group, (items,), {})
+    by_rows = plan_call(MEGATRON["MEGATRON_COMPUTE_PROTO"], group, (list(range(per_shard * dp)),), {})
+    assert len(by_item.shards) == len(by_rows.shards) == dp
+    answering = {}
+    readers = Counter()
+    first_seen = {}
+    for rank, place in enumerate(places):
+        d = place["dp"]
+        assert by_item.arguments(rank)[0] == (items[d],)
+        (rows,) = by_rows.arguments(rank)[0]
+        assert rows == list(range(per_shard * d, per_shard * (d + 1)))
+        assert first_seen.setdefault(d, rows) is rows, "ranks that share a shard share the object"
+        readers.update(rows)
+        if place["tp"] == 0 and place["cp"] == 0 and place["pp"] == sizes["pp"] - 1:
+            answering[d] = rank
+    assert set(readers) == set(range(per_shard * dp))
+    assert set(readers.values()) == {len(places) // dp}, "each row at all tp, cp and pp ranks of its dp rank, once"
+    assert by_item.answers == by_rows.answers == tuple(answering[d] for d in range(dp))
+
+
+def check_pp_as_dp(group: FakeGroup, sizes: dict[str, int], places: Sequence[dict[str, int]]) -> None:
+    """pp and cp count as data: dp-major, then cp, then pp; tp 0 answers."""
+    data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
+    answering = {(place["dp"], place["cp"], place["pp"]): rank for rank, place in enumerate(places) if place["tp"] == 0}
+    for mode in ("MEGATRON_PP_AS_DP", "MEGATRON_PP_AS_DP_PROTO"):
+        made = plan_call(MEGATRON[mode], group, (data,), {})
+        assert len(made.shards) == len(data)
+        for rank, place in enumerate(places):
+            own = (place["dp"], place["cp"], place["pp"])
+            assert made.arguments(rank)[0] == ((own,) if mode == "MEGATRON_PP_AS_DP" else ([own],))
+        assert made.answers == tuple(answering[place] for place in data)

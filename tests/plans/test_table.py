@@ -137,6 +137,11 @@ class TestRows:
         assert made.answers == (4, 6)
         assert simulate(made, lambda rank, x: [(rank, row) for row in x]) == [(4, 0), (4, 1), (6, 2), (6, 3)]
 
+    def test_megatron_compute_metric_gives_one_answer_for_each_dp_rank(self):
+        made = plan_call(declare("MEGATRON_COMPUTE_METRIC", uneven="pad"), MEGATRON, ([0, 1, 2],), {})
+        assert list(received(made).values()) == [[0, 1], [0, 1], [2, 0], [2, 0]] * 2
+        assert simulate(made, lambda rank, x: (rank, x)) == [(4, [0, 1]), (6, [2, 0])]
+
     def test_megatron_pp_as_dp_proto(self):
         made = plan("MEGATRON_PP_AS_DP_PROTO", MEGATRON, [0, 1, 2, 3])
         assert list(received(made).values()) == [[0], [0], [2], [2], [1], [1], [3], [3]]

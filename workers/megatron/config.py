@@ -75,7 +75,14 @@ def init_model_parallel_config(config: Mapping[str, Any]) -> ModelParallelConfig
     dtype = dtype_of(given.pop("param_dtype", given.pop("params_dtype", "fp32")))
     known = [field.name for field in dataclasses.fields(ModelParallelConfig)]
     check_names("init_model_parallel_config()", given, [*known, "param_dtype", *RANK_KEYS])
-    made = ModelParallelConfig(**{**_for_this_machine(dtype), **_parallel_sizes(), **given})
+    sizes = _parallel_sizes()
+    for name in sizes.keys() & given.keys():
+        if (given[name] or 1) != (sizes[name] or 1):
+            raise ValueError(
+                f"{name}={given[name]}, but megatron was initialised with {sizes[name]}; leave it out, or initialise "
+                "megatron with it"
+            )
+    made = ModelParallelConfig(**{**_for_this_machine(dtype), **sizes, **given})
     refuse_impossible(made)
     return made
 

@@ -88,11 +88,15 @@ def _mode_class() -> type[Any]:
             return value == "cuda" or value.startswith("cuda:")
         return isinstance(value, torch.device) and value.type == "cuda"
 
+    cpu = torch.device("cpu")
+
     class CudaMeansCpu(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is torch.Tensor.cuda:
                 return args[0]
+            if func is torch.device and args and is_cuda(args[0]):
+                return cpu
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
                 return _type_name(func(*args), sys._getframe(1).f_globals.get("__name__", ""))
             if is_cuda(kwargs.get("device")):
@@ -155,3 +159,4 @@ def _use_gloo_for_nccl() -> None:
         return made
 
     dist.init_process_group = on_cpu(dist.init_process_group, position=0)
+    dist.new_group = on_cpu(dist.new_group, position=2)

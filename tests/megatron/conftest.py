@@ -1,0 +1,24 @@
+"""Four megatron processes that several test files share; megatron's groups in them are made anew as tests need them."""
+
+import pytest
+from megatron_workers import Lab
+
+from single_controller import NVMegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
+
+
+@pytest.fixture(scope="session")
+def four_processes(ray_cluster):
+    """On the whole session's pool of four CPU slots."""
+    with (
+        RayResourcePool([4], use_gpu=False) as pool,
+        NVMegatronRayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Lab)) as group,
+    ):
+        yield group
+
+
+@pytest.fixture
+def four(four_processes):
+    """The four, whole again if another test has broken them. A test sets up the axes that it needs."""
+    if four_processes.broken:
+        four_processes.restart()
+    return four_processes

@@ -1,0 +1,321 @@
+"""Worker classes that the megatron tests run on Ray, and what they do there."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from single_controller import Dispatch, register
+from workers import MegatronWorker, ParallelLlamaMLP, init_model_parallel_config
+
+AXES = ("dp", "cp", "tp", "pp")
+
+
+class Modes(MegatronWorker):
+    """The four modes that know megatron's axes. An answer says which rank gave it; all remember what they saw."""
+
+    @register(Dispatch.MEGATRON_COMPUTE)
+    def items(self, item):
+        return self._saw("items", item), self.rank
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def rows(self, batch):
+        return [(row, self.rank) for row in self._saw("rows", batch.tolist())]
+
+    @register(Dispatch.MEGATRON_PP_AS_DP)
+    def stage_items(self, item):
+        return self._saw("stage_items", item), self.rank
+
+    @register(Dispatch.MEGATRON_PP_AS_DP_PROTO)
+    def stage_rows(self, batch):
+        return [(row, self.rank) for row in self._saw("stage_rows", batch.tolist())]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def seen(self):
+        return self.__dict__.pop("saw", {})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self):
+        """(place, sizes), each by axis, from megatron's own getters."""
+        places = {
+            "dp": parallel_state.get_data_parallel_rank(),
+            "cp": parallel_state.get_context_parallel_rank(),
+            "tp": parallel_state.get_tensor_model_parallel_rank(),
+            "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        }
+        sizes = {
+            "dp": parallel_state.get_data_parallel_world_size(),
+            "cp": parallel_state.get_context_parallel_world_size(),
+            "tp": parallel_state.get_tensor_model_parallel_world_size(),
+            "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        }
+        return places, sizes
+
+    def _saw(self, method, what):
+        self.__dict__.setdefault("saw", {})[method] = what
+        return what
+
+
+class InConstructor(Modes):
+    """All that a GPU user writes, in the constructor and by hand."""
+
+    def __init__(self, tp):
+        super().__init__()
+        dist.init_process_group(backend="nccl")
+        torch.cuda.set_device(self.local_rank)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        tensor_parallel.model_parallel_cuda_manual_seed(10)
+        self.layer = nn.Linear(2, 3).cuda()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def of_the_constructor(self):
+        return dist.get_backend(), self.layer.weight.device.type, torch.empty(1, device="cuda").device.type
+
+
+class Lab(Modes):
+    """Megatron's groups are made anew as often as a test asks, over the same processes."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def tear_down(self):
+        """Megatron's own `destroy_model_parallel`, and the process groups that it leaves behind."""
+        groups = parallel_state._global_process_group_list or []
+        parallel_state.destroy_model_parallel()
+        alive = dist.distributed_c10d._world.pg_map
+        for group in groups:
+            if group in alive:
+                dist.destroy_process_group(group)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_up(self, tp=1, pp=1, **options):
+        """Through the base class's helper. Returns `where`."""
+        self.tear_down()
+        self.initialize_model_parallel(tp, pp, **options)
+        return self.where()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_up_by_hand(self, **options):
+        """As a user of megatron does it. Returns `where`."""
+        self.tear_down()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        parallel_state.initialize_model_parallel(**options)
+        return self.where()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def initialise_again(self, **options):
+        return self.initialize_model_parallel(**options)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def run(self, function, *args, **kwargs):
+        """A function of this module, of the worker and the arguments, on all ranks."""
+        return function(self, *args, **kwargs)
+
+    @register(Dispatch.ONE_TO_ALL, inputs="view")
+    def run_on_views(self, function, *args, **kwargs):
+        """The same on what must not be changed: every rank reads one copy."""
+        return function(self, *args, **kwargs)
+
+    # --- the parallel layer ---------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def make_layer(self, config, **megatron_config):
+        self.layer = ParallelLlamaMLP(OmegaConf.create(config), init_model_parallel_config(megatron_config))
+
+    @register(Dispatch.MEGATRON_COMPUTE)
+    def run_layer(self, x):
+        with torch.no_grad():
+            return self.layer(x)
+
+    # --- where "cuda" is the CPU ----------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def cuda_in_async(self):
+        return torch.zeros(1, device="cuda").device.type, torch.ones(1).to("cuda").device.type
+
+    @register(Dispatch.ONE_TO_ALL, concurrent=True)
+    async def cuda_in_concurrent_async(self):
+        return torch.zeros(1, device="cuda").device.type, torch.ones(1).to("cuda").device.type
+
+    @register(Dispatch.ONE_TO_ALL, concurrent=True)
+    def cuda_in_concurrent(self):
+        return torch.zeros(1, device="cuda").device.type, torch.ones(1).to("cuda").device.type
+
+    def cuda_unregistered(self):
+        return torch.zeros(1, device="cuda").device.type, torch.ones(1).to("cuda").device.type
+
+
+# --- functions for Lab.run ------------------------------------------------------------------------------------
+
+
+def with_warnings(worker, **options):
+    """`initialize_model_parallel`: the texts of its warnings."""
+    worker.tear_down()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        worker.initialize_model_parallel(**options)
+    return [str(warning.message) for warning in caught if "initialize_model_parallel" in str(warning.message)]
+
+
+def random_numbers(worker):
+    """A number of each generator, megatron's tracker last."""
+    import random
+
+    import numpy
+
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        tracked = torch.rand(1).item()
+    return random.random(), numpy.random.rand(), torch.rand(1).item(), tracked
+
+
+def make_config(worker, config):
+    """The fields of a megatron config that the tests look at."""
+    made = init_model_parallel_config(OmegaConf.create(config))
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+    return {name: getattr(made, name) for name in (*names, "params_dtype", "sequence_parallel")}
+
+
+def forward_and_gradients(worker, x, upstream):
+    """The layer's output, and the gradients of its input and of this rank's parameters, by name."""
+    x = x.requires_grad_()
+    worker.layer.zero_grad()
+    y = worker.layer(x)
+    y.backward(upstream)
+    parameters = {name: parameter.grad for name, parameter in worker.layer.named_parameters()}
+    return {"tp": parallel_state.get_tensor_model_parallel_rank(), "y": y.detach(), "x": x.grad, **parameters}
+
+
+def expert_place(worker):
+    """(rank, size) of expert parallelism, from megatron's own getters."""
+    return (
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def layer_from(worker, config, megatron_config):
+    """A layer of any config objects."""
+    worker.layer = ParallelLlamaMLP(config, megatron_config)
+
+
+def own_parameters(worker):
+    return {name: parameter.detach() for name, parameter in worker.layer.named_parameters()}
+
+
+def whole_state(worker):
+    return worker.layer.hf_state_dict()
+
+
+def load(worker, state_dict):
+    worker.layer.load_hf_state_dict(state_dict)
+
+
+def load_fails(worker, state_dict):
+    """What loading a bad state dict says, and whether all parameters are as before."""
+    before = {name: parameter.detach().clone() for name, parameter in worker.layer.named_parameters()}
+    try:
+        worker.layer.load_hf_state_dict(state_dict)
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = ""
+    same = all(torch.equal(parameter, before[name]) for name, parameter in worker.layer.named_parameters())
+    return said, same
+
+
+def spelled_cuda(worker):
+    """spelling -> type of the device where the tensor came to lie."""
+    x = torch.ones(2, 2)
+    layer = nn.Linear(2, 2)
+    with torch.device("cuda"):
+        inside = torch.zeros(1)
+    made = {
+        'zeros(device="cuda")': torch.zeros(1, device="cuda"),
+        'empty(device="cuda:0")': torch.empty(1, device="cuda:0"),
+        "tensor(device=torch.device)": torch.tensor([1], device=torch.device("cuda")),
+        "full(device=current_device())": torch.full((1,), 1.0, device=torch.cuda.current_device()),
+        "zeros_like(device=)": torch.zeros_like(x, device="cuda"),
+        "new_zeros(device=)": x.new_zeros(1, device="cuda"),
+        'to("cuda")': x.to("cuda"),
+        'to(device="cuda")': x.to(device="cuda"),
+        'to("cuda", dtype)': x.to("cuda", torch.float64),
+        'to(torch.device("cuda", 0))': x.to(torch.device("cuda", 0)),
+        "to(current_device())": x.to(torch.cuda.current_device()),
+        ".cuda()": x.cuda(),
+        ".cuda(0)": x.cuda(0),
+        ".cuda(non_blocking=True)": x.cuda(non_blocking=True),
+        "Module.cuda()": nn.Linear(2, 2).cuda().weight,
+        'Module.to("cuda")': layer.to("cuda").weight,
+        'Linear(device="cuda")': nn.Linear(2, 2, device="cuda").weight,
+        "with torch.device": inside,
+    }
+    return {spelling: tensor.device.type for spelling, tensor in made.items()}
+
+
+def cuda_keeps_the_rest(worker):
+    """`to` with a dtype and gradients still do their work."""
+    x = torch.ones(2, 2, requires_grad=True)
+    moved = x.to("cuda", torch.float64)
+    (moved.cuda() * 3).sum().backward()
+    return moved.dtype, x.grad
+
+
+def seeds_by_hand(worker, seed):
+    """A user's own seeding: two draws from the tracker, and the same two again from the same seed."""
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(99)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        outside = torch.get_rng_state()
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            first = torch.rand(3)
+        after_one = torch.get_rng_state()
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            second = torch.rand(3)
+        untouched = torch.equal(outside, after_one) and torch.equal(outside, torch.get_rng_state())
+        drawn.append((first, second, untouched))
+    return drawn
+
+
+def checkpointed_dropout(worker):
+    """Megatron's checkpointing runs a dropout twice: the gradient shows whether both had the same mask."""
+    tensor_parallel.model_parallel_cuda_manual_seed(3)
+    x = torch.ones(1000, requires_grad=True)
+
+    def noisy(x):
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return nn.functional.dropout(x, 0.5) * x
+
+    y = tensor_parallel.checkpoint(noisy, False, x)
+    y.sum().backward()
+    return y.detach(), x.grad
+
+
+def tensordict_on_cuda(worker, batch):
+    """How a worker's method begins and ends on GPUs; what the batch says of its device between."""
+    moved = batch.to("cuda")
+    made = TensorDict({"y": torch.zeros(len(batch), device="cuda")}, [len(batch)], device="cuda")
+    made["y"] = moved["x"] * 2
+    devices = {str(tensor.device) for tensor in (moved["x"], batch.cuda()["x"], made["y"], moved[:1]["x"])}
+    return devices, made.cpu()
+
+
+def cuda_device_mesh(worker):
+    """A mesh of "cuda", as everybody writes it, and what it says of this rank."""
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    worker.register_device_mesh("on_cuda", mesh)
+    total = torch.ones(1).cuda()
+    dist.all_reduce(total, group=mesh.get_group("tp"))
+    return mesh.get_local_rank("dp"), mesh.get_local_rank("tp"), total.item()
+
+
+def nccl_group(worker):
+    """The backend of a further process group that a user asks nccl for."""
+    group = dist.new_group(backend="nccl")
+    backend = dist.get_backend(group)
+    dist.destroy_process_group(group)
+    return backend

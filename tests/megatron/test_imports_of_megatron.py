@@ -1,0 +1,148 @@
+"""What the workers import, and when; and what is said where megatron is not installed."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+HEAVY = ("torch", "megatron", "transformers", "tensordict", "omegaconf")
+
+BLOCK = """
+    import sys
+
+    class NotInstalled:
+        def find_spec(self, name, path=None, target=None):
+            if name in BLOCKED or name.startswith(tuple(f"{blocked}." for blocked in BLOCKED)):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, NotInstalled())
+"""
+
+
+def python(code, cwd, blocked=None):
+    """Run code in a process of its own, in which the given packages are not installed."""
+    head = f"BLOCKED = {blocked!r}\n" + textwrap.dedent(BLOCK) if blocked else "import sys\n"
+    # PYTHONPATH is for the other tests' workers; a folder of theirs is called megatron too.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", head + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import single_controller",
+        "from single_controller import NVMegatronRayWorkerGroup, RayResourcePool, RayWorkerGroup",
+        "import workers",
+        "import workers.megatron, workers.device, workers.extras",
+        "from workers import MegatronWorker",
+        "from workers import init_model_parallel_config, transformer_config",
+    ],
+)
+def test_a_driver_imports_nothing_heavy(tmp_path, code):
+    done = python(f"{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])", tmp_path)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_importing_the_workers_changes_nothing_of_torch(tmp_path):
+    done = python(
+        """
+        import torch, torch.distributed as dist
+        import megatron.core.tensor_parallel.random as random
+        watched = lambda: [
+            *(torch.cuda.__dict__[n] for n in ("current_device", "set_device", "synchronize", "get_rng_state",
+                                               "set_rng_state", "manual_seed")),
+            dist.init_process_group, dist.new_group, random._get_cuda_rng_state, random._set_cuda_rng_state,
+            random.CudaRNGStatesTracker, len(torch.overrides._get_current_function_mode_stack()),
+        ]
+        before = watched()
+        import workers
+        from workers import MegatronWorker, ParallelLlamaMLP, init_model_parallel_config
+        class Mine(MegatronWorker):
+            pass
+        init_model_parallel_config({})
+        print([a is b for a, b in zip(before, watched(), strict=True)].count(False))
+        """,
+        tmp_path,
+    )
+    assert done.stdout.strip() == "0", done.stderr
+
+
+class TestWithoutMegatron:
+    INSTALL = "pip install 'single-controller[megatron]'"
+
+    @pytest.mark.parametrize("blocked", [("megatron",), ("megatron.core",)], ids=["nothing", "a folder of that name"])
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "from workers import MegatronWorker; MegatronWorker()",
+            "from workers import init_model_parallel_config; init_model_parallel_config({})",
+            "from workers import ParallelLlamaMLP; ParallelLlamaMLP({}, None)",
+        ],
+        ids=["MegatronWorker", "init_model_parallel_config", "ParallelLlamaMLP"],
+    )
+    def test_using_it_says_what_to_install(self, tmp_path, code, blocked):
+        """A folder called megatron, a checkout of its sources say, is importable and no megatron-core."""
+        (tmp_path / "megatron").mkdir()
+        done = python(code, tmp_path, blocked)
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("ImportError: ") and self.INSTALL in last, done.stderr
+
+    def test_the_driver_needs_none(self, tmp_path):
+        code = "import single_controller, workers; from workers import MegatronWorker; print(MegatronWorker.__name__)"
+        done = python(code, tmp_path, ("megatron", "torch", "transformers"))
+        assert done.stdout.strip() == "MegatronWorker", done.stderr
+
+    def test_what_megatron_itself_lacks_is_not_called_megatron(self, tmp_path):
+        """megatron is there, something that it imports is not: the original error, not our advice."""
+        core = tmp_path / "megatron" / "core"
+        core.mkdir(parents=True)
+        (tmp_path / "megatron" / "__init__.py").write_text("")
+        (core / "__init__.py").write_text("import no_such_package")
+        done = python("sys.path.insert(0, '.')\nfrom workers import MegatronWorker; MegatronWorker()", tmp_path)
+        assert "No module named 'no_such_package'" in done.stderr and self.INSTALL not in done.stderr
+
+
+def test_without_transformers_other_activations_say_what_to_install(tmp_path):
+    done = python(
+        """
+        from workers.megatron.activations import activation
+        print(activation("silu").__name__)
+        activation("gelu")
+        """,
+        tmp_path,
+        ("transformers",),
+    )
+    assert done.stdout.strip() == "silu"
+    assert "pip install 'single-controller[hf]'" in done.stderr.splitlines()[-1]
+
+
+def test_a_worker_in_no_group(tmp_path):
+    """Made by hand, in a script or a notebook: rank 0 of 1, with the same rewriting."""
+    done = python(
+        """
+        import torch
+        from workers import MegatronWorker, ParallelLlamaMLP, init_model_parallel_config
+        worker = MegatronWorker()
+        device = worker.initialize_model_parallel(backend="nccl")
+        layer = ParallelLlamaMLP({"hidden_size": 8, "intermediate_size": 24}, init_model_parallel_config({}))
+        print(device, layer(torch.ones(2, 8, device="cuda")).shape, torch.distributed.get_backend())
+        """,
+        tmp_path,
+    )
+    device = "cuda:0 torch.Size([2, 8]) nccl" if has_cuda() else "cpu torch.Size([2, 8]) gloo"
+    assert done.stdout.strip() == device, done.stderr
+
+
+def has_cuda():
+    import torch
+
+    return torch.cuda.is_available()
