@@ -47,7 +47,8 @@ def picture(layout: Layout) -> str | None:
     y = _GAP
     for title, routing in views:
         heading = "MEGATRON modes, by dp" if title == "shard" else title
-        parts.append(_text(_GAP, y + 15, f"{heading}: {routing.shards} shards", size=13, weight="bold"))
+        count = f"{routing.shards} shard{'s' if routing.shards > 1 else ''}"
+        parts.append(_text(_GAP, y + 15, f"{heading}: {count}", size=13, weight="bold"))
         y = _panels(parts, layout, routing, y + _TITLE)
     height = y + _TITLE - _GAP
     parts.append(_text(_GAP, height - 8, "ranks in one panel get the same shard; a thick border answers", size=11))

@@ -27,6 +27,14 @@ PROMISED = {
         "rank 3, check(), ValueError: thirteen is not allowed",
         "GroupClosedError: group Foo is closed",
     ],
+    "4_megatron": [
+        "(4, 4, 1, 1)",
+        "* answers for its shard",
+        "{'gate_up_proj.weight': (688, 512), 'down_proj.weight': (512, 344)}",
+        "torch.Size([128, 4, 512])",
+        "distance from the dense layer below 1e-5: True",
+        "run_layer(): argument 'x' is a list of length 2; Dispatch.MEGATRON_COMPUTE takes a list of 1 items",
+    ],
 }
 
 RAY_LOG_LINE = re.compile(r"^(\x1b\[\d+m)*\((raylet|autoscaler|\w+ pid=)")

@@ -53,7 +53,7 @@ def read(layout):
     def inside(shape):
         return [words for x, y, words in texts if shape.left <= x < shape.right and shape.top <= y <= shape.bottom]
 
-    views, headings = [], [(y, words) for _, y, words in texts if words.endswith(" shards")]
+    views, headings = [], [(y, words) for _, y, words in texts if words.endswith((" shard", " shards"))]
     for number, (y, heading) in enumerate(headings):
         end = headings[number + 1][0] if number + 1 < len(headings) else height
         shards = []
