@@ -5,6 +5,7 @@ Both show, for the MEGATRON modes and for every named mesh, which ranks share a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ LARGEST_PICTURE = 512
 
 _COLORS = ("#cfe3f7", "#fde2c4", "#d5efd0", "#f6cfd4", "#e2d8f3", "#fff3b8", "#cdeeea", "#e8ddd2")
 _BOX_WIDTH, _BOX_HEIGHT, _GAP, _TITLE, _WIDTH = 96, 40, 8, 24, 920
+_LETTER = 6.2
+"""Width of a letter of a rank's place, at size 10, in the widest of the usual fonts."""
 
 
 def table(layout: Layout) -> str:
@@ -51,7 +54,9 @@ def picture(layout: Layout) -> str | None:
         parts.append(_text(_GAP, y + 15, f"{heading}: {count}", size=13, weight="bold"))
         y = _panels(parts, layout, routing, y + _TITLE)
     height = y + _TITLE - _GAP
-    parts.append(_text(_GAP, height - 8, "ranks in one panel get the same shard; a thick border answers", size=11))
+    parts.append(
+        _text(_GAP, height - 8, "ranks in one panel get the same shard; one with a thick border answers", size=11)
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif">'
@@ -79,10 +84,11 @@ def _panels(parts: list[str], layout: Layout, routing: Routing, top: int) -> int
     for rank, shard in enumerate(routing.shard_of):
         if shard is not None:
             ranks_of[shard].append(rank)
-    grids = [_grid(layout, ranks) for ranks in ranks_of]
+    box = max([_BOX_WIDTH, *(12 + math.ceil(_LETTER * len(_place(layout, r))) for r in range(layout.world_size))])
+    grids = [_grid(layout, ranks, box) for ranks in ranks_of]
     x, row_height = _GAP, 0
     for shard, grid in enumerate(grids):
-        width = max(len(row) for row in grid) * (_BOX_WIDTH + _GAP) + _GAP
+        width = max(len(row) for row in grid) * (box + _GAP) + _GAP
         height = len(grid) * (_BOX_HEIGHT + _GAP) + _GAP + 16
         if x > _GAP and x + width > _WIDTH:
             x, top, row_height = _GAP, top + row_height + _GAP, 0
@@ -91,30 +97,33 @@ def _panels(parts: list[str], layout: Layout, routing: Routing, top: int) -> int
         parts.append(_text(x + _GAP, top + 14, f"shard {shard}", size=11))
         for line, ranks in enumerate(grid):
             for column, rank in enumerate(ranks):
-                left = x + _GAP + column * (_BOX_WIDTH + _GAP)
-                _box(parts, layout, rank, rank in routing.answers, left, top + 22 + line * (_BOX_HEIGHT + _GAP))
+                left = x + _GAP + column * (box + _GAP)
+                _box(parts, layout, rank, rank in routing.answers, left, top + 22 + line * (_BOX_HEIGHT + _GAP), box)
         x, row_height = x + width + _GAP, max(row_height, height)
     return top + row_height + 2 * _GAP
 
 
-def _grid(layout: Layout, ranks: Sequence[int]) -> list[list[int]]:
+def _grid(layout: Layout, ranks: Sequence[int], box: int) -> list[list[int]]:
     """The ranks of one shard in lines: one line for each tp and cp coordinate, its stages from left to right."""
     lines: dict[tuple[int, int], list[int]] = {}
     for rank in sorted(ranks, key=lambda rank: layout.coordinate("pp", rank)):
         lines.setdefault((layout.coordinate("cp", rank), layout.coordinate("tp", rank)), []).append(rank)
-    per_line = _WIDTH // (_BOX_WIDTH + _GAP) - 1
+    per_line = max(1, _WIDTH // (box + _GAP) - 1)
     return [
         line[start : start + per_line] for _, line in sorted(lines.items()) for start in range(0, len(line), per_line)
     ]
 
 
-def _box(parts: list[str], layout: Layout, rank: int, answers: bool, x: int, y: int) -> None:
+def _box(parts: list[str], layout: Layout, rank: int, answers: bool, x: int, y: int, width: int) -> None:
     border = 'stroke="#222" stroke-width="2.5"' if answers else 'stroke="#999" stroke-width="1"'
-    parts.append(f'<rect x="{x}" y="{y}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="4" fill="white" {border}/>')
+    parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{_BOX_HEIGHT}" rx="4" fill="white" {border}/>')
     weight = "bold" if answers else "normal"
     parts.append(_text(x + 6, y + 16, f"rank {rank}", size=12, weight=weight))
-    place = " ".join(f"{axis}{layout.coordinate(axis, rank)}" for axis in layout.axes if layout.size(axis) > 1)
-    parts.append(_text(x + 6, y + 32, place, size=10))
+    parts.append(_text(x + 6, y + 32, _place(layout, rank), size=10))
+
+
+def _place(layout: Layout, rank: int) -> str:
+    return " ".join(f"{axis}{layout.coordinate(axis, rank)}" for axis in layout.axes if layout.size(axis) > 1)
 
 
 def _text(x: int, y: int, words: str, size: int, weight: str = "normal") -> str:

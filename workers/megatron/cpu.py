@@ -33,6 +33,15 @@ _WARNINGS_ABOUT_GPUS = (
 
 
 @cache
+def quiet() -> None:
+    """Leave out megatron's advice about GPUs where there is none. Most of it comes while megatron is imported: call
+    this before."""
+    if not has_cuda():
+        for about_gpus in _WARNINGS_ABOUT_GPUS:
+            warnings.filterwarnings("ignore", message=about_gpus)
+
+
+@cache
 def install() -> bool:
     """Let Megatron find a CPU where it looks for its CUDA device. Once in a process.
 
@@ -42,9 +51,6 @@ def install() -> bool:
     if has_cuda():
         return False
     import torch
-
-    for about_gpus in _WARNINGS_ABOUT_GPUS:
-        warnings.filterwarnings("ignore", message=about_gpus)
     from megatron.core.tensor_parallel import random
 
     cpu = torch.device("cpu")

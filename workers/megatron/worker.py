@@ -43,6 +43,7 @@ class MegatronWorker(Worker):
     _reported: object
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
+        cpu.quiet()
         require("megatron.core", extra="megatron")
         cpu.rewrite_thread()
         self = super().__new__(cls, *args, **kwargs)
