@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from dispatch.errors import BatchError
 from dispatch.rows import Share, share_rows
+from dispatch.warm import cat_tensors
 
 T = TypeVar("T")
 
@@ -377,9 +378,8 @@ def _join_sequence(values: list[Any]) -> Any:
 
 
 def _join_tensors(values: list[Any]) -> Any:
-    torch = sys.modules["torch"]
     try:
-        return torch.cat(values, dim=0)
+        return cat_tensors(values)
     except (RuntimeError, TypeError, KeyError) as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
         raise BatchError(f"{type(values[0]).__name__}s of shapes {shapes} do not join: {error}") from error
