@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dispatch.plan import CallPlan
@@ -24,6 +23,7 @@ from single_controller.base.errors import (
 )
 from single_controller.base.later import Answers, ReadAnswers, join_answers
 from single_controller.base.receipt import Failure, Receipt
+from single_controller.base.stats import Accounts, CallRecord, RankRecord
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,8 @@ class Call:
         sent: what the engine gave for it.
         timeout: seconds from now until the call is late, or None.
         starting: this is the call of the constructors.
+        accounts: where the group keeps what its calls cost.
+        begun: when the call began, in seconds since the epoch; now by default.
     """
 
     def __init__(
@@ -136,10 +138,15 @@ class Call:
         timeout: float | None = None,
         *,
         starting: bool = False,
+        accounts: Accounts | None = None,
+        begun: float | None = None,
     ) -> None:
         self.engine = engine
         self.method = method
-        self.plan = replace(plan, whole={}, shards=())  # the arguments are on their way: hold them no longer
+        # Of the plan only this is kept: the arguments are on their way, and nobody here shall hold them longer.
+        self.join, self.collect = plan.join, plan.collect
+        self._order = plan.answers
+        self._later = plan.later
         self._answers = sent.answers
         self.error: Exception | None = None
         self.settled = False
@@ -154,6 +161,12 @@ class Call:
         self._next_log = self._started + LATE_LOG_SECONDS
         self._failed_at: float | None = None
         self._callbacks: list[Callable[[], None]] = []
+        sent_at = time.time()
+        ranks = {rank: RankRecord(sent.nbytes.get(rank, 0)) for rank in sent.receipts.values()}
+        self._record = CallRecord(method, sent_at if begun is None else begun, sent_at, ranks=ranks)
+        self._accounts = accounts
+        if accounts is not None:
+            accounts.open(self._record)
         state.add(self)
 
     # --- for whoever waits -----------------------------------------------------------------------------
@@ -186,6 +199,7 @@ class Call:
         """Take in receipts that have come, then look at the clock."""
         if tokens:
             outcomes = self.engine.read(tokens)
+            now = time.time()
             with self._lock:
                 for token, outcome in zip(tokens, outcomes, strict=True):
                     rank = self._pending.pop(token, None)
@@ -200,6 +214,8 @@ class Call:
                     else:
                         self._receipts[rank] = outcome
                         self._state.standings[rank] = outcome.standing
+                        part = self._record.ranks[rank]
+                        part.clock, part.returned, part.answered = outcome.clock, outcome.returned, now
         with self._lock:
             self._decide(time.monotonic())
 
@@ -211,18 +227,21 @@ class Call:
         """
         if self.error is not None:
             raise self.error
-        receipts = [self._receipts[rank] for rank in self.plan.answers]
+        begun = time.perf_counter()
+        receipts = [self._receipts[rank] for rank in self._order]
         answers: Answers | ReadAnswers
         if self._answers is not None:
             if not self.engine.connected:
                 raise GroupBrokenError(f"the answers of {self.method}() are lost: {ENGINE_GONE}")
             answers = self._answers
         else:
-            answers = ReadAnswers(
-                self.method, self.plan.answers, [receipt.value for receipt in receipts], self.engine.unpack
-            )
-        value = join_answers(answers, receipts, self.plan.join)
-        return value if self.plan.collect is None else self.plan.collect(value)
+            answers = ReadAnswers(self.method, self._order, [receipt.value for receipt in receipts], self.engine.unpack)
+        value = join_answers(answers, receipts, self.join)
+        if self.collect is not None:
+            value = self.collect(value)
+        if self._accounts is not None:
+            self._accounts.add_join(self._record, time.perf_counter() - begun)
+        return value
 
     def receipts(self) -> dict[int, Receipt]:
         """Receipts by rank; for a settled call without error."""
@@ -261,7 +280,7 @@ class Call:
 
     def _decide(self, now: float) -> None:
         failures = [receipt.failure for receipt in self._receipts.values() if receipt.failure is not None]
-        lost_input = next((later.failed for later in self.plan.later if later.failed is not None), None)
+        lost_input = next((later.failed for later in self._later if later.failed is not None), None)
         if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
         if self._lost:
@@ -325,7 +344,11 @@ class Call:
             return
         self.error = error
         self.settled = True
-        self.plan = replace(self.plan, later=())  # or a chain of futures would keep all that came before
+        if self._accounts is not None:
+            self._record.settled = time.time()
+            self._record.failed = None if error is None else type(error).__name__
+            self._accounts.close(self._record)
+        self._later = ()  # or a chain of futures would keep all that came before
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dispatch.plan import CallPlan
@@ -42,10 +42,12 @@ class Sent:
     Attributes:
         receipts: token -> rank, for every called rank.
         answers: where the collecting ranks' answers can be asked for; None when they come with the receipts.
+        nbytes: rank -> bytes of arguments that it was given, for `stats`.
     """
 
     receipts: dict[Token, int]
     answers: Answers | None = None
+    nbytes: dict[int, int] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -96,7 +98,7 @@ class Engine(ABC):
 
         Args:
             packed: the receipt's value.
-            private: whether it must be in memory of its own.
+            private: whether it must be in memory that nobody else has; else it is only looked at, to be joined.
         """
 
     @abstractmethod

@@ -104,13 +104,13 @@ class WorkerFuture(_HandedOn):
         return self._call.error
 
     def _source(self) -> tuple[Answers, Join]:
-        if self._call.plan.collect is not None:
+        if self._call.collect is not None:
             raise DispatchError(
                 f"the future of {self._call.method}() ends in a collect function of its mode, which runs on the "
                 "driver: pass future.result() instead",
                 method=self._call.method,
             )
-        return self._call.answers, self._call.plan.join
+        return self._call.answers, self._call.join
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()

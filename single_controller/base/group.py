@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dispatch.errors import DispatchError, UnknownLayoutError
@@ -19,13 +21,15 @@ from single_controller.base.future import WorkerFuture
 from single_controller.base.method import CallOptions, RemoteMethod
 from single_controller.base.monitor import monitor
 from single_controller.base.standing import layout_of
+from single_controller.base.stats import Accounts, Stats, write_trace
 from single_controller.base.worker import Worker
 
 T = TypeVar("T")
+PlanOf = Callable[[MethodSpec, Any, tuple[Any, ...], dict[str, Any]], CallPlan]
 
 ERROR_GRACE_SECONDS = 5.0
 
-RESERVED = frozenset({"alive", "plan", "resource_pool", "spawn", "stats", "trace"})
+RESERVED = frozenset({"alive", "plan", "resource_pool", "spawn"})
 """Names that a group needs, beside the attributes of its class."""
 
 
@@ -73,6 +77,7 @@ class WorkerGroup(Closing):
             )
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
         self._sending = threading.RLock()
+        self._accounts = Accounts()
         self._layout: tuple[dict[int, int], Layout] | None = None
         self._running: Engine | None = None
 
@@ -145,6 +150,18 @@ class WorkerGroup(Closing):
         """Virtual pipeline stages that each rank holds; 1 without an interleaved pipeline."""
         return self._axis_size("vpp")
 
+    def stats(self) -> Stats:
+        """What the group's calls cost: bytes and seconds by method, and by call and rank. Prints as a table."""
+        return self._accounts.stats()
+
+    def trace(self, path: str | Path) -> None:
+        """Write the last calls as a Chrome trace, which Perfetto opens: a row for the driver and one for each rank.
+
+        Args:
+            path: the file, JSON.
+        """
+        write_trace(path, self.name, self._accounts.stats().calls)
+
     @property
     def methods(self) -> Methods:
         """The registered methods, by name."""
@@ -172,8 +189,7 @@ class WorkerGroup(Closing):
             AttributeError: the worker has no such method.
             DispatchError: some arguments are lists and others are not, or a list has another length.
         """
-        spec = self._any_method(method_name)
-        return WorkerFuture(self._send(spec, plan_execute(spec, self, args, kwargs), future=True)).refs
+        return WorkerFuture(self._execute(plan_execute, method_name, args, kwargs, future=True)).refs
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """`execute_all_async`, waited for: the answers by rank.
@@ -181,8 +197,7 @@ class WorkerGroup(Closing):
         Raises:
             SingleControllerError: a rank raised or died, besides what `execute_all_async` raises.
         """
-        spec = self._any_method(method_name)
-        result: list[Any] = self._wait(self._send(spec, plan_execute(spec, self, args, kwargs), future=False))
+        result: list[Any] = self._wait(self._execute(plan_execute, method_name, args, kwargs, future=False))
         return result
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -198,8 +213,7 @@ class WorkerGroup(Closing):
         Raises:
             AttributeError: the worker has no such method.
         """
-        spec = self._any_method(method_name)
-        return WorkerFuture(self._send(spec, plan_rank_zero(spec, self, args, kwargs), future=True)).refs[0]
+        return WorkerFuture(self._execute(plan_rank_zero, method_name, args, kwargs, future=True)).refs[0]
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """`execute_rank_zero_async`, waited for: the bare value.
@@ -207,8 +221,7 @@ class WorkerGroup(Closing):
         Raises:
             SingleControllerError: the rank raised or died, besides what `execute_rank_zero_async` raises.
         """
-        spec = self._any_method(method_name)
-        return self._wait(self._send(spec, plan_rank_zero(spec, self, args, kwargs), future=False))
+        return self._wait(self._execute(plan_rank_zero, method_name, args, kwargs, future=False))
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -236,11 +249,17 @@ class WorkerGroup(Closing):
         self._state.check()
 
     def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        begun = time.time()
         self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         plan = self._plan(spec, args, kwargs, options)
-        call = self._send(spec, plan, future=not blocking, timeout=options.timeout)
+        call = self._send(spec, plan, future=not blocking, timeout=options.timeout, begun=begun)
         return self._wait(call) if blocking else WorkerFuture(call)
+
+    def _execute(self, plan: PlanOf, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, future: bool) -> Call:
+        begun = time.time()
+        spec = self._any_method(name)
+        return self._send(spec, plan(spec, self, args, kwargs), future=future, begun=begun)
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
         return self._knowing(lambda: plan_call(spec, self, args, kwargs, options.uneven), spec.name)
@@ -261,11 +280,19 @@ class WorkerGroup(Closing):
                     raise DispatchError(str(error), method=what) from None
                 self._layout = None
 
-    def _send(self, spec: MethodSpec, plan: CallPlan, *, future: bool, timeout: float | None = None) -> Call:
+    def _send(
+        self,
+        spec: MethodSpec,
+        plan: CallPlan,
+        *,
+        future: bool,
+        timeout: float | None = None,
+        begun: float | None = None,
+    ) -> Call:
         with self._sending:
             self._check()
             sent = self._engine.send(spec, plan, future=future)
-            call = Call(self._state, self._engine, spec.name, plan, sent, timeout)
+            call = Call(self._state, self._engine, spec.name, plan, sent, timeout, accounts=self._accounts, begun=begun)
         if future:
             monitor.watch(call)
         return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,12 +48,16 @@ class Answer:
         rows: its rows, if it is a batch.
         not_rows: why it cannot be cut into rows.
         empty: the shard was nothing but padding.
+        began: when the method began, in seconds since the epoch.
+        ended: when it had returned.
     """
 
     value: Any = None
     rows: int | None = None
     not_rows: str | None = None
     empty: bool = False
+    began: float = 0.0
+    ended: float = 0.0
 
 
 class WorkerHost:
@@ -95,9 +100,11 @@ class WorkerHost:
         rows, real = self._take_later(order, slots)
         args, kwargs = merge_arguments(slots)
         del slots, whole, shard
+        began = time.time()
         value = self.call(order.method, *args, **kwargs)
+        ended = time.time()
         if not order.collects:
-            return Answer()
+            return Answer(began=began, ended=ended)
         empty = False
         if order.joins and rows is not None and real is not None and real != rows:
             try:
@@ -106,9 +113,9 @@ class WorkerHost:
             except BatchError as error:
                 raise ResultError(f"{order.method}(): {error}", method=order.method) from None
         try:
-            return Answer(value, batch.length(value), None, empty)
+            return Answer(value, batch.length(value), None, empty, began, ended)
         except BatchError as error:
-            return Answer(value, None, str(error), empty)
+            return Answer(value, None, str(error), empty, began, ended)
 
     def _take_later(self, order: Order, slots: dict[Slot, Any]) -> tuple[int | None, int | None]:
         """Replace what was a future by this rank's part of it. Rows of the shard: in all, and without padding."""

@@ -40,7 +40,7 @@ class ReadAnswers:
         method: name of the method.
         ranks: the collecting ranks, in order.
         packed: their answers, packed.
-        unpack: makes the value of one, in memory of its own or not.
+        unpack: makes the value of one, in memory that nobody else has or not.
     """
 
     def __init__(
@@ -176,7 +176,10 @@ def join_answers(answers: Answers | ReadAnswers, receipts: list[Receipt], join: 
         return answers.values(which, private=private)
     if join is Join.VALUE:
         return answers.values(which, private=private)[0]
-    values, copies = _to_join(answers, which, private)
+    if len(which) == 1:
+        values, copies = answers.values(which, private=private), False
+    else:
+        values, copies = _to_join(answers, which, private)
     try:
         if copies or len(values) > 1:
             return batch.join(values)

@@ -11,6 +11,7 @@ from typing import Any
 import dispatch
 from dispatch.errors import SingleControllerError
 from single_controller.base.errors import StartError, WorkerError
+from single_controller.base.stats import Clock
 
 LOST_PEER_SIGNS = (
     "gloo",
@@ -148,6 +149,8 @@ class Receipt:
         rows: rows of the answer, if it is a batch.
         not_rows: why the answer has no rows, if it cannot be cut at all.
         empty: all of this rank's rows were padding, so there is no answer to join.
+        returned: bytes of the packed answer.
+        clock: when the rank did what.
     """
 
     rank: int
@@ -157,3 +160,5 @@ class Receipt:
     rows: int | None = None
     not_rows: str | None = None
     empty: bool = False
+    returned: int = 0
+    clock: Clock | None = None

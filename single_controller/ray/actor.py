@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import pickle
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +23,9 @@ from dispatch.batch import described, register_batch_type, user_batch_types
 from dispatch.plan import Slot
 from single_controller.base.host import Answer, Order, WorkerHost
 from single_controller.base.receipt import Failure, Receipt, remote_traceback
+from single_controller.base.stats import Clock
 from single_controller.base.worker import Place
+from single_controller.ray.frame import open_order, receipt_frame
 from single_controller.ray.transport import AnswerPacket, Packet, pack
 
 logger = logging.getLogger(__name__)
@@ -122,8 +124,8 @@ class RankActor:
         except SystemExit:
             raise
         except BaseException as error:
-            return framed(self._failed(error, "__init__"))
-        return framed(Receipt(order.rank, self._host.standing.version))
+            return receipt_frame(self._failed(error, "__init__"))
+        return receipt_frame(Receipt(order.rank, self._host.standing.version))
 
     def _sc_identity(self) -> Identity:
         """Who this is."""
@@ -137,27 +139,31 @@ class RankActor:
 
     def _sc_call(self, frame: bytes, *beside: Packet) -> bytes | Receipt:
         """Carry out an order; the answer, if it is wanted, comes with the receipt."""
-        order, whole, shard = _opened(frame, beside)
+        received = time.time()
+        order, whole, shard = open_order(frame, beside)
         try:
             answer = self._run(order, whole, shard)
-            value = _pack_answer(order, answer, Packet) if order.collects else None
+            # No packet stands for None, as it does for a rank that does not collect.
+            value = _pack_answer(order, answer, Packet) if answer.value is not None else None
         except SystemExit:
             raise
         except BaseException as error:
-            return framed(self._failed(error, order.method))
-        return framed(self._receipt(answer, value))
+            return receipt_frame(self._failed(error, order.method))
+        return receipt_frame(self._receipt(answer, value, value, received))
 
     @ray.method(num_returns=2)
     def _sc_call_kept(self, frame: bytes, *beside: Packet) -> tuple[bytes | Receipt, Any]:
         """Carry out an order; the answer stays in the store of this node until somebody asks for it."""
-        order, whole, shard = _opened(frame, beside)
+        received = time.time()
+        order, whole, shard = open_order(frame, beside)
         try:
             answer = self._run(order, whole, shard)
-            return framed(self._receipt(answer, None)), _pack_answer(order, answer, AnswerPacket)
+            kept = _pack_answer(order, answer, AnswerPacket)
+            return receipt_frame(self._receipt(answer, None, kept, received)), kept
         except SystemExit:
             raise
         except BaseException as error:
-            failed = framed(self._failed(error, order.method))
+            failed = receipt_frame(self._failed(error, order.method))
             return failed, RayTaskError(order.method, remote_traceback(error), _carried(error))
 
     def _sc_direct(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,18 +175,21 @@ class RankActor:
             raise RuntimeError("this worker has not been started")
         return self._host
 
-    def _run(self, order: Order, whole: Packet, shard: Packet) -> Answer:
-        slots: dict[Slot, Any] = whole.open(private=order.private)
-        pieces: dict[Slot, Any] = shard.open(private=order.private)
+    def _run(self, order: Order, whole: Packet | None, shard: Packet | None) -> Answer:
+        slots: dict[Slot, Any] = {} if whole is None else whole.open(private=order.private)
+        pieces: dict[Slot, Any] = {} if shard is None else shard.open(private=order.private)
         for part in (slots, pieces):
             for slot, value in part.items():
                 if isinstance(value, ray.ObjectRef):  # as in Ray: a reference given as an argument is its value
                     part[slot] = ray.get(value)
         return self._worker.run(order, slots, pieces)
 
-    def _receipt(self, answer: Answer, value: Any) -> Receipt:
+    def _receipt(self, answer: Answer, value: Packet | None, packed: Packet | None, received: float) -> Receipt:
+        """The receipt of a call that went well; ``value`` goes with it, ``packed`` may go another way."""
         version = self._worker.standing.version
-        return Receipt(self._rank, version, None, value, answer.rows, answer.not_rows, answer.empty)
+        clock = Clock(received, answer.began, answer.ended, time.time())
+        size = packed.nbytes if packed is not None else 0
+        return Receipt(self._rank, version, None, value, answer.rows, answer.not_rows, answer.empty, size, clock)
 
     def _failed(self, error: BaseException, method: str) -> Receipt:
         version = self._host.standing.version if self._host is not None else 0
@@ -201,21 +210,6 @@ def _know_batch_types(packed: list[Packet]) -> None:
             continue
         if cls not in user_batch_types():
             register_batch_type(cls, length=how.length, cut=how.cut, join=how.join)
-
-
-def framed(receipt: Receipt) -> bytes | Receipt:
-    """A receipt as it travels: as bytes where it is small, which Ray carries faster than objects."""
-    value, cause = receipt.value, receipt.failure.cause if receipt.failure is not None else None
-    if all(packet is None or (packet.inline and not packet.refs) for packet in (value, cause)):
-        return pickle.dumps(receipt, protocol=5)
-    return receipt
-
-
-def _opened(frame: bytes, beside: tuple[Packet, ...]) -> tuple[Order, Packet, Packet]:
-    order, *packets = pickle.loads(frame)
-    rest = iter(beside)
-    whole, shard = (packet if packet is not None else next(rest) for packet in packets)
-    return order, whole, shard
 
 
 def _pack_answer(order: Order, answer: Answer, kind: type[Packet]) -> Packet:

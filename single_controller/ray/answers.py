@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from single_controller.base.errors import CallTimeoutError, WorkerDiedError
 from single_controller.base.later import unpacked
 from single_controller.base.receipt import Receipt
+from single_controller.ray.frame import open_receipt
 from single_controller.ray.transport import Packet, kept_packed
 
 
@@ -42,7 +42,7 @@ class RayAnswers:
     def receipts(self, timeout: float | None = None) -> list[Receipt]:
         """See `single_controller.base.later.Answers`."""
         self._wait(timeout)
-        receipts = [unframed(receipt) for receipt in ray.get(self._receipts)]
+        receipts = [open_receipt(receipt) for receipt in ray.get(self._receipts)]
         return receipts[: len(self._answers)]
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
@@ -77,7 +77,7 @@ class RayAnswers:
 
     def _raise_failure(self, rank: int, ref: ray.ObjectRef) -> None:
         try:
-            failure = unframed(ray.get(ref)).failure
+            failure = open_receipt(ray.get(ref)).failure
         except RayError as error:
             raise WorkerDiedError(
                 f"rank {rank} died during {self.method}(), whose future is an argument here: {one_line(error)}",
@@ -87,11 +87,6 @@ class RayAnswers:
             ) from error
         if failure is not None:
             raise failure.error(open_cause(failure.cause))
-
-
-def unframed(receipt: bytes | Receipt) -> Receipt:
-    """A receipt as it was before `single_controller.ray.actor.framed`."""
-    return pickle.loads(receipt) if isinstance(receipt, bytes) else receipt
 
 
 def open_cause(packed: Packet | None) -> BaseException | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -20,7 +19,8 @@ from single_controller.base.engine import Engine, RankLost, Sent, Token
 from single_controller.base.host import Order
 from single_controller.base.receipt import Receipt
 from single_controller.ray.actor import CONCURRENT, Location
-from single_controller.ray.answers import RayAnswers, one_line, open_cause, unframed
+from single_controller.ray.answers import RayAnswers, one_line, open_cause
+from single_controller.ray.frame import BESIDE, open_receipt, order_frame
 from single_controller.ray.runtime import session
 from single_controller.ray.transport import Packet, pack, packs
 
@@ -44,12 +44,13 @@ class Rank:
     location: Location
 
 
-_NOTHING = pack({})
-
-
 class _Carried(NamedTuple):
-    inside: Packet | None
+    inside: Packet | int | None
     beside: tuple[Any, ...]
+    nbytes: int
+
+
+_NOTHING = _Carried(None, (), 0)
 
 
 class RayEngine(Engine):
@@ -91,7 +92,7 @@ class RayEngine(Engine):
             frame = frames.get((number, collects))
             if frame is None:
                 order = _order(spec, plan, plan.shards[number], collects=collects)
-                frame = pickle.dumps((order, whole.inside, shards[number].inside), protocol=5)
+                frame = order_frame(order, whole.inside, shards[number].inside)
                 frames[number, collects] = frame
             actor = self.ranks[rank].actor
             method = actor._sc_call_kept if future and collects else actor._sc_call
@@ -103,8 +104,9 @@ class RayEngine(Engine):
             else:
                 receipts[rank] = sent
         tokens: dict[Token, int] = {ref: rank for rank, ref in receipts.items()}
+        nbytes = {rank: whole.nbytes + shards[plan.shard_of[rank] or 0].nbytes for rank in receipts}
         if not future:
-            return Sent(tokens)
+            return Sent(tokens, None, nbytes)
         in_order = [*plan.answers, *(rank for rank in receipts if rank not in collecting)]
         return Sent(
             tokens,
@@ -114,6 +116,7 @@ class RayEngine(Engine):
                 [receipts[rank] for rank in in_order],
                 [answers[rank] for rank in plan.answers],
             ),
+            nbytes,
         )
 
     def ask_standings(self) -> Sent:
@@ -131,13 +134,15 @@ class RayEngine(Engine):
     def read(self, tokens: Sequence[Token]) -> list[Receipt | RankLost]:
         """See `Engine.read`."""
         try:
-            return [unframed(receipt) for receipt in ray.get(list(cast(Any, tokens)))]
+            return [open_receipt(receipt) for receipt in ray.get(list(cast(Any, tokens)))]
         except Exception:  # one of them is lost: which one, asking singly tells
             return [_read_one(token) for token in tokens]
 
-    def unpack(self, packed: Packet, private: bool) -> Any:
-        """See `Engine.unpack`."""
-        return packed.open(private=private)
+    def unpack(self, packed: Packet | None, private: bool) -> Any:
+        """See `Engine.unpack`. The answer of a call that was waited for is nobody else's."""
+        if packed is None:
+            return None
+        return packed.open_own() if private else packed.open(private=False)
 
     def open_cause(self, packed: Packet | None) -> BaseException | None:
         """See `Engine.open_cause`."""
@@ -155,7 +160,7 @@ class RayEngine(Engine):
 
 def _read_one(token: Token) -> Receipt | RankLost:
     try:
-        return unframed(ray.get(cast(Any, token)))
+        return open_receipt(ray.get(cast(Any, token)))
     except _LOST as error:
         return RankLost(one_line(error))
     except RayError as error:  # the call itself could not be delivered: its arguments were lost, say
@@ -174,16 +179,20 @@ def _order(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) ->
     )
 
 
-def _carry(packet: Packet) -> _Carried:
+def _carry(packet: Packet | None) -> _Carried:
     """How a packet travels: inside the call's frame if it is small, else once in Ray's store, beside the frame."""
+    if packet is None:
+        return _NOTHING
     if not packet.inline:
-        return _Carried(None, (ray.put(packet),))
-    return _Carried(None, (packet,)) if packet.refs else _Carried(packet, ())
+        return _Carried(BESIDE, (ray.put(packet),), packet.nbytes)
+    if packet.refs:
+        return _Carried(BESIDE, (packet,), packet.nbytes)
+    return _Carried(packet, (), packet.nbytes)
 
 
-def _pack(spec: MethodSpec, values: dict[Slot, Any]) -> Packet:
+def _pack(spec: MethodSpec, values: dict[Slot, Any]) -> Packet | None:
     try:
-        return pack(values) if values else _NOTHING
+        return pack(values) if values else None
     except Exception as error:
         slot = next((slot for slot, value in values.items() if not packs(value)), None)
         name = None if slot is None else spec.parameter(slot)

@@ -23,8 +23,13 @@ import ray
 import ray.cloudpickle
 from ray.actor import ActorHandle
 
+from dispatch.warm import warm
+
 INLINE_BYTES = 64 * 1024
 """Packets up to this size travel inside the call; larger ones are stored once and referred to."""
+
+MOST_HELD = 1 << 30
+"""Bytes of the store that results may hold in this process, before more of them are copied out of it."""
 
 _opening = threading.local()
 
@@ -68,6 +73,11 @@ class Packet:
             return pickle.loads(self.header, buffers=self.buffers)
         finally:
             _opening.packet = before
+
+    def open_own(self) -> Any:
+        """The value of a packet that nobody else has or will open: in the store's memory as it is, or copied out of it
+        where this process holds `MOST_HELD` bytes of the store already."""
+        return self.open(private=_Writable.held_bytes + self.nbytes > MOST_HELD)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.header, *self._parts()))
@@ -121,6 +131,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):
     def __init__(self, out: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
         super().__init__(out, protocol=5, buffer_callback=buffers.append)
         self.refs: list[Any] = []
+        self._seen: dict[Any, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (ray.ObjectRef, ActorHandle)):
@@ -130,7 +141,19 @@ class _Pickler(ray.cloudpickle.CloudPickler):
             return _reduce_array(obj)
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) is torch.Tensor and _is_plain(torch, obj):
-            return _reduce_tensor(torch, obj)
+            # One batch for two parameters was cut into two views of the same memory: it is sent once.
+            place = (
+                obj.device,
+                obj.data_ptr(),
+                obj.dtype,
+                obj.shape,
+                obj.stride(),
+                obj.requires_grad,
+                obj.is_conj(),
+                obj.is_neg(),
+            )
+            first = self._seen.setdefault(place, obj) if obj.numel() else obj
+            return _reduce_tensor(torch, obj) if first is obj else (_itself, (first,))
         return super().reducer_override(obj)
 
 
@@ -141,6 +164,10 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
         and not tensor.is_quantized
         and tensor.device.type in ("cpu", "cuda")
     )
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _reduce_array(array: numpy.ndarray) -> tuple[Any, ...]:
@@ -184,11 +211,22 @@ def _memory(buffer: Any) -> numpy.ndarray:
     """The bytes of a buffer as an array that may be written to: a copy, or the shared memory itself."""
     shared = numpy.frombuffer(buffer, numpy.uint8)
     private, _ = getattr(_opening, "packet", (True, ()))
-    return shared.copy() if private else numpy.asarray(_Writable(shared))
+    # What came inside a message is a bytes object, which Python may share, and small: it is always copied.
+    if private or isinstance(memoryview(buffer).obj, bytes):
+        copy = warm.take(shared.nbytes)
+        numpy.copyto(copy, shared)
+        return copy
+    return numpy.asarray(_Writable(shared))
 
 
 class _Writable:
-    """Store memory under a flag that lets torch map it without its warning; `inputs="view"` forbids writing."""
+    """Store memory under a flag that lets torch map it without its warning. Who may write to it is decided by whoever
+    opens a packet without copying it."""
+
+    held_bytes = 0
+    """Of all that are alive in this process: the store cannot move or drop these."""
+
+    _lock = threading.RLock()  # one may end while another begins
 
     def __init__(self, shared: numpy.ndarray) -> None:
         self._shared = shared
@@ -198,3 +236,9 @@ class _Writable:
             "typestr": "|u1",
             "version": 3,
         }
+        with _Writable._lock:
+            _Writable.held_bytes += shared.nbytes
+
+    def __del__(self) -> None:
+        with _Writable._lock:
+            _Writable.held_bytes -= self._shared.nbytes

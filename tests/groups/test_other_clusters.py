@@ -140,3 +140,30 @@ def test_logical_gpus_are_shared_and_ordered():
         "> again: [0, 1, 2, 3]",
         "> refused: True",
     ]
+
+
+def test_results_outlive_their_group_and_their_ray():
+    """They lie in the store's memory."""
+    out = run("""
+        import torch
+        pool = RayResourcePool([2], use_gpu=False)
+        group = RayWorkerGroup(pool, counter())
+        results = group.echo(torch.ones(1 << 20))
+        pool.close()
+        ray.shutdown()
+        results[0].fill_(3)
+        print(">", [float(result.mean()) for result in results])
+    """)
+    assert out == ["> [3.0, 1.0]"]
+
+
+def test_a_payload_larger_than_the_store_goes_through():
+    """Ray spills it: that is slow, and nothing hangs or is lost."""
+    out = run("""
+        import torch
+        ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+        group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter())
+        batch = torch.arange(200 << 18, dtype=torch.float32).reshape(200, -1)
+        print(">", batch.nbytes >> 20, torch.equal(group.double(batch), 2 * batch))
+    """)
+    assert out == ["> 200 True"]

@@ -1,0 +1,216 @@
+"""What calls cost: kept for each call and rank, read as a table or as a Chrome trace.
+
+A call has these phases. On the driver: *dispatch* (bind, cut, pack, send). On each rank: *queue* (until it takes the
+call up, after earlier ones), *open* (unpack the arguments, wait for futures among them), *method*, and *return*
+(pack the answer, and its way back). On the driver again: *join*. Ranks have their own clocks: between hosts, queue and
+return are as exact as those agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+KEPT_CALLS = 1000
+"""The last calls of a group whose ranks are kept one by one."""
+
+
+class Clock(NamedTuple):
+    """When a rank did what, in seconds since the epoch by its own clock.
+
+    Attributes:
+        received: it took the call up.
+        began: the arguments were there.
+        ended: the method had returned.
+        packed: the answer was ready to leave.
+    """
+
+    received: float
+    began: float
+    ended: float
+    packed: float
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """One rank's part of a call.
+
+    Attributes:
+        sent: bytes of arguments that the rank was given; arguments that are futures are not counted.
+        returned: bytes of its answer; 0 on ranks that do not collect.
+        clock: None until it has answered, and for a rank that raised or died.
+        answered: when the driver had its receipt, by the driver's clock.
+    """
+
+    sent: int = 0
+    returned: int = 0
+    clock: Clock | None = None
+    answered: float = 0.0
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One call.
+
+    Attributes:
+        method: its name.
+        begun: when it began, in seconds since the epoch.
+        dispatched: when it had been sent.
+        settled: when it had an outcome; 0 while it has none.
+        joined: seconds that the join took; 0 if nobody has asked for the result.
+        failed: the type of its error, or None.
+        ranks: rank -> its part.
+    """
+
+    method: str
+    begun: float
+    dispatched: float = 0.0
+    settled: float = 0.0
+    joined: float = 0.0
+    failed: str | None = None
+    ranks: dict[int, RankRecord] = field(default_factory=dict)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds in each phase; the slowest rank's, where ranks take part."""
+        times = [(rank, rank.clock) for rank in self.ranks.values() if rank.clock is not None]
+        longest = {
+            "queue": max((clock.received - self.dispatched for _, clock in times), default=0.0),
+            "open": max((clock.began - clock.received for _, clock in times), default=0.0),
+            "method": max((clock.ended - clock.began for _, clock in times), default=0.0),
+            "return": max((rank.answered - clock.ended for rank, clock in times), default=0.0),
+        }
+        by_rank = {name: max(seconds, 0.0) for name, seconds in longest.items()}  # a rank may begin before all are sent
+        return {"dispatch": self.dispatched - self.begun, **by_rank, "join": self.joined}
+
+
+@dataclass(slots=True)
+class MethodStats:
+    """All calls of one method.
+
+    Attributes:
+        calls: how many have an outcome.
+        failed: how many of them raised.
+        sent: bytes of arguments, over all ranks.
+        returned: bytes of answers, over all ranks.
+        seconds: phase -> seconds, summed over the calls; of each call the slowest rank's.
+    """
+
+    calls: int = 0
+    failed: int = 0
+    sent: int = 0
+    returned: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a group's calls cost. Prints as a table.
+
+    Attributes:
+        methods: method -> its `MethodStats`, since the group was made.
+        calls: the last calls, each with its ranks, oldest first.
+    """
+
+    methods: Mapping[str, MethodStats]
+    calls: Sequence[CallRecord]
+
+    def __str__(self) -> str:
+        phases = ("dispatch", "queue", "open", "method", "return", "join")
+        rows = [["method", "calls", "failed", "sent", "returned", *(f"{phase} ms" for phase in phases)]]
+        for name, stats in self.methods.items():
+            means = (1000 * stats.seconds.get(phase, 0.0) / max(stats.calls, 1) for phase in phases)
+            counts = [str(stats.calls), str(stats.failed), _bytes(stats.sent), _bytes(stats.returned)]
+            rows.append([name, *counts, *(f"{mean:.2f}" for mean in means)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+        return "\n".join([*lines, "bytes over all calls and ranks; times are means over calls, of the slowest rank"])
+
+
+class Accounts:
+    """Keeps the records of one group. What it costs a call is a few microseconds."""
+
+    def __init__(self) -> None:
+        self._calls: deque[CallRecord] = deque(maxlen=KEPT_CALLS)
+        self._methods: dict[str, MethodStats] = {}
+
+    def open(self, record: CallRecord) -> None:
+        """A call is on its way."""
+        self._calls.append(record)
+
+    def close(self, record: CallRecord) -> None:
+        """A call has an outcome."""
+        stats = self._methods.setdefault(record.method, MethodStats())
+        stats.calls += 1
+        stats.failed += record.failed is not None
+        for rank in record.ranks.values():
+            stats.sent += rank.sent
+            stats.returned += rank.returned
+        for phase, seconds in record.phases().items():
+            stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
+
+    def add_join(self, record: CallRecord, seconds: float) -> None:
+        """A result was put together; it counts once."""
+        if not record.joined:
+            record.joined = seconds
+            totals = self._methods.setdefault(record.method, MethodStats()).seconds
+            totals["join"] = totals.get("join", 0.0) + seconds
+
+    def stats(self) -> Stats:
+        """What is known now."""
+        return Stats(dict(self._methods), list(self._calls))
+
+
+def write_trace(path: str | Path, name: str, calls: Iterable[CallRecord]) -> None:
+    """Write calls as a Chrome trace, which Perfetto opens: a row for the driver and one for each rank.
+
+    Args:
+        path: the file, JSON.
+        name: of the group.
+        calls: what to write.
+    """
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
+    rows = {-1: "driver"}
+    for number, call in enumerate(calls):
+        about = {"call": number, **({"failed": call.failed} if call.failed else {})}
+        events.append(_event(-1, f"{call.method}: dispatch", call.begun, call.dispatched, about))
+        if call.joined:
+            events.append(_event(-1, f"{call.method}: join", call.settled, call.settled + call.joined, about))
+        for number_of_rank, rank in call.ranks.items():
+            rows[number_of_rank] = f"rank {number_of_rank}"
+            if rank.clock is None:
+                continue
+            sizes = {**about, "bytes sent": rank.sent, "bytes returned": rank.returned}
+            received, began, ended, packed = rank.clock
+            for phase, start, stop in (("open", received, began), ("", began, ended), ("return", ended, packed)):
+                title = f"{call.method}: {phase}" if phase else call.method
+                events.append(_event(number_of_rank, title, start, stop, sizes))
+    events += [
+        {"ph": "M", "pid": 1, "tid": row + 1, "name": "thread_name", "args": {"name": title}}
+        for row, title in sorted(rows.items())
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _event(row: int, title: str, start: float, stop: float, about: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": 1,
+        "tid": row + 1,
+        "name": title,
+        "ts": 1e6 * start,
+        "dur": max(1e6 * (stop - start), 0.0),
+        "args": about,
+    }
+
+
+def _bytes(number: int) -> str:
+    size = float(number)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
