@@ -2,6 +2,7 @@
 #
 #   make test ARGS="-k layout"        arguments for pytest
 #   make demo ARGS="--steps 100"      arguments for the script
+#   make benchmark ARGS="--quick"     arguments for the benchmark
 #   make test PYTHON=python3.12       another Python for the set-up
 
 VENV    := .venv
@@ -15,15 +16,16 @@ export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test lint format benchmark clean
 
 help:
-	@echo 'make demo     train a small language model on four workers (about a minute)'
-	@echo 'make test     lint, types and tests'
-	@echo 'make lint     ruff and mypy alone'
-	@echo 'make format   let ruff repair and format the sources'
-	@echo 'make setup    only make $(VENV), as the targets above do when they need it'
-	@echo 'make clean    remove what the targets above have made, $(VENV) included'
+	@echo 'make demo        train a small language model on four workers (about a minute)'
+	@echo 'make test        lint, types and tests'
+	@echo 'make lint        ruff and mypy alone'
+	@echo 'make format      let ruff repair and format the sources'
+	@echo 'make benchmark   this library beside plain Ray, verl and Monarch (about an hour, an idle machine and 20 GB)'
+	@echo 'make setup       only make $(VENV), as the targets above do when they need it'
+	@echo 'make clean       remove what the targets above have made, $(VENV) included'
 
 setup: $(READY)
 
@@ -42,9 +44,12 @@ format: $(READY)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
+benchmark: $(READY)
+	@$(PY) -m benchmarks $(ARGS)
+
 clean:
-	rm -rf $(VENV) tutorials/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find dispatch single_controller workers tests tutorials -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) benchmarks/.venvs benchmarks/out tutorials/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find dispatch single_controller workers tests tutorials benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last and removed first, so an interrupted installation never counts as done: the
 # next run begins it anew in an empty environment. A complete one is brought up to date in place.

@@ -1,0 +1,1 @@
+"""Benchmarks: this library beside plain Ray, verl and Monarch, in one run. ``python -m benchmarks --help``."""

@@ -1,0 +1,93 @@
+"""The command: ``python -m benchmarks`` from the root of the repository.
+
+It makes an environment for each peer, runs every case for every contender in turn, and writes ``table.md``,
+``results.json`` and ``picture.png``. Run it on an idle machine: on two cores all of it takes about an hour, and up to
+20 GB of memory, which is what verl's default mode takes for 256 MB on eight ranks. A contender that leaves less than
+1.5 GiB to the machine is stopped, and the table says so. ``--quick`` takes a few minutes and says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.cases import all_cases
+from benchmarks.machine import machine
+from benchmarks.picture import draw
+from benchmarks.report import as_json, as_markdown
+from benchmarks.roster import CONTENDERS
+from benchmarks.rounds import Rounds
+from benchmarks.venvs import HERE, python_for
+
+HOW = (
+    "All contenders in one run, case by case, round after round: with large data each one is started for its turn and "
+    "warmed up, with a Ray of its own, because all stores together would not fit; in the other cases all are alive and "
+    "take turns. verl and Monarch each have a virtual environment of their own; plain Ray and this library share one."
+)
+
+logger = logging.getLogger("benchmarks")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it: 0 if every contender did every case that it has, else 1."""
+    options = _options(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    cases = [case for case in all_cases(options.quick) if _chosen(case.name, options.only)]
+    contenders = [contender for contender in CONTENDERS if _chosen(contender.name, options.contenders)]
+    if not cases or not contenders:
+        logger.error("nothing to run: cases are %s", ", ".join(case.name for case in all_cases(options.quick)))
+        return 2
+    out = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    for contender in contenders:
+        python_for(contender)
+    run = {
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "rounds": options.rounds,
+        "quick": options.quick,
+        "how": HOW,
+    }
+    rounds = Rounds(contenders, options.rounds, warm=1.0 if options.quick else 3.0, budget=20.0, logs=out)
+    start = time.monotonic()
+    try:
+        for case in cases:
+            rounds.run(case)
+            run |= {"versions": rounds.versions, "minutes": round((time.monotonic() - start) / 60, 1)}
+            (out / "results.json").write_text(as_json(run, cases, rounds.results))
+            (out / "table.md").write_text(as_markdown(run, cases, rounds.results))
+    finally:
+        rounds.close()
+    draw(out / "picture.png", cases, rounds.results)
+    sys.stdout.write((out / "table.md").read_text())
+    return 1 if any(found.error for found in rounds.results) else 0
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").strip().split("\n\n")[1])
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round: whether everything works")
+    parser.add_argument("--only", metavar="CASE,...", help="these cases; 'chain' stands for all that begin so")
+    parser.add_argument("--contenders", metavar="NAME,...", help=", ".join(contender.name for contender in CONTENDERS))
+    parser.add_argument("--rounds", type=int, help="rounds over all contenders (default: 3, with --quick 1)")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "out", help="folder for the results (default: benchmarks/out)"
+    )
+    options = parser.parse_args(argv)
+    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.only = options.only.split(",") if options.only else None
+    options.contenders = options.contenders.split(",") if options.contenders else None
+    return options
+
+
+def _chosen(name: str, wanted: list[str] | None) -> bool:
+    return wanted is None or any(name == each or (each in _GROUPS and name.startswith(each + "-")) for each in wanted)
+
+
+_GROUPS = ("chain", "start", "empty")
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What is measured: every case, at its full size and at a small one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MB = 1024**2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case.
+
+    Attributes:
+        name: its short name, for ``--only``.
+        title: what the table calls it.
+        kind: the adapters' method that sets it up; a contender without that method is left out.
+        parameters: keyword arguments of that method.
+        reference: contender (and variant) that the ratios are against.
+        together: whether all contenders are alive at the same time. Where the data is large, they are not: each
+            round then starts, warms, measures and ends one after the other.
+        repeats: timed runs per round; in cases that run together, as many short rounds.
+        probes: "store" for bytes in Ray's object store, "driver" for the driver's own memory.
+    """
+
+    name: str
+    title: str
+    kind: str
+    parameters: dict[str, Any]
+    reference: tuple[str, str | None] = ("memcpy", None)
+    together: bool = False
+    repeats: int = 5
+    probes: tuple[str, ...] = ()
+
+    @property
+    def moves_data(self) -> bool:
+        """Whether bytes are moved between processes."""
+        return "nbytes" in self.parameters
+
+
+def all_cases(quick: bool = False) -> list[Case]:
+    """The cases, in the order of the table.
+
+    Args:
+        quick: for a smoke test: a sixteenth of the bytes and fewer workers, and most contenders together.
+    """
+    quarter = 16 * MB if quick else 256 * MB
+    sizes = (2,) if quick else (4, 8)
+    bare = ("ray", "bare actors")
+    cases = [
+        Case(
+            "broadcast",
+            f"broadcast of {quarter // MB} MB to 4 ranks",
+            "broadcast",
+            {"nbytes": quarter, "ranks": 4},
+            together=quick,
+        ),
+        Case(
+            "echo",
+            f"echo of {2 * quarter // MB} MB over dp 4",
+            "echo",
+            {"nbytes": 2 * quarter, "ranks": 4},
+            together=quick,
+        ),
+        Case(
+            "mesh",
+            f"dp2 x tp2 x pp2, {quarter // MB} MB in and out",
+            "mesh",
+            {"nbytes": quarter, "dp": 2, "tp": 2, "pp": 2},
+            probes=("store",),
+        ),
+    ]
+    cases += [
+        Case(
+            f"chain-{first}-{second}",
+            f"chain of {quarter // MB} MB, {first} -> {second} ranks",
+            "chain",
+            {"nbytes": quarter, "first": first, "second": second},
+            probes=("driver",),
+            together=quick,
+        )
+        for first, second in ((4, 4), (4, 2), (2, 4))
+    ]
+    cases += [
+        Case(
+            f"start-{ranks}" + ("-torch" if torch else ""),
+            f"start-up of {ranks} workers, {'torch imported' if torch else 'no torch'}",
+            "start",
+            {"ranks": ranks, "torch": torch},
+            reference=bare,
+            together=True,
+            repeats=2,
+        )
+        for torch in (False, True)
+        for ranks in sizes
+    ]
+    cases += [
+        Case(
+            f"empty-{ranks}",
+            f"empty call, N = {ranks}",
+            "empty",
+            {"ranks": ranks},
+            reference=("ray", None),
+            together=True,
+        )
+        for ranks in ((1, 2) if quick else (1, 2, 4, 8))
+    ]
+    cases.append(
+        Case(
+            "plan",
+            "plan and cut, no processes",
+            "plan",
+            {"sizes": [1024, 4096]},
+            reference=("ours", "1,024 ranks"),
+            together=True,
+        )
+    )
+    return cases

@@ -1,0 +1,254 @@
+"""This library."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks import data
+from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
+from benchmarks.contenders.processes import wait_until_gone
+from benchmarks.protocol import Call, serve
+from dispatch import Layout, warm
+from dispatch.plan import plan_call
+from dispatch.register import registered_methods
+from single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
+
+VIEW = {"inputs": "view"}
+MOST_IDLE = warm.MOST_IDLE
+
+
+class Small(Worker):
+    """A worker that has nothing to import."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self):
+        return self.rank, os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nothing(self):
+        return None
+
+
+class SmallWithTorch(Small):
+    """The same, with torch."""
+
+    def __init__(self):
+        super().__init__()
+        import torch
+
+        self.torch = torch.__version__
+
+
+class Flat(Worker):
+    """Ranks that are all data parallel."""
+
+    @register(Dispatch.ONE_TO_ALL, **VIEW)
+    def digest(self, x):
+        return data.digest(x)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, **VIEW)
+    def digest_shard(self, x):
+        return data.digest(x)
+
+    @register(Dispatch.ONE_TO_ALL, **VIEW)
+    def take_view(self, x):
+        return data.ends(x)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_copy(self, x):
+        return data.ends(x)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, **VIEW)
+    def echo_list(self, x):
+        return x
+
+    @register(Dispatch.DP_COMPUTE_PROTO, **VIEW)
+    def echo_view(self, x):
+        return x
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def echo_copy(self, x):
+        return x
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, nbytes):
+        self.shard = data.shard(nbytes, self.rank, self.world_size)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def produce(self):
+        return self.shard
+
+    @register(Dispatch.DP_COMPUTE_METRIC, **VIEW)
+    def consume_view(self, x):
+        return data.ends(x)
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def consume_copy(self, x):
+        return data.ends(x)
+
+
+class FlatFresh(Flat):
+    """The same, without recycled memory."""
+
+    def __init__(self):
+        super().__init__()
+        _recycle(False)
+
+
+class Mesh(Worker):
+    """Ranks on a dp x pp x tp mesh; tp moves fastest."""
+
+    def __init__(self, tp, pp):
+        super().__init__()
+        self.register_layout(dp=self.rank // (tp * pp), pp=self.rank // tp % pp, tp=self.rank % tp)
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, **VIEW)
+    def echo_view(self, x):
+        return x
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def echo_copy(self, x):
+        return x
+
+
+class Ours:
+    """The cases on this library."""
+
+    def versions(self):
+        """Versions of what runs here."""
+        return versions("single-controller", "ray", "torch")
+
+    def broadcast(self, nbytes: int, ranks: int) -> Iterator[dict[str, Call]]:
+        """The same tensor to all ranks."""
+        batch = data.batch(nbytes)
+        with _group(Flat, ranks) as group:
+
+            def prove():
+                data.same(group.digest(batch), [data.digest(batch)] * ranks)
+
+            def finish(got):
+                data.same(got, [data.ends(batch)] * ranks)
+
+            yield {
+                "views": Call(lambda: group.take_view(batch), finish, prove),
+                "private copies": Call(lambda: group.take_copy(batch), finish, prove),
+            }
+
+    def echo(self, nbytes: int, ranks: int) -> Iterator[dict[str, Call]]:
+        """Rows out and back."""
+        batch = data.batch(nbytes)
+        finish = functools.partial(data.same, wanted=batch)
+        with _group(Flat, ranks) as group, _group(FlatFresh, ranks) as fresh:
+
+            def call(method, recycle=True):
+                def run():
+                    _recycle(recycle)
+                    return getattr(group if recycle else fresh, method)(batch)
+
+                return Call(run, finish)
+
+            yield {
+                "views, a list": call("echo_list"),
+                "views, joined": call("echo_view"),
+                "private copies, joined": call("echo_copy"),
+                "views, joined, no recycled memory": call("echo_view", recycle=False),
+                "private copies, joined, no recycled memory": call("echo_copy", recycle=False),
+            }
+
+    def mesh(self, nbytes: int, dp: int, tp: int, pp: int) -> Iterator[dict[str, Call]]:
+        """Rows to the ranks of each dp coordinate, and back from one of them."""
+        batch = data.batch(nbytes)
+        finish = functools.partial(data.same, wanted=batch)
+        with _group(Mesh, dp * tp * pp, tp, pp) as group:
+            yield {
+                "views": Call(lambda: group.echo_view(batch), finish),
+                "private copies": Call(lambda: group.echo_copy(batch), finish),
+            }
+
+    def chain(self, nbytes: int, first: int, second: int) -> Iterator[dict[str, Call]]:
+        """What one group holds, to another."""
+        shards = [data.shard(nbytes, k, second) for k in range(second)]
+        digests, ends = [data.digest(shard) for shard in shards], [data.ends(shard) for shard in shards]
+        del shards
+        with _group(Flat, first) as producer, _group(Flat, second) as consumer:
+            producer.load(nbytes)
+            finish = functools.partial(data.same, wanted=ends)
+
+            def prove():
+                data.same(consumer.digest_shard(producer.produce.remote()), digests)
+
+            yield {
+                "views": Call(lambda: consumer.consume_view(producer.produce.remote()), finish, prove),
+                "private copies": Call(lambda: consumer.consume_copy(producer.produce.remote()), finish, prove),
+            }
+
+    def start(self, ranks: int, torch: bool) -> Iterator[dict[str, Call]]:
+        """A pool, a group, and its first answer."""
+
+        def run():
+            pool = RayResourcePool([ranks], use_gpu=False)
+            group = RayWorkerGroup(pool, RayClassWithInitArgs(SmallWithTorch if torch else Small))
+            return pool, group.where()
+
+        def finish(got):
+            pool, where = got
+            pool.close()
+            wait_until_gone(pid for _, pid in where)
+            data.same([rank for rank, _ in where], list(range(ranks)))
+
+        yield {"": Call(run, finish)}
+
+    def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
+        """A call without arguments or results."""
+        times = 200
+
+        def run():
+            for _ in range(times):
+                last = group.nothing()
+            return last
+
+        with _group(Small, ranks) as group:
+            yield {"": Call(run, functools.partial(data.same, wanted=[None] * ranks), times=times)}
+
+    def plan(self, sizes: list[int]) -> Iterator[dict[str, Call]]:
+        """The arguments of one call cut for many ranks, dp x tp 8, with no process but this one."""
+        yield {f"{ranks:,} ranks": _plan(ranks) for ranks in sizes}
+
+
+def _plan(ranks):
+    spec = registered_methods(Mesh)["echo_view"]
+    layout = Layout({"dp": [rank // 8 for rank in range(ranks)], "tp": [rank % 8 for rank in range(ranks)]})
+    group = SimpleNamespace(world_size=ranks, layout=layout)  # all that a plan asks of a group
+    batch = torch.arange(ranks * 4).reshape(ranks * 2, 2)
+
+    def finish(plan):
+        first = [plan.arguments(rank)[0][0] for rank in range(0, ranks, 8)]
+        last = [plan.arguments(rank)[0][0] for rank in range(7, ranks, 8)]
+        data.same(first, batch.chunk(ranks // 8))
+        data.same(last, batch.chunk(ranks // 8))
+
+    return Call(lambda: plan_call(spec, group, (batch,), {}), finish)
+
+
+def _recycle(on):
+    """Whether this process uses large buffers again: an inner part of the library, off to see what it is worth."""
+    warm.MOST_IDLE = MOST_IDLE if on else 0
+    if not on:
+        warm.warm.clear()
+
+
+@contextmanager
+def _group(cls, ranks, *args):
+    with RayResourcePool([ranks], use_gpu=False) as pool:
+        yield RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args))
+
+
+if __name__ == "__main__":
+    with LocalRay():
+        serve(Ours(), PROBES)

@@ -1,0 +1,203 @@
+"""Plain Ray, as a good engineer writes it by hand: each shard is put once, and no rank returns what nobody reads.
+
+"tensors" passes tensors as they are; shards are cloned first, because Ray would pickle the whole storage behind a view.
+"numpy" converts to arrays on either side, which Ray shares without a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from benchmarks import data
+from benchmarks.contenders.by_hand import array, forms, joined
+from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
+from benchmarks.contenders.processes import wait_until_gone
+from benchmarks.protocol import Call, serve
+
+
+@ray.remote(num_cpus=1)
+class Small:
+    """An actor that has nothing to import."""
+
+    def __init__(self, rank=0, with_torch=False):
+        self.rank = rank
+        if with_torch:
+            import torch
+
+            self.torch = torch.__version__
+
+    def where(self):
+        return self.rank, os.getpid()
+
+    def address(self):
+        import socket
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def join(self, address, world_size):
+        host, port = address
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(self.rank), WORLD_SIZE=str(world_size))
+        return self.where()
+
+    def nothing(self):
+        return None
+
+
+@ray.remote(num_cpus=1)
+class Ranks:
+    """An actor that takes and gives tensors, or arrays."""
+
+    def load(self, nbytes, k, of):
+        self.shard = data.shard(nbytes, k, of)
+
+    def digest(self, *pieces):
+        return data.digest(joined(pieces))
+
+    def take(self, *pieces):
+        return data.ends(joined(pieces))
+
+    def echo(self, x, answers=True):
+        return x if answers else None
+
+    def produce(self, parts, numpy):
+        shards = [shard.numpy() if numpy else shard.clone() for shard in self.shard.chunk(parts)]
+        return shards if parts > 1 else shards[0]
+
+
+class PlainRay:
+    """The cases on Ray alone."""
+
+    def versions(self):
+        """Versions of what runs here."""
+        return versions("ray", "torch")
+
+    def broadcast(self, nbytes: int, ranks: int) -> Iterator[dict[str, Call]]:
+        """One put, many readers."""
+        batch = data.batch(nbytes)
+        with _actors(ranks) as actors:
+
+            def run(form):
+                ref = ray.put(form(batch))
+                return ray.get([actor.take.remote(ref) for actor in actors])
+
+            def prove(form):
+                ref = ray.put(form(batch))
+                data.same(ray.get([actor.digest.remote(ref) for actor in actors]), [data.digest(batch)] * ranks)
+
+            finish = functools.partial(data.same, wanted=[data.ends(batch)] * ranks)
+            yield forms(run, finish, prove)
+
+    def echo(self, nbytes: int, ranks: int) -> Iterator[dict[str, Call]]:
+        """Rows out and back."""
+        batch = data.batch(nbytes)
+        with _actors(ranks) as actors:
+
+            def run(form):
+                shards = (form(shard) for shard in batch.chunk(ranks))
+                refs = [actor.echo.remote(shard) for actor, shard in zip(actors, shards, strict=True)]
+                return joined(ray.get(refs))
+
+            yield forms(run, functools.partial(data.same, wanted=batch))
+
+    def mesh(self, nbytes: int, dp: int, tp: int, pp: int) -> Iterator[dict[str, Call]]:
+        """Rows to the ranks of each dp coordinate, and back from tp 0 of the last pp stage."""
+        batch = data.batch(nbytes)
+        model = tp * pp
+        with _actors(dp * model) as actors:
+
+            def run(form):
+                refs = [ray.put(form(shard)) for shard in batch.chunk(dp)]
+                calls = [
+                    actor.echo.remote(refs[rank // model], rank % model == (pp - 1) * tp)
+                    for rank, actor in enumerate(actors)
+                ]
+                got = ray.get([calls[k * model + (pp - 1) * tp] for k in range(dp)])
+                ray.get(calls[:-1:model])  # the others have ended too, or raised
+                return joined(got)
+
+            yield forms(run, functools.partial(data.same, wanted=batch))
+
+    def chain(self, nbytes: int, first: int, second: int) -> Iterator[dict[str, Call]]:
+        """References from one set of actors to the other; producers cut where consumers are more."""
+        shards = [data.shard(nbytes, k, second) for k in range(second)]
+        digests, ends = [data.digest(shard) for shard in shards], [data.ends(shard) for shard in shards]
+        del shards
+        parts = max(1, second // first)
+        with _actors(first) as producers, _actors(second) as consumers:
+            ray.get([actor.load.remote(nbytes, k, first) for k, actor in enumerate(producers)])
+
+            def pieces(form):
+                made = [actor.produce.options(num_returns=parts).remote(parts, form is array) for actor in producers]
+                flat = [ref for refs in made for ref in (refs if parts > 1 else [refs])]
+                each = len(flat) // second
+                return [flat[k * each : (k + 1) * each] for k in range(second)]
+
+            def run(form):
+                return ray.get([c.take.remote(*refs) for c, refs in zip(consumers, pieces(form), strict=True)])
+
+            def prove(form):
+                got = ray.get([c.digest.remote(*refs) for c, refs in zip(consumers, pieces(form), strict=True)])
+                data.same(got, digests)
+
+            yield forms(run, functools.partial(data.same, wanted=ends), prove)
+
+    def start(self, ranks: int, torch: bool) -> Iterator[dict[str, Call]]:
+        """Actors and their first answer: with nothing else, and with what a torch process group needs."""
+
+        def bare():
+            actors = [Small.remote(rank, torch) for rank in range(ranks)]
+            return actors, None, ray.get([actor.where.remote() for actor in actors])
+
+        def by_hand():
+            group = ray.util.placement_group([{"CPU": 1}] * ranks, strategy="PACK")
+            actors = [
+                Small.options(
+                    scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, k)
+                ).remote(k, torch)
+                for k in range(ranks)
+            ]
+            address = actors[0].address.remote()
+            return actors, group, ray.get([actor.join.remote(address, ranks) for actor in actors])
+
+        def finish(got):
+            actors, group, where = got
+            for actor in actors:
+                ray.kill(actor)
+            if group is not None:
+                ray.util.remove_placement_group(group)
+            wait_until_gone(pid for _, pid in where)
+            data.same([rank for rank, _ in where], list(range(ranks)))
+
+        yield {"bare actors": Call(bare, finish), "ranks and address by hand": Call(by_hand, finish)}
+
+    def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
+        """A call without arguments or results."""
+        times = 200
+
+        def run():
+            for _ in range(times):
+                last = ray.get([actor.nothing.remote() for actor in actors])
+            return last
+
+        with _actors(ranks, Small) as actors:
+            yield {"": Call(run, functools.partial(data.same, wanted=[None] * ranks), times=times)}
+
+
+@contextmanager
+def _actors(ranks, cls=Ranks):
+    actors = [cls.remote() for _ in range(ranks)]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+if __name__ == "__main__":
+    with LocalRay():
+        serve(PlainRay(), PROBES)
