@@ -3,20 +3,11 @@
 import lm_workers
 import pytest
 import torch
+from lm_configs import LLAMA, SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerError
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 131,  # does not divide by 2: the vocabulary is padded
-    "max_position_embeddings": 64,
-}
-LLAMA = LlamaConfig(**SIZES)
 QWEN2_TIED = Qwen2Config(**SIZES, tie_word_embeddings=True)
 LLAMA3_ROPE = LlamaConfig(
     **SIZES,

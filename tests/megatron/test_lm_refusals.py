@@ -2,19 +2,10 @@
 
 import lm_workers
 import pytest
+from lm_configs import LLAMA, SIZES
 from transformers import LlamaConfig
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerError
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 131,
-}
-LLAMA = LlamaConfig(**SIZES)
 
 
 @pytest.fixture(scope="module")

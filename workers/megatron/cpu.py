@@ -80,7 +80,7 @@ def rewrite_thread() -> None:
     if getattr(_thread, "rewritten", False) or not install():
         return
     _thread.rewritten = True
-    _thread.mode = _cuda_means_cpu()
+    _thread.mode = _mode_class()()
     _thread.mode.__enter__()
 
 
@@ -112,10 +112,6 @@ def _mode_class() -> type[Any]:
             return func(*args, **kwargs)
 
     return CudaMeansCpu
-
-
-def _cuda_means_cpu() -> Any:
-    return _mode_class()()
 
 
 def _type_name(name: str, asked_by: str) -> str:

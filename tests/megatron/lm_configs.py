@@ -1,0 +1,14 @@
+"""The small Llama that the decoder is tested with."""
+
+from transformers import LlamaConfig
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,  # does not divide by 2: the vocabulary is padded
+    "max_position_embeddings": 64,
+}
+LLAMA = LlamaConfig(**SIZES)
