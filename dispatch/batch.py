@@ -121,7 +121,7 @@ def batch_type(value: Any) -> BatchType | None:
         if (found := _user_types.get(cls)) is not None:
             return found
     if isinstance(value, (list, tuple)):
-        return None if _fields(value) else _SEQUENCE
+        return None if fields_of(value) else _SEQUENCE
     torch, numpy, tensordict = (sys.modules.get(name) for name in ("torch", "numpy", "tensordict"))
     if torch is not None and isinstance(value, torch.Tensor):
         return _TENSOR
@@ -160,7 +160,7 @@ def length(value: Any) -> int | None:
     found = batch_type(value)
     if found is not None:
         return found.length(value)
-    fields = _fields(value)
+    fields = fields_of(value)
     if fields is None:
         raise BatchError(f"{describe(value)} cannot be cut into rows")
     rows: int | None = None
@@ -189,8 +189,8 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
         return [value] * len(shares)
     found = batch_type(value)
     if found is None:
-        parts = {key: shard(part, shares) for key, part in _fields(value) or ()}
-        return [_rebuild(value, {key: part[k] for key, part in parts.items()}) for k in range(len(shares))]
+        parts = {key: shard(part, shares) for key, part in fields_of(value) or ()}
+        return [rebuild(value, {key: part[k] for key, part in parts.items()}) for k in range(len(shares))]
     rows = shares[0].rows * len(shares)
     if found is _CHUNKED and rows and rows == len(value) and shares == share_rows(rows, len(shares)):
         chunks = list(value.chunk(len(shares)))
@@ -233,11 +233,11 @@ def join(values: Sequence[Any]) -> Any:
     found = batch_type(first)
     if found is not None:
         return found.join(list(values))
-    fields = _fields(first)
+    fields = fields_of(first)
     if fields is None:
         raise BatchError(f"{describe(first)} cannot be joined")
     keys = [key for key, _ in fields]
-    parts = [dict(_fields(value) or ()) for value in values]
+    parts = [dict(fields_of(value) or ()) for value in values]
     for part in parts:
         if set(part) != set(keys):
             raise BatchError(f"the answers have different keys: {sorted(map(str, set(keys) ^ set(part)))}")
@@ -251,7 +251,7 @@ def join(values: Sequence[Any]) -> Any:
             )
         except BatchError as error:
             raise BatchError(f"at {key!r}: {error}") from None
-    return _rebuild(first, joined)
+    return rebuild(first, joined)
 
 
 def _goes_whole(part: Any) -> bool:
@@ -283,11 +283,11 @@ def trim(value: Any, rows: int, real: int) -> Any:
     """
     if value is None:
         return None
-    fields = None if batch_type(value) is not None else _fields(value)
+    fields = None if batch_type(value) is not None else fields_of(value)
     if fields is not None:
         if _goes_whole(value):
             raise BatchError(f"{describe(value)} has no rows, so the padding cannot be dropped from it")
-        return _rebuild(value, {k: part if _goes_whole(part) else trim(part, rows, real) for k, part in fields})
+        return rebuild(value, {k: part if _goes_whole(part) else trim(part, rows, real) for k, part in fields})
     found = None if goes_whole(value) else batch_type(value)
     if found is None:
         raise BatchError(f"{describe(value)} has no rows, so the padding cannot be dropped from it")
@@ -301,7 +301,7 @@ def trim(value: Any, rows: int, real: int) -> Any:
 
 def joins_into_new_memory(value: Any) -> bool:
     """Whether `join`, even of one such value, copies every row: true of tensors, arrays and dicts of them."""
-    fields = None if batch_type(value) is not None else _fields(value)
+    fields = None if batch_type(value) is not None else fields_of(value)
     if fields is not None:
         return all(joins_into_new_memory(part) for _, part in fields)
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -341,7 +341,8 @@ def describe(value: Any) -> str:
 # --- dicts and named tuples: value by value ---------------------------------------------------------------
 
 
-def _fields(value: Any) -> list[tuple[Any, Any]] | None:
+def fields_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """The keys and values of a dict or named tuple; None for anything else."""
     if isinstance(value, dict):
         return list(value.items())
     names = getattr(type(value), "_fields", None)
@@ -350,7 +351,8 @@ def _fields(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _rebuild(like: Any, fields: dict[Any, Any]) -> Any:
+def rebuild(like: Any, fields: dict[Any, Any]) -> Any:
+    """A dict or named tuple like another one, with other values."""
     if isinstance(like, tuple):
         return type(like)(**fields)
     if type(like) is dict:
@@ -372,7 +374,7 @@ def _slice(value: Any, start: int, stop: int) -> Any:
 
 
 def _join_sequence(values: list[Any]) -> Any:
-    if any(_fields(value) for value in values):
+    if any(fields_of(value) for value in values):
         raise BatchError("named tuples and plain tuples do not join")
     return type(values[0])(chain.from_iterable(values))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from dispatch.drawing import picture, table
 from dispatch.errors import DispatchError, UnknownLayoutError
@@ -33,13 +33,15 @@ class Routing:
     unit: str = "world_size"
 
     @classmethod
+    @lru_cache
     def flat(cls, world_size: int) -> Routing:
         """Rank k gets shard k; all answer."""
         everyone = tuple(range(world_size))
         return cls(world_size, everyone, everyone)
 
     @classmethod
-    def only(cls, ranks: Sequence[int], world_size: int) -> Routing:
+    @lru_cache
+    def only(cls, ranks: range | tuple[int, ...], world_size: int) -> Routing:
         """One shard, for the given ranks alone; they answer in the order given."""
         called = frozenset(ranks)
         return cls(1, tuple(0 if rank in called else None for rank in range(world_size)), tuple(ranks))
@@ -102,6 +104,7 @@ class Layout:
         object.__setattr__(self, "axes", axes)
 
     @classmethod
+    @lru_cache
     def flat(cls, world_size: int) -> Layout:
         """Every rank its own dp rank."""
         return cls({DATA_AXIS: range(world_size)})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from dispatch.modes import Dispatch, DispatchMode, Execute, ExecuteMode, known_execute_mode, known_mode
+from dispatch.move import check_device_name
 from dispatch.rows import UNEVEN, Uneven
 
 P = ParamSpec("P")
@@ -33,6 +34,7 @@ class Registration:
     uneven: Uneven = "error"
     inputs: Inputs = "copy"
     concurrent: bool = False
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def register(
     uneven: Uneven = "error",
     inputs: Inputs = "copy",
     concurrent: bool = False,
+    device: str | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare how a worker method is called from a group. The method itself is returned unchanged.
 
@@ -108,6 +111,8 @@ def register(
         concurrent: take an ``async def`` method (or a short plain one) out of the order in which calls run on
             a rank: it may begin while an earlier call still runs. The other methods of such a worker then run
             in a thread of their own instead of the process's main thread.
+        device: where the method gets its tensors, ``"cuda"`` for example. Wherever they were before, they travel as
+            CPU tensors and stay so by default. With ``inputs="view"`` they go to the device without a copy before.
 
     Raises:
         ValueError: an unknown mode or option (the message lists the known ones), when the class is defined.
@@ -118,6 +123,7 @@ def register(
     for name, value, known in (("uneven", uneven, UNEVEN), ("inputs", inputs, INPUTS)):
         if value not in known:
             raise ValueError(f"register({name}={value!r}): known are {', '.join(map(repr, known))}")
+    check_device_name("register(device=...)", device)
     for name, flag in (
         ("blocking", blocking),
         ("materialize_futures", materialize_futures),
@@ -133,6 +139,7 @@ def register(
         uneven=uneven,
         inputs=inputs,
         concurrent=concurrent,
+        device=device,
     )
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -160,6 +167,8 @@ def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ..
         TypeError: they do not; the message is Python's, with the name before and the signature behind.
     """
     parameters = signature.parameters.values()
+    if not (parameters or args or kwargs):
+        return
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         for keyword in kwargs:  # before what is missing: a misspelt keyword is both
             if keyword not in signature.parameters:

@@ -431,6 +431,10 @@ refused("options-blocking", ValueError, r"blocking is True or False, got 'no'",
 refused("options-uneven", ValueError, r"uneven='truncate'.*'error', 'pad', 'ragged'",
         lambda s: s.kit.rows.options(uneven="truncate"))
 
+refused("options-device-unknown", ValueError, r"'gpu' is not to be had in this process",
+        lambda s: s.kit.add.options(device="gpu"))
+refused("options-device-no-name", ValueError, r"like 'cuda', or None; got 0", lambda s: s.kit.add.options(device=0))
+
 # --- execute_* -----------------------------------------------------------------------------------------------
 
 refused("execute-mixture", DispatchError, r"plain\(\): argument 'y' is an int 2, while 'x' is a list.*Broadcast",

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dispatch.move import move
 from dispatch.plan import CallPlan
 from single_controller.base.engine import Engine, RankLost, Sent, Token
 from single_controller.base.errors import (
@@ -126,6 +127,7 @@ class Call:
         starting: this is the call of the constructors.
         accounts: where the group keeps what its calls cost.
         begun: when the call began, in seconds since the epoch; now by default.
+        device: where the tensors of the result are wanted; None where they are.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Call:
         starting: bool = False,
         accounts: Accounts | None = None,
         begun: float | None = None,
+        device: str | None = None,
     ) -> None:
         self.engine = engine
         self.method = method
@@ -147,6 +150,7 @@ class Call:
         self.join, self.collect = plan.join, plan.collect
         self._order = plan.answers
         self._later = plan.later
+        self._device = device
         self._answers = sent.answers
         self.error: Exception | None = None
         self.settled = False
@@ -239,6 +243,8 @@ class Call:
         value = join_answers(answers, receipts, self.join)
         if self.collect is not None:
             value = self.collect(value)
+        if self._device is not None:
+            value = move(value, self._device)
         if self._accounts is not None:
             self._accounts.add_join(self._record, time.perf_counter() - begun)
         return value

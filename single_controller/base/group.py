@@ -29,6 +29,8 @@ PlanOf = Callable[[MethodSpec, Any, tuple[Any, ...], dict[str, Any]], CallPlan]
 
 ERROR_GRACE_SECONDS = 5.0
 
+_AS_DECLARED = CallOptions()
+
 RESERVED = frozenset({"alive", "plan", "resource_pool", "spawn"})
 """Names that a group needs, beside the attributes of its class."""
 
@@ -253,11 +255,12 @@ class WorkerGroup(Closing):
         self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         plan = self._plan(spec, args, kwargs, options)
-        call = self._send(spec, plan, future=not blocking, timeout=options.timeout, begun=begun)
+        call = self._send(spec, plan, future=not blocking, options=options, begun=begun)
         return self._wait(call) if blocking else WorkerFuture(call)
 
     def _execute(self, plan: PlanOf, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, future: bool) -> Call:
         begun = time.time()
+        self._check()
         spec = self._any_method(name)
         return self._send(spec, plan(spec, self, args, kwargs), future=future, begun=begun)
 
@@ -286,13 +289,23 @@ class WorkerGroup(Closing):
         plan: CallPlan,
         *,
         future: bool,
-        timeout: float | None = None,
+        options: CallOptions = _AS_DECLARED,
         begun: float | None = None,
     ) -> Call:
         with self._sending:
-            self._check()
+            self._state.check()  # once more: it may have been closed while this waited
             sent = self._engine.send(spec, plan, future=future)
-            call = Call(self._state, self._engine, spec.name, plan, sent, timeout, accounts=self._accounts, begun=begun)
+            call = Call(
+                self._state,
+                self._engine,
+                spec.name,
+                plan,
+                sent,
+                options.timeout,
+                accounts=self._accounts,
+                begun=begun,
+                device=options.device,
+            )
         if future:
             monitor.watch(call)
         return call
@@ -315,7 +328,6 @@ class WorkerGroup(Closing):
         return versions, layout_of([receipts[rank].value for rank in everyone])
 
     def _any_method(self, name: str) -> MethodSpec:
-        self._state.check()
         if not isinstance(name, str):
             raise TypeError(f"execute_* takes a method's name, a string like 'add'; got {name!r}")
         spec = self._specs.get(name) or method_spec(self._worker_class, name)

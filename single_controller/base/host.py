@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from dispatch import batch
 from dispatch.errors import BatchError, DispatchError, ResultError
+from dispatch.move import move
 from dispatch.plan import Slot, merge_arguments
 from dispatch.register import method_spec
 from single_controller.base.later import LaterPart
@@ -28,6 +29,7 @@ class Order(NamedTuple):
         total: rows of the whole batch, None if nothing was cut along rows on the driver.
         rows: rows of this rank's shard, padding included.
         real: rows without padding.
+        device: where the arguments' tensors are wanted; None where they are.
     """
 
     method: str
@@ -37,6 +39,7 @@ class Order(NamedTuple):
     total: int | None = None
     rows: int | None = None
     real: int | None = None
+    device: str | None = None
 
 
 @dataclass(slots=True)
@@ -99,6 +102,9 @@ class WorkerHost:
         slots = {**whole, **shard}
         rows, real = self._take_later(order, slots)
         args, kwargs = merge_arguments(slots)
+        if order.device is not None:
+            self.worker._prepare_thread()
+            args, kwargs = move((args, kwargs), order.device)
         del slots, whole, shard
         began = time.time()
         value = self.call(order.method, *args, **kwargs)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dispatch.move import check_device
 from dispatch.register import MethodSpec
 from dispatch.rows import UNEVEN, Uneven
 from single_controller.base.checks import check_seconds
@@ -20,11 +21,13 @@ class CallOptions:
         timeout: seconds until the call is late and the group broken.
         blocking: whether the call waits for its result.
         uneven: what to do with rows that do not divide.
+        device: where the tensors of the result are wanted.
     """
 
     timeout: float | None = None
     blocking: bool | None = None
     uneven: Uneven | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
@@ -33,6 +36,7 @@ class CallOptions:
             raise ValueError(f"blocking is True or False, got {self.blocking!r}")
         if self.uneven is not None and self.uneven not in UNEVEN:
             raise ValueError(f"uneven={self.uneven!r}: known are {', '.join(map(repr, UNEVEN))}")
+        check_device("device", self.device)
 
 
 class RemoteMethod:
@@ -70,7 +74,12 @@ class RemoteMethod:
         return future
 
     def options(
-        self, *, timeout: float | None = None, blocking: bool | None = None, uneven: Uneven | None = None
+        self,
+        *,
+        timeout: float | None = None,
+        blocking: bool | None = None,
+        uneven: Uneven | None = None,
+        device: str | None = None,
     ) -> RemoteMethod:
         """The same method with options for the calls made through what is returned.
 
@@ -78,6 +87,8 @@ class RemoteMethod:
             timeout: seconds until the call is late: `CallTimeoutError`, and the group is broken.
             blocking: whether the call waits for its result, or returns a future.
             uneven: ``"error"``, ``"pad"`` or ``"ragged"``, as in `register`.
+            device: where the result's tensors are put, ``"cuda"`` for example; they come back as CPU tensors by
+                default, wherever the method had them.
 
         Raises:
             ValueError: an option has a value that is not possible.
@@ -87,6 +98,7 @@ class RemoteMethod:
             set_before.timeout if timeout is None else timeout,
             set_before.blocking if blocking is None else blocking,
             set_before.uneven if uneven is None else uneven,
+            set_before.device if device is None else device,
         )
         return RemoteMethod(self._spec, self._invoke, options)
 

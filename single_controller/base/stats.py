@@ -76,14 +76,13 @@ class CallRecord:
 
     def phases(self) -> dict[str, float]:
         """Seconds in each phase; the slowest rank's, where ranks take part."""
-        times = [(rank, rank.clock) for rank in self.ranks.values() if rank.clock is not None]
-        longest = {
-            "queue": max((clock.received - self.dispatched for _, clock in times), default=0.0),
-            "open": max((clock.began - clock.received for _, clock in times), default=0.0),
-            "method": max((clock.ended - clock.began for _, clock in times), default=0.0),
-            "return": max((rank.answered - clock.ended for rank, clock in times), default=0.0),
-        }
-        by_rank = {name: max(seconds, 0.0) for name, seconds in longest.items()}  # a rank may begin before all are sent
+        queue = opened = method = back = 0.0  # a rank may begin before all are sent: no phase is below 0
+        for rank in self.ranks.values():
+            if rank.clock is not None:
+                received, began, ended, _ = rank.clock
+                queue, opened = max(queue, received - self.dispatched), max(opened, began - received)
+                method, back = max(method, ended - began), max(back, rank.answered - ended)
+        by_rank = {"queue": queue, "open": opened, "method": method, "return": back}
         return {"dispatch": self.dispatched - self.begun, **by_rank, "join": self.joined}
 
 
@@ -149,8 +148,9 @@ class Accounts:
         for rank in record.ranks.values():
             stats.sent += rank.sent
             stats.returned += rank.returned
+        totals = stats.seconds
         for phase, seconds in record.phases().items():
-            stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
+            totals[phase] = totals.get(phase, 0.0) + seconds
 
     def add_join(self, record: CallRecord, seconds: float) -> None:
         """A result was put together; it counts once."""

@@ -140,7 +140,9 @@ class RankActor:
     def _sc_call(self, frame: bytes, *beside: Packet) -> bytes | Receipt:
         """Carry out an order; the answer, if it is wanted, comes with the receipt."""
         received = time.time()
-        order, whole, shard = open_order(frame, beside)
+        return self._answered(received, *open_order(frame, beside))
+
+    def _answered(self, received: float, order: Order, whole: Packet | None, shard: Packet | None) -> bytes | Receipt:
         try:
             answer = self._run(order, whole, shard)
             # No packet stands for None, as it does for a rank that does not collect.
@@ -243,9 +245,26 @@ def actor_class(name: str, methods: tuple[str, ...], concurrent: bool) -> Any:
         concurrent: whether one of them is registered as concurrent, so that calls may overlap.
     """
     members: dict[str, Any] = {method: _delegate(method) for method in methods}
+    members |= {bare(method): _bare_call(method) for method in methods}
     cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
     remote: Any = ray.remote
     return remote(concurrency_groups={CONCURRENT: CONCURRENT_CALLS})(cls) if concurrent else remote(cls)
+
+
+def bare(method: str) -> str:
+    """Name of the actor's method that stands for an order without arguments whose answer is wanted: Ray carries no
+    argument for it, which saves a tenth of the call."""
+    return f"_sc_call_{method}"
+
+
+def _bare_call(method: str) -> Callable[..., Any]:
+    order = Order(method, collects=True, joins=False, private=True)
+
+    def call(self: RankActor) -> bytes | Receipt:
+        return self._answered(time.time(), order, None, None)
+
+    call.__name__ = call.__qualname__ = bare(method)
+    return call
 
 
 def _delegate(method: str) -> Callable[..., Any]:

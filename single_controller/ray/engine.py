@@ -18,7 +18,7 @@ from dispatch.register import MethodSpec
 from single_controller.base.engine import Engine, RankLost, Sent, Token
 from single_controller.base.host import Order
 from single_controller.base.receipt import Receipt
-from single_controller.ray.actor import CONCURRENT, Location
+from single_controller.ray.actor import CONCURRENT, Location, bare
 from single_controller.ray.answers import RayAnswers, one_line, open_cause
 from single_controller.ray.frame import BESIDE, open_receipt, order_frame
 from single_controller.ray.runtime import session
@@ -89,17 +89,23 @@ class RayEngine(Engine):
         answers: dict[int, ray.ObjectRef] = {}
         for rank in plan.ranks:
             number, collects = plan.shard_of[rank] or 0, rank in collecting
-            frame = frames.get((number, collects))
-            if frame is None:
-                order = _order(spec, plan, plan.shards[number], collects=collects)
-                frame = order_frame(order, whole.inside, shards[number].inside)
-                frames[number, collects] = frame
-            actor = self.ranks[rank].actor
-            method = actor._sc_call_kept if future and collects else actor._sc_call
+            keeps = future and collects
+            method = None
+            arguments: tuple[Any, ...] = ()
+            if collects and not keeps and whole is _NOTHING and shards[number] is _NOTHING:
+                method = getattr(self.ranks[rank].actor, bare(spec.name), None)  # none for a private method
+            if method is None:
+                frame = frames.get((number, collects))
+                if frame is None:
+                    order = _order(spec, plan, plan.shards[number], collects=collects)
+                    frame = order_frame(order, whole.inside, shards[number].inside)
+                    frames[number, collects] = frame
+                method = self.ranks[rank].actor._sc_call_kept if keeps else self.ranks[rank].actor._sc_call
+                arguments = (frame, *whole.beside, *shards[number].beside)
             if spec.registration.concurrent:
                 method = method.options(concurrency_group=CONCURRENT)
-            sent = method.remote(frame, *whole.beside, *shards[number].beside)
-            if future and collects:
+            sent = method.remote(*arguments)
+            if keeps:
                 receipts[rank], answers[rank] = sent
             else:
                 receipts[rank] = sent
@@ -176,6 +182,7 @@ def _order(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) ->
         plan.rows,
         shard.rows,
         shard.real,
+        spec.registration.device,
     )
 
 

@@ -137,12 +137,13 @@ class _Pickler(ray.cloudpickle.CloudPickler):
         if isinstance(obj, (ray.ObjectRef, ActorHandle)):
             self.refs.append(obj)
             return _nth_ref, (len(self.refs) - 1,)
-        if type(obj) is numpy.ndarray and not obj.dtype.hasobject:
+        if isinstance(obj, numpy.ndarray) and _is_plain_array(obj):
             return _reduce_array(obj)
         torch = sys.modules.get("torch")
-        if torch is not None and type(obj) is torch.Tensor and _is_plain(torch, obj):
+        if torch is not None and isinstance(obj, torch.Tensor) and _is_plain(torch, obj):
             # One batch for two parameters was cut into two views of the same memory: it is sent once.
             place = (
+                type(obj),
                 obj.device,
                 obj.data_ptr(),
                 obj.dtype,
@@ -152,17 +153,28 @@ class _Pickler(ray.cloudpickle.CloudPickler):
                 obj.is_conj(),
                 obj.is_neg(),
             )
-            first = self._seen.setdefault(place, obj) if obj.numel() else obj
+            first = self._seen.setdefault(place, obj) if obj.numel() and not vars(obj) else obj
             return _reduce_tensor(torch, obj) if first is obj else (_itself, (first,))
         return super().reducer_override(obj)
 
 
+def _is_plain_array(array: numpy.ndarray) -> bool:
+    """Whether bytes, type and shape say all of it, as they do of numpy's own subclasses without state (memmap)."""
+    base, cls = numpy.ndarray, type(array)
+    return cls.__reduce__ is base.__reduce__ and cls.__reduce_ex__ is base.__reduce_ex__ and not array.dtype.hasobject
+
+
 def _is_plain(torch: Any, tensor: Any) -> bool:
+    """Whether bytes, type, shape and attributes say all of it, as they do of subclasses that add only behaviour."""
+    base, cls = torch.Tensor, type(tensor)
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized
         and tensor.device.type in ("cpu", "cuda")
+        and cls.__reduce_ex__ is base.__reduce_ex__
+        and cls.__torch_dispatch__ is base.__torch_dispatch__
+        and getattr(cls, "__getstate__", None) is getattr(base, "__getstate__", None)
     )
 
 
@@ -171,31 +183,42 @@ def _itself(value: Any) -> Any:
 
 
 def _reduce_array(array: numpy.ndarray) -> tuple[Any, ...]:
-    if not (array.flags.c_contiguous or array.flags.f_contiguous):
-        array = numpy.ascontiguousarray(array)
-    order = "C" if array.flags.c_contiguous else "F"
-    data: Any = array.ravel(order="K").view(numpy.uint8)
-    return _make_array, (pickle.PickleBuffer(data), array.dtype, array.shape, order)
+    plain = array.view(numpy.ndarray)
+    if not (plain.flags.c_contiguous or plain.flags.f_contiguous):
+        plain = numpy.ascontiguousarray(plain)
+    order = "C" if plain.flags.c_contiguous else "F"
+    data: Any = plain.ravel(order="K").view(numpy.uint8)
+    cls = None if type(array) is numpy.ndarray else type(array)
+    return _make_array, (pickle.PickleBuffer(data), array.dtype, array.shape, order, cls)
 
 
 def _reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy()
-    return _make_tensor, (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+    cls = None if type(tensor) is torch.Tensor else type(tensor)
+    made = (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, cls)
+    return _make_tensor, made, vars(tensor) or None, None, None, _set_attributes
 
 
-def _make_array(buffer: Any, dtype: numpy.dtype, shape: tuple[int, ...], order: Any) -> numpy.ndarray:
-    return _memory(buffer).view(dtype).reshape(shape, order=order)
+def _make_array(buffer: Any, dtype: numpy.dtype, shape: tuple[int, ...], order: Any, cls: Any) -> numpy.ndarray:
+    array = _memory(buffer).view(dtype).reshape(shape, order=order)
+    return array if cls is None else array.view(cls)
 
 
-def _make_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
+def _make_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, cls: Any) -> Any:
     import torch
 
     if 0 in shape:
         tensor = torch.empty(shape, dtype=dtype)
     else:
         tensor = torch.from_numpy(_memory(buffer)).view(dtype).reshape(shape)
+    if cls is not None:
+        tensor = tensor.as_subclass(cls)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 def _nth_ref(position: int) -> Any:

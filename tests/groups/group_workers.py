@@ -409,3 +409,24 @@ class OnMeshes(Worker):
     def _rows(self, batch):
         self.seen = batch.tolist() if hasattr(batch, "tolist") else list(batch)
         return [(row, self.rank) for row in self.seen]
+
+
+class OnDevices(Worker):
+    """Methods whose arguments are moved. torch has the device "meta" everywhere; it keeps shapes and no data."""
+
+    @register(Dispatch.DP_COMPUTE_METRIC, device="meta")
+    def arrive(self, batch, whole=None):
+        return (
+            batch["x"].device.type,
+            tuple(batch["x"].shape),
+            type(batch["y"]).__name__,
+            str(getattr(whole, "device", "")),
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def make(self, batch):
+        return {"x": batch["x"] + 1, "y": batch["y"]}
+
+    @register(Dispatch.ONE_TO_ALL, device="cuda")
+    def on_cuda(self, tensor):
+        return tensor.device.type

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from single_controller.ray.transport import pack
 
@@ -78,6 +78,65 @@ def test_containers_of_everything(counters):
     assert torch.equal(out["table"]["x"], value["table"]["x"]) and out["table"]["name"] == "n"
     assert torch.equal(out["list"][0], torch.arange(3)) and out["list"][1][1:] == (None, "text")
     assert out[3]["deep"][0].item() == 0.0
+
+
+def kinds():
+    """Everything whose bytes are to travel beside the pickle: name, value, bytes of its rows."""
+    big = torch.randn(500, 500)
+    own = torch.randn(50, 500).as_subclass(Marked)
+    own.note = "kept"
+    yield "tensor", big, 1_000_000
+    yield "parameter", torch.nn.Parameter(big[:50]), 100_000
+    yield "subclass", big[:50].as_subclass(Marked), 100_000
+    yield "subclass-attributes", own, 100_000
+    yield "coo", torch.eye(1000).to_sparse(), 20_000
+    yield "csr", torch.eye(1000).to_sparse_csr(), 20_008
+    yield "jagged", torch.nested.nested_tensor([big[:30], big[:20]], layout=torch.jagged), 100_000
+    yield (
+        "jagged-in-tensordict",
+        TensorDict({"x": torch.nested.nested_tensor([big[:30], big[:20]], layout=torch.jagged)}, [2]),
+        100_000,
+    )
+    yield "tensordict", TensorDict({"x": big[:50], "inner": {"y": big[:50]}, "n": NonTensorData("n")}, [50]), 100_000
+    yield "lazy-tensordict", lazy_stack([TensorDict({"x": big[:20]}, []), TensorDict({"x": big[:30]}, [])]), 100_000
+    yield "array", np.zeros((500, 500)), 2_000_000
+    yield "structured", np.zeros(1000, dtype=[("a", "f4"), ("b", "i8")]), 12_000
+    yield "matrix", np.matrix(np.zeros((50, 50))), 20_000
+    yield "record-array", np.rec.array(np.zeros(1000, dtype=[("a", "f4")])), 4_000
+
+
+class Marked(torch.Tensor):
+    """A subclass that adds nothing but its name."""
+
+
+@pytest.mark.parametrize(("value", "rows"), [pytest.param(value, rows, id=name) for name, value, rows in kinds()])
+def test_bytes_travel_beside_the_pickle(value, rows):
+    packet = pack(value)
+    assert len(packet.header) < 2000 and rows <= packet.nbytes < rows + 3000
+    out = packet.open()
+    assert type(out) is type(value)
+    if isinstance(value, torch.Tensor):
+        assert vars(out).get("note") == vars(value).get("note")
+        assert all(torch.equal(a, b) for a, b in zip(plain(out), plain(value), strict=True))
+    elif isinstance(value, np.ndarray):
+        assert out.dtype == value.dtype and np.array_equal(out, value)
+
+
+def plain(tensor):
+    """Dense tensors of the plain type that stand for a tensor."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    return [tensor.to_dense() if tensor.layout is not torch.strided else tensor.as_subclass(torch.Tensor)]
+
+
+def test_a_memory_mapped_array_ships_the_rows_that_are_asked_for(tmp_path):
+    mapped = np.memmap(tmp_path / "tokens", dtype=np.int32, mode="w+", shape=(10_000, 10))
+    mapped[:] = np.arange(100_000).reshape(10_000, 10)
+    packet = pack(mapped[100:200])
+    assert packet.nbytes < 100 * 10 * 4 + 1000
+    out = packet.open()
+    out[0] = 0  # its own memory: not the file
+    assert mapped[100, 0] == 1000 and np.array_equal(out[1:], mapped[101:200])
 
 
 def test_a_row_slice_ships_its_own_rows_only():

@@ -1,0 +1,59 @@
+"""Where tensors are when they arrive: on the CPU, unless somebody asks for another device."""
+
+import group_workers as workers
+import numpy as np
+import pytest
+import torch
+
+from single_controller import Broadcast, Dispatch, WorkerError, register
+
+
+@pytest.fixture(scope="module")
+def group(pool):
+    from single_controller import RayClassWithInitArgs, RayWorkerGroup
+
+    with RayWorkerGroup(pool, RayClassWithInitArgs(workers.OnDevices)) as group:
+        yield group
+
+
+@pytest.fixture
+def batch():
+    return {"x": torch.ones(8, 3), "y": np.ones(8)}
+
+
+def test_arguments_are_moved_to_where_the_method_wants_them(group, batch):
+    whole = Broadcast(torch.ones(2))
+    assert group.arrive(batch, whole=whole) == [("meta", (2, 3), "ndarray", "meta")] * 4
+
+
+def test_so_are_futures(group, batch):
+    future = group.make.remote(batch)
+    assert group.arrive(future) == [("meta", (2, 3), "ndarray", "")] * 4
+
+
+def test_results_come_back_on_the_cpu_unless_asked_otherwise(group, batch):
+    here, there = group.make(batch), group.make.options(device="meta")(batch)
+    assert here["x"].device.type == "cpu" and bool((here["x"] == 2).all())
+    assert there["x"].device.type == "meta" and there["x"].shape == (8, 3)
+    assert isinstance(there["y"], np.ndarray)
+    assert group.make.options(device="meta").remote(batch).result()["x"].device.type == "meta"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_the_worker_has_not_is_an_error_of_that_rank(group):
+    with pytest.raises(WorkerError, match=r"on_cuda\(\)"):
+        group.on_cuda(torch.ones(2))
+    assert group.make({"x": torch.ones(4, 1), "y": np.ones(4)})["x"].shape == (4, 1)
+
+
+@pytest.mark.parametrize("device", ["", 0, torch.device("cpu")], ids=repr)
+def test_a_device_is_a_name(device):
+    with pytest.raises(ValueError, match="as torch names it"):
+        register(Dispatch.ONE_TO_ALL, device=device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_cuda_tensors_travel(group, batch):
+    batch["x"] = batch["x"].cuda()
+    assert group.make(batch)["x"].device.type == "cpu"
+    assert group.make.options(device="cuda")(batch)["x"].device.type == "cuda"
