@@ -15,11 +15,17 @@ import pytest  # noqa: E402  (Ray reads the variables when it is imported)
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A Ray of this session's own: 16 logical CPUs, no GPU, no dashboard."""
+    """A Ray of this session's own: 16 logical CPUs, 8 crates for the tests of pools, no GPU, no dashboard."""
     import ray
 
     ray.init(
-        "local", num_cpus=16, num_gpus=0, include_dashboard=False, object_store_memory=2 * 1024**3, log_to_driver=False
+        "local",
+        num_cpus=16,
+        num_gpus=0,
+        resources={"crate": 8},
+        include_dashboard=False,
+        object_store_memory=2 * 1024**3,
+        log_to_driver=False,
     )
     yield
     ray.shutdown()

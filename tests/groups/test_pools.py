@@ -26,23 +26,20 @@ def counter(**kwargs):
     return RayClassWithInitArgs(Counter, **kwargs)
 
 
-def free_cpus():
-    return ray.available_resources().get("CPU", 0)
+CRATES = 8
+CRATE = {"crate": 1}
+"""One of the cluster's crates for each worker. Only pools of this file take them, so that they can be counted: what
+earlier tests held of anything else may become free at any time."""
 
 
-def settled_free_cpus():
-    """What is free when nothing changes any more: Ray tells of what earlier tests freed with a delay."""
-    history = [free_cpus()]
-    while len(history) < 12 or len(set(history[-12:])) > 1:
-        time.sleep(0.1)
-        history.append(free_cpus())
-    return history[-1]
+def free_crates():
+    return ray.available_resources().get("crate", 0)
 
 
 def wait_free(expected):
     end = time.monotonic() + 10
-    while free_cpus() != expected:
-        assert time.monotonic() < end, f"{free_cpus()} CPUs are free, not {expected}"
+    while free_crates() != expected:
+        assert time.monotonic() < end, f"{free_crates()} crates are free, not {expected}"
         time.sleep(0.05)
 
 
@@ -62,8 +59,11 @@ def test_local_ranks_follow_the_entries(ray_cluster):
 
 
 def test_merged_pools(ray_cluster):
-    free = settled_free_cpus()
-    with RayResourcePool([4], use_gpu=False) as first, RayResourcePool([2, 2], use_gpu=False) as second:
+    wait_free(CRATES)
+    with (
+        RayResourcePool([4], use_gpu=False, resources=CRATE) as first,
+        RayResourcePool([2, 2], use_gpu=False, resources=CRATE) as second,
+    ):
         merged = merge_resource_pool(first, second)
         assert merged.world_size == 8 and merged.store == [4, 2, 2]
         with RayWorkerGroup(merged, counter(start=3)) as group:
@@ -75,7 +75,8 @@ def test_merged_pools(ray_cluster):
         merged.close()
         with RayWorkerGroup(first, counter()) as group:  # the parents keep their slots
             assert group.add(0) == [0, 1, 2, 3]
-    wait_free(free)
+            wait_free(0)
+    wait_free(CRATES)
 
 
 def test_two_pools_and_two_groups_of_one_prefix(ray_cluster):
@@ -91,27 +92,27 @@ def test_two_pools_and_two_groups_of_one_prefix(ray_cluster):
 
 
 def test_closing_a_pool_frees_its_slots_and_closes_its_groups(ray_cluster):
-    free = settled_free_cpus()
-    pool = RayResourcePool([3], use_gpu=False)
-    assert free_cpus() == free  # nothing is reserved before it is needed
+    wait_free(CRATES)
+    pool = RayResourcePool([3], use_gpu=False, resources=CRATE)
+    assert free_crates() == CRATES  # nothing is reserved before it is needed
     group = RayWorkerGroup(pool, counter())
-    wait_free(free - 3)
+    wait_free(CRATES - 3)
     pool.close()
     pool.close()
     with pytest.raises(GroupClosedError):
         group.add(0)
     with pytest.raises(GroupClosedError, match="closed"):
         RayWorkerGroup(pool, counter())
-    wait_free(free)
+    wait_free(CRATES)
 
 
 def test_a_dropped_pool_frees_its_slots(ray_cluster):
-    free = settled_free_cpus()
-    pool = RayResourcePool([2], use_gpu=False)
+    wait_free(CRATES)
+    pool = RayResourcePool([2], use_gpu=False, resources=CRATE)
     pool.place()
-    wait_free(free - 2)
+    wait_free(CRATES - 2)
     del pool
-    wait_free(free)
+    wait_free(CRATES)
 
 
 def test_a_full_pool_says_who_is_in_it(ray_cluster):
@@ -144,28 +145,28 @@ def test_what_can_never_be_placed_is_said_at_once(ray_cluster, pool, missing):
 
 def test_what_is_only_busy_is_waited_for_and_then_said(ray_cluster, caplog, monkeypatch):
     monkeypatch.setattr("single_controller.ray.placement.SAY_SECONDS", 0.4)
-    free = settled_free_cpus()
-    with RayResourcePool([int(free)], use_gpu=False) as all_of_it:
+    wait_free(CRATES)
+    with RayResourcePool([4], use_gpu=False, resources={"crate": 2}) as all_of_it:
         all_of_it.place()
         wait_free(0)
         begin = time.monotonic()
-        with RayResourcePool([1], use_gpu=False, placement_timeout=1.5) as late:
-            with pytest.raises(PlacementError, match=r"not placed within 1\.5 s[\s\S]*0/16"):
+        with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=1.5) as late:
+            with pytest.raises(PlacementError, match=r"not placed within 1\.5 s[\s\S]*crate free/total[\\s\\S]*0/8"):
                 RayWorkerGroup(late, counter())
         assert 1.4 < time.monotonic() - begin < 4
         assert any("waiting to be placed" in message for message in caplog.messages)
-    wait_free(free)
+    wait_free(CRATES)
 
 
 def test_what_becomes_free_is_taken(ray_cluster):
-    free = int(settled_free_cpus())
-    first = RayResourcePool([free], use_gpu=False)
+    wait_free(CRATES)
+    first = RayResourcePool([4], use_gpu=False, resources={"crate": 2})
     first.place()
     wait_free(0)
     import threading
 
     threading.Timer(1.0, first.close).start()
-    with RayResourcePool([1], use_gpu=False, placement_timeout=20) as second:
+    with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=20) as second:
         with RayWorkerGroup(second, counter()) as group:
             assert group.add(0) == [0]
 
