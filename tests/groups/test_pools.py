@@ -151,7 +151,7 @@ def test_what_is_only_busy_is_waited_for_and_then_said(ray_cluster, caplog, monk
         wait_free(0)
         begin = time.monotonic()
         with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=1.5) as late:
-            with pytest.raises(PlacementError, match=r"not placed within 1\.5 s[\s\S]*crate free/total[\\s\\S]*0/8"):
+            with pytest.raises(PlacementError, match=r"not placed within 1\.5 s[\s\S]*crate free/total[\s\S]*0/8"):
                 RayWorkerGroup(late, counter())
         assert 1.4 < time.monotonic() - begin < 4
         assert any("waiting to be placed" in message for message in caplog.messages)
