@@ -1,48 +1,51 @@
 """Drive many workers from one script: pools, groups, and everything that a driver needs of `dispatch`.
 
-`base` has the groups, futures and errors without any engine; `ray` runs them as Ray actors.
+`base` has the groups, futures and errors without any engine; `ray` runs them as Ray actors. A module is imported when a
+name of it is asked for: a worker's process never needs the driver's half.
 """
+
+from typing import TYPE_CHECKING
 
 from single_controller._neighbours import check_neighbours
 
 check_neighbours()
 
-from dispatch import (  # noqa: E402  (a foreign package of that name must be reported first)
-    Broadcast,
-    Dispatch,
-    DispatchError,
-    Execute,
-    Layout,
-    Mesh,
-    ResultError,
-    SingleControllerError,
-    collect_all_to_all,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-    register_batch_type,
-    register_dispatch_mode,
-    update_dispatch_mode,
-)
-from single_controller.base.errors import (  # noqa: E402
-    CallTimeoutError,
-    GroupBrokenError,
-    GroupClosedError,
-    PlacementError,
-    StartError,
-    WorkerDiedError,
-    WorkerError,
-)
-from single_controller.base.future import WorkerFuture  # noqa: E402
-from single_controller.base.group import WorkerGroup  # noqa: E402
-from single_controller.base.pool import ClassWithInitArgs, ResourcePool  # noqa: E402
-from single_controller.base.worker import Worker  # noqa: E402
-from single_controller.ray import (  # noqa: E402
-    NVMegatronRayWorkerGroup,
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    merge_resource_pool,
-)
+from dispatch.exports import lazy_exports  # noqa: E402  (a foreign package of that name must be reported first)
+
+if TYPE_CHECKING:
+    from dispatch import (
+        Broadcast,
+        Dispatch,
+        DispatchError,
+        Execute,
+        Layout,
+        Mesh,
+        ResultError,
+        SingleControllerError,
+        collect_all_to_all,
+        make_nd_compute_dataproto_dispatch_fn,
+        register,
+        register_batch_type,
+        register_dispatch_mode,
+        update_dispatch_mode,
+    )
+    from single_controller.base.errors import (
+        CallTimeoutError,
+        GroupBrokenError,
+        GroupClosedError,
+        PlacementError,
+        StartError,
+        WorkerDiedError,
+        WorkerError,
+    )
+    from single_controller.base.future import WorkerFuture
+    from single_controller.base.group import WorkerGroup
+    from single_controller.base.pool import ClassWithInitArgs, ResourcePool
+    from single_controller.base.worker import Worker
+    from single_controller.ray.class_with_args import RayClassWithInitArgs
+    from single_controller.ray.group import RayWorkerGroup
+    from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
+    from single_controller.ray.pool import RayResourcePool, merge_resource_pool
 
 __all__ = [
     "Broadcast",
@@ -77,3 +80,40 @@ __all__ = [
     "register_dispatch_mode",
     "update_dispatch_mode",
 ]
+
+_HOMES = {
+    "Broadcast": "dispatch",
+    "CallTimeoutError": "single_controller.base.errors",
+    "ClassWithInitArgs": "single_controller.base.pool",
+    "Dispatch": "dispatch",
+    "DispatchError": "dispatch",
+    "Execute": "dispatch",
+    "GroupBrokenError": "single_controller.base.errors",
+    "GroupClosedError": "single_controller.base.errors",
+    "Layout": "dispatch",
+    "Mesh": "dispatch",
+    "NVMegatronRayWorkerGroup": "single_controller.ray.megatron_group",
+    "PlacementError": "single_controller.base.errors",
+    "RayClassWithInitArgs": "single_controller.ray.class_with_args",
+    "RayResourcePool": "single_controller.ray.pool",
+    "RayWorkerGroup": "single_controller.ray.group",
+    "ResourcePool": "single_controller.base.pool",
+    "ResultError": "dispatch",
+    "SingleControllerError": "dispatch",
+    "StartError": "single_controller.base.errors",
+    "Worker": "single_controller.base.worker",
+    "WorkerDiedError": "single_controller.base.errors",
+    "WorkerError": "single_controller.base.errors",
+    "WorkerFuture": "single_controller.base.future",
+    "WorkerGroup": "single_controller.base.group",
+    "collect_all_to_all": "dispatch",
+    "make_nd_compute_dataproto_dispatch_fn": "dispatch",
+    "merge_resource_pool": "single_controller.ray.pool",
+    "register": "dispatch",
+    "register_batch_type": "dispatch",
+    "register_dispatch_mode": "dispatch",
+    "update_dispatch_mode": "dispatch",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

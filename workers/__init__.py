@@ -6,8 +6,9 @@ may import it. Heavy libraries (torch, megatron, transformers) are imported when
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dispatch.exports import lazy_exports
 
 if TYPE_CHECKING:
     from workers.megatron.config import init_model_parallel_config, transformer_config
@@ -31,13 +32,5 @@ _HOMES = {
     "transformer_config": "workers.megatron.config",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

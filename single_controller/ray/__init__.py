@@ -1,9 +1,14 @@
 """The Ray engine: pools as placement groups, workers as actors."""
 
-from single_controller.ray.class_with_args import RayClassWithInitArgs
-from single_controller.ray.group import RayWorkerGroup
-from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-from single_controller.ray.pool import RayResourcePool, merge_resource_pool
+from typing import TYPE_CHECKING
+
+from dispatch.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from single_controller.ray.class_with_args import RayClassWithInitArgs
+    from single_controller.ray.group import RayWorkerGroup
+    from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
+    from single_controller.ray.pool import RayResourcePool, merge_resource_pool
 
 __all__ = [
     "NVMegatronRayWorkerGroup",
@@ -12,3 +17,14 @@ __all__ = [
     "RayWorkerGroup",
     "merge_resource_pool",
 ]
+
+_HOMES = {
+    "NVMegatronRayWorkerGroup": "single_controller.ray.megatron_group",
+    "RayClassWithInitArgs": "single_controller.ray.class_with_args",
+    "RayResourcePool": "single_controller.ray.pool",
+    "RayWorkerGroup": "single_controller.ray.group",
+    "merge_resource_pool": "single_controller.ray.pool",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

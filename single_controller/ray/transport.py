@@ -16,14 +16,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy
 import ray
 import ray.cloudpickle
 from ray.actor import ActorHandle
 
 from dispatch.warm import warm
+
+if TYPE_CHECKING:
+    import numpy
 
 INLINE_BYTES = 64 * 1024
 """Packets up to this size travel inside the call; larger ones are stored once and referred to."""
@@ -137,9 +139,9 @@ class _Pickler(ray.cloudpickle.CloudPickler):
         if isinstance(obj, (ray.ObjectRef, ActorHandle)):
             self.refs.append(obj)
             return _nth_ref, (len(self.refs) - 1,)
-        if isinstance(obj, numpy.ndarray) and _is_plain_array(obj):
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # there are no values of theirs before that
+        if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(obj):
             return _reduce_array(obj)
-        torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor) and _is_plain(torch, obj):
             # One batch for two parameters was cut into two views of the same memory: it is sent once.
             place = (
@@ -160,6 +162,8 @@ class _Pickler(ray.cloudpickle.CloudPickler):
 
 def _is_plain_array(array: numpy.ndarray) -> bool:
     """Whether bytes, type and shape say all of it, as they do of numpy's own subclasses without state (memmap)."""
+    import numpy
+
     base, cls = numpy.ndarray, type(array)
     return cls.__reduce__ is base.__reduce__ and cls.__reduce_ex__ is base.__reduce_ex__ and not array.dtype.hasobject
 
@@ -183,6 +187,8 @@ def _itself(value: Any) -> Any:
 
 
 def _reduce_array(array: numpy.ndarray) -> tuple[Any, ...]:
+    import numpy
+
     plain = array.view(numpy.ndarray)
     if not (plain.flags.c_contiguous or plain.flags.f_contiguous):
         plain = numpy.ascontiguousarray(plain)
@@ -232,6 +238,8 @@ def _open_answer(header: bytes, buffers: tuple[Any, ...], refs: tuple[Any, ...])
 
 def _memory(buffer: Any) -> numpy.ndarray:
     """The bytes of a buffer as an array that may be written to: a copy, or the shared memory itself."""
+    import numpy
+
     shared = numpy.frombuffer(buffer, numpy.uint8)
     private, _ = getattr(_opening, "packet", (True, ()))
     # What came inside a message is a bytes object, which Python may share, and small: it is always copied.
