@@ -82,6 +82,14 @@ def test_a_chain_of_rows_that_do_not_divide(counters, smaller, uneven, rows):
     assert torch.equal(counters.padded(second), batch * 4)
 
 
+@pytest.mark.parametrize(("first", "second"), [(3, 5), (5, 3), (2, 5)])
+@pytest.mark.parametrize("rows", [1, 4, 17])
+def test_a_chain_of_ragged_shards(smaller, first, second, rows):
+    batch = {"x": torch.arange(rows), "y": torch.ones(rows, 2)}
+    out = smaller[second].ragged(smaller[first].ragged.remote(batch))
+    assert torch.equal(out["x"], batch["x"]) and torch.equal(out["y"], batch["y"])
+
+
 def test_a_future_that_does_not_divide_is_refused_on_every_rank(counters, smaller):
     future = counters.double.remote(torch.arange(8))
     with pytest.raises(DispatchError, match=r"double\(\) has 8 rows.*uneven"):
@@ -143,6 +151,13 @@ def test_tp_and_pp_on_either_side(make_group, counters):
     mid = grid.compute_rows.remote(counters.double.remote(torch.arange(8)))
     assert torch.equal(counters.double(mid), torch.arange(8) * 40)
     assert [t.tolist() for t in grid.last_seen()] == [[0, 2, 4, 6], [0, 2, 4, 6], [8, 10, 12, 14], [8, 10, 12, 14]]
+
+
+def test_pp_as_the_producer_answers_from_the_last_stage(make_group, counters, smaller):
+    grid = make_group(Grid, {"dp": [0, 0, 1, 1], "pp": [0, 1, 0, 1]})
+    mid = grid.compute_rows.remote(torch.arange(8))
+    assert len(mid.refs) == 2
+    assert torch.equal(smaller[2].double(mid), torch.arange(8) * 20)
 
 
 def test_a_future_may_be_kept_as_it_is(counters, smaller):
