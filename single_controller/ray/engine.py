@@ -22,7 +22,7 @@ from single_controller.ray.actor import CONCURRENT, Location, bare
 from single_controller.ray.answers import RayAnswers, one_line, open_cause
 from single_controller.ray.frame import BESIDE, open_receipt, order_frame
 from single_controller.ray.runtime import session
-from single_controller.ray.transport import Packet, pack, packs
+from single_controller.ray.transport import INLINE_BYTES, Packet, pack, packs
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,10 @@ class RayEngine(Engine):
 
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
         """See `Engine.send`. Every distinct shard is stored once, however many ranks read it."""
-        whole = _carry(_pack(spec, plan.whole))
-        shards = [_carry(_pack(spec, shard.values)) for shard in plan.shards]
+        packed = [_pack(spec, shard.values) for shard in plan.shards]
+        inside = max((packet.nbytes for packet in packed if packet is not None and packet.inline), default=0)
+        whole = _carry(_pack(spec, plan.whole), INLINE_BYTES - inside)
+        shards = [_carry(packet) for packet in packed]
         collecting = frozenset(plan.answers)
         frames: dict[tuple[int, bool], bytes] = {}
         receipts: dict[int, ray.ObjectRef] = {}
@@ -186,11 +188,12 @@ def _order(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) ->
     )
 
 
-def _carry(packet: Packet | None) -> _Carried:
-    """How a packet travels: inside the call's frame if it is small, else once in Ray's store, beside the frame."""
+def _carry(packet: Packet | None, room: int = INLINE_BYTES) -> _Carried:
+    """How a packet travels: inside the call's frame if it is small and there is room, else once in Ray's store, beside
+    the frame."""
     if packet is None:
         return _NOTHING
-    if not packet.inline:
+    if packet.nbytes > room:
         return _Carried(BESIDE, (ray.put(packet),), packet.nbytes)
     if packet.refs:
         return _Carried(BESIDE, (packet,), packet.nbytes)

@@ -27,8 +27,10 @@ from dispatch.warm import warm
 if TYPE_CHECKING:
     import numpy
 
-INLINE_BYTES = 64 * 1024
-"""Packets up to this size travel inside the call; larger ones are stored once and referred to."""
+INLINE_BYTES = 96 * 1024
+"""Packets up to this size travel inside the call; larger ones are stored once and referred to. Measured with four
+ranks and 96 KiB each: 4.2 ms inside against 6.4 stored for an argument that all read, 4.7 against 9.6 for shards. From
+100 KiB on Ray stores a message by itself, once for every rank (8.4 against 6.7, and 8.8 against 9.6)."""
 
 MOST_HELD = 1 << 30
 """Bytes of the store that results may hold in this process, before more of them are copied out of it."""

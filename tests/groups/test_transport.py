@@ -6,6 +6,7 @@ import ray
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
+from single_controller import Broadcast
 from single_controller.ray.transport import pack
 
 DTYPES = [
@@ -168,3 +169,20 @@ def test_views_share_memory_which_is_why_they_are_an_option(counters):
     assert counters.scribble_on_view(mine) == [777.0] * 4  # one rank wrote, every rank sees it
     assert bool((mine == 1).all())  # the driver's own tensor was copied into the store once
     assert counters.total(mine) == [1_000_000.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("whole", "shard", "stored"),
+    [(1, 1, 0), (40, 40, 0), (90, 1, 0), (60, 60, 1), (1, 500, 4), (500, 1, 1), (500, 500, 5)],
+    ids=lambda size: str(size),
+)
+def test_what_is_large_is_stored_once_and_what_is_small_travels_inside_the_call(
+    counters, monkeypatch, whole, shard, stored
+):
+    """Sizes in KB, of what all four ranks get and of what each gets; Ray itself would store a message of 100 KiB."""
+    puts = []
+    real = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or real(value))
+    mine = [torch.full((shard * 250,), float(rank)) for rank in range(4)]
+    assert counters.items(mine, y=Broadcast(torch.zeros(whole * 250)))[3][1].sum() == 3 * shard * 250
+    assert len(puts) == stored
