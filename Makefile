@@ -23,7 +23,7 @@ help:
 	@echo 'make test        lint, types and tests'
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
-	@echo 'make benchmark   this library beside plain Ray, verl and Monarch (about an hour, an idle machine and 20 GB)'
+	@echo 'make benchmark   this library beside plain Ray, verl and Monarch (over an hour, an idle machine and 20 GB)'
 	@echo 'make setup       only make $(VENV), as the targets above do when they need it'
 	@echo 'make clean       remove what the targets above have made, $(VENV) included'
 

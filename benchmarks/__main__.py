@@ -1,7 +1,7 @@
 """The command: ``python -m benchmarks`` from the root of the repository.
 
 It makes an environment for each peer, runs every case for every contender in turn, and writes ``table.md``,
-``results.json`` and ``picture.png``. Run it on an idle machine: on two cores all of it takes about an hour, and up to
+``results.json`` and ``picture.png``. Run it on an idle machine: on two cores all of it takes over an hour, and up to
 20 GB of memory, which is what verl's default mode takes for 256 MB on eight ranks. A contender that leaves less than
 1.5 GiB to the machine is stopped, and the table says so. ``--quick`` takes a few minutes and says nothing about speed.
 """

@@ -104,7 +104,6 @@ class Layout:
         object.__setattr__(self, "axes", axes)
 
     @classmethod
-    @lru_cache
     def flat(cls, world_size: int) -> Layout:
         """Every rank its own dp rank."""
         return cls({DATA_AXIS: range(world_size)})

@@ -1,5 +1,6 @@
 """What importing costs and refuses, and what a type checker sees."""
 
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -102,3 +103,12 @@ def test_a_type_checker_still_knows_a_registered_method(tmp_path):
     )
     assert "def (x: int, y: str =) -> float" in done.stdout
     assert 'incompatible type "str"; expected "int"' in done.stdout
+
+
+@pytest.mark.parametrize("package", ["single_controller", "single_controller.ray", "workers"])
+def test_every_name_that_a_package_promises_can_be_imported(package):
+    module = importlib.import_module(package)
+    assert set(module.__all__) == set(module._HOMES) <= set(dir(module))
+    assert all(getattr(module, name).__name__ == name or name in ("Dispatch", "Execute") for name in module.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = module.no_such_name

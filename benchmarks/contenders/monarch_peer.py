@@ -17,7 +17,7 @@ from monarch.actor import Actor, current_rank, endpoint, shutdown_context, this_
 
 from benchmarks import data
 from benchmarks.contenders.by_hand import forms, joined, tensor
-from benchmarks.contenders.processes import wait_until_gone
+from benchmarks.contenders.processes import check_started, empty_calls
 from benchmarks.protocol import Call, serve
 
 
@@ -156,22 +156,14 @@ class Monarch:
         def finish(got):
             procs, where = got
             procs.stop().get()
-            wait_until_gone(pid for _, pid in where)
-            data.same(sorted(rank for rank, _ in where), list(range(ranks)))
+            check_started(sorted(where), ranks)
 
         yield {"": Call(run, finish)}
 
     def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
         """A call without arguments or results."""
-        times = 200
-
-        def run():
-            for _ in range(times):
-                last = mesh.nothing.call().get()
-            return list(last.values())
-
         with _mesh(Small, procs=ranks) as mesh:
-            yield {"": Call(run, functools.partial(data.same, wanted=[None] * ranks), times=times)}
+            yield empty_calls(lambda: list(mesh.nothing.call().get().values()), ranks)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import data
 from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
-from benchmarks.contenders.processes import wait_until_gone
+from benchmarks.contenders.processes import check_started, empty_calls
 from benchmarks.protocol import Call, serve
 from dispatch import Layout, warm
 from dispatch.plan import plan_call
@@ -199,22 +199,14 @@ class Ours:
         def finish(got):
             pool, where = got
             pool.close()
-            wait_until_gone(pid for _, pid in where)
-            data.same([rank for rank, _ in where], list(range(ranks)))
+            check_started(where, ranks)
 
         yield {"": Call(run, finish)}
 
     def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
         """A call without arguments or results."""
-        times = 200
-
-        def run():
-            for _ in range(times):
-                last = group.nothing()
-            return last
-
         with _group(Small, ranks) as group:
-            yield {"": Call(run, functools.partial(data.same, wanted=[None] * ranks), times=times)}
+            yield empty_calls(group.nothing, ranks)
 
     def plan(self, sizes: list[int]) -> Iterator[dict[str, Call]]:
         """The arguments of one call cut for many ranks, dp x tp 8, with no process but this one."""

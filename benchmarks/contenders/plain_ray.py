@@ -16,7 +16,7 @@ import ray
 from benchmarks import data
 from benchmarks.contenders.by_hand import array, forms, joined
 from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
-from benchmarks.contenders.processes import wait_until_gone
+from benchmarks.contenders.processes import check_started, empty_calls
 from benchmarks.protocol import Call, serve
 
 
@@ -172,22 +172,14 @@ class PlainRay:
                 ray.kill(actor)
             if group is not None:
                 ray.util.remove_placement_group(group)
-            wait_until_gone(pid for _, pid in where)
-            data.same([rank for rank, _ in where], list(range(ranks)))
+            check_started(where, ranks)
 
         yield {"bare actors": Call(bare, finish), "ranks and address by hand": Call(by_hand, finish)}
 
     def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
         """A call without arguments or results."""
-        times = 200
-
-        def run():
-            for _ in range(times):
-                last = ray.get([actor.nothing.remote() for actor in actors])
-            return last
-
         with _actors(ranks, Small) as actors:
-            yield {"": Call(run, functools.partial(data.same, wanted=[None] * ranks), times=times)}
+            yield empty_calls(lambda: ray.get([actor.nothing.remote() for actor in actors]), ranks)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 
 from benchmarks import data
 from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
-from benchmarks.contenders.processes import wait_until_gone
+from benchmarks.contenders.processes import check_started, empty_calls
 from benchmarks.protocol import Call, serve
 
 
@@ -149,22 +149,14 @@ class Verl:
         def finish(got):
             pool, group, where = got
             _end(pool, group)
-            wait_until_gone(pid for _, pid in where)
-            data.same([rank for rank, _ in where], list(range(ranks)))
+            check_started(where, ranks)
 
         yield {"": Call(run, finish)}
 
     def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
         """A call without arguments or results."""
-        times = 200
-
-        def run():
-            for _ in range(times):
-                last = group.nothing()
-            return last
-
         with _group(Small, ranks) as group:
-            yield {"": Call(run, functools.partial(data.same, wanted=[None] * ranks), times=times)}
+            yield empty_calls(group.nothing, ranks)
 
 
 def _make(cls, ranks, *args):

@@ -254,7 +254,7 @@ def actor_class(name: str, methods: tuple[str, ...], concurrent: bool) -> Any:
 def bare(method: str) -> str:
     """Name of the actor's method that stands for an order without arguments whose answer is wanted: Ray carries no
     argument for it, which saves a tenth of the call."""
-    return f"_sc_call_{method}"
+    return f"_sc_bare_{method}"
 
 
 def _bare_call(method: str) -> Callable[..., Any]:

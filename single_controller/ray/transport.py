@@ -142,8 +142,8 @@ class _Pickler(ray.cloudpickle.CloudPickler):
             self.refs.append(obj)
             return _nth_ref, (len(self.refs) - 1,)
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # there are no values of theirs before that
-        if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(obj):
-            return _reduce_array(obj)
+        if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(numpy, obj):
+            return _reduce_array(numpy, obj)
         if torch is not None and isinstance(obj, torch.Tensor) and _is_plain(torch, obj):
             # One batch for two parameters was cut into two views of the same memory: it is sent once.
             place = (
@@ -162,10 +162,8 @@ class _Pickler(ray.cloudpickle.CloudPickler):
         return super().reducer_override(obj)
 
 
-def _is_plain_array(array: numpy.ndarray) -> bool:
+def _is_plain_array(numpy: Any, array: numpy.ndarray) -> bool:
     """Whether bytes, type and shape say all of it, as they do of numpy's own subclasses without state (memmap)."""
-    import numpy
-
     base, cls = numpy.ndarray, type(array)
     return cls.__reduce__ is base.__reduce__ and cls.__reduce_ex__ is base.__reduce_ex__ and not array.dtype.hasobject
 
@@ -188,9 +186,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _reduce_array(array: numpy.ndarray) -> tuple[Any, ...]:
-    import numpy
-
+def _reduce_array(numpy: Any, array: numpy.ndarray) -> tuple[Any, ...]:
     plain = array.view(numpy.ndarray)
     if not (plain.flags.c_contiguous or plain.flags.f_contiguous):
         plain = numpy.ascontiguousarray(plain)

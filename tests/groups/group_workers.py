@@ -411,6 +411,18 @@ class OnMeshes(Worker):
         return [(row, self.rank) for row in self.seen]
 
 
+class Awkward(Worker):
+    """Methods whose names resemble what the library calls its own."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def kept(self):
+        return ("kept", self.rank)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def call(self, x=0):
+        return ("call", self.rank, x)
+
+
 class OnDevices(Worker):
     """Methods whose arguments are moved. torch has the device "meta" everywhere; it keeps shapes and no data."""
 

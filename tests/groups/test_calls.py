@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from group_workers import Counter, Gate, Grid, Log, Nested, RemoteCounter
+from group_workers import Awkward, Counter, Gate, Grid, Log, Nested, RemoteCounter
 from tensordict import TensorDict
 
 from single_controller import (
@@ -32,6 +32,13 @@ def test_the_example_of_the_readme(make_group):
     group = make_group(Counter)
     assert group.add(10) == [10, 11, 12, 13]
     assert group.add(x=0) == [10, 11, 12, 13]
+
+
+def test_methods_may_have_names_like_the_librarys_own(make_group):
+    group = make_group(Awkward)
+    assert group.kept() == group.kept.remote().result() == [("kept", rank) for rank in range(4)]
+    assert group.call(x=1) == group.call.remote(1).result() == [("call", rank, 1) for rank in range(4)]
+    assert ray.get(group.workers[2].kept.remote()) == ("kept", 2)
 
 
 def test_a_class_under_ray_remote(make_group):

@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from single_controller import Broadcast, Dispatch, WorkerError, register
+from single_controller import Broadcast, Dispatch, RayClassWithInitArgs, RayWorkerGroup, WorkerError, register
 
 
 @pytest.fixture(scope="module")
 def group(pool):
-    from single_controller import RayClassWithInitArgs, RayWorkerGroup
-
     with RayWorkerGroup(pool, RayClassWithInitArgs(workers.OnDevices)) as group:
         yield group
 

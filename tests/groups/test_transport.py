@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, lazy_stack
 
 from single_controller import Broadcast
 from single_controller.ray.transport import pack
@@ -121,6 +121,17 @@ def test_bytes_travel_beside_the_pickle(value, rows):
         assert all(torch.equal(a, b) for a, b in zip(plain(out), plain(value), strict=True))
     elif isinstance(value, np.ndarray):
         assert out.dtype == value.dtype and np.array_equal(out, value)
+    else:
+        assert leaves(out).keys() == leaves(value).keys()
+        for key, leaf in leaves(value).items():
+            assert all(torch.equal(a, b) for a, b in zip(plain(leaves(out)[key]), plain(leaf), strict=True))
+
+
+def leaves(table):
+    """The tensors of a TensorDict, by key; a lazy stack's by its members."""
+    if isinstance(table, LazyStackedTensorDict):
+        return {(k, key): leaf for k, part in enumerate(table.tensordicts) for key, leaf in leaves(part).items()}
+    return {key: leaf for key, leaf in table.items(True, True) if isinstance(leaf, torch.Tensor)}
 
 
 def plain(tensor):
@@ -174,7 +185,7 @@ def test_views_share_memory_which_is_why_they_are_an_option(counters):
 @pytest.mark.parametrize(
     ("whole", "shard", "stored"),
     [(1, 1, 0), (40, 40, 0), (90, 1, 0), (60, 60, 1), (1, 500, 4), (500, 1, 1), (500, 500, 5)],
-    ids=lambda size: str(size),
+    ids=str,
 )
 def test_what_is_large_is_stored_once_and_what_is_small_travels_inside_the_call(
     counters, monkeypatch, whole, shard, stored
