@@ -206,7 +206,7 @@ class Ours:
     def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
         """A call without arguments or results."""
         with _group(Small, ranks) as group:
-            yield empty_calls(group.nothing, ranks)
+            yield empty_calls(lambda: group.nothing(), ranks)
 
     def plan(self, sizes: list[int]) -> Iterator[dict[str, Call]]:
         """The arguments of one call cut for many ranks, dp x tp 8, with no process but this one."""

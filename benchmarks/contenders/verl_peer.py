@@ -156,7 +156,7 @@ class Verl:
     def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
         """A call without arguments or results."""
         with _group(Small, ranks) as group:
-            yield empty_calls(group.nothing, ranks)
+            yield empty_calls(lambda: group.nothing(), ranks)
 
 
 def _make(cls, ranks, *args):
