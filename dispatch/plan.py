@@ -128,6 +128,8 @@ def plan_call(
         raise type(error)(f"{spec.name}() needs a layout: {error}", method=spec.name) from None
     slots = _slots(args, kwargs)
     whole: dict[Slot, Any] = {}
+    if not (slots or mode.function_first):
+        return CallPlan(whole, (Shard(),) * routing.shards, routing.shard_of, routing.answers, mode.join)
     if mode.function_first:
         whole = _take_function(spec, slots)
     if mode.cut is Cut.WHOLE:

@@ -311,7 +311,7 @@ class WorkerGroup(Closing):
         return call
 
     def _wait(self, call: Call) -> Any:
-        monitor.wait(call)
+        monitor.wait(call, just_sent=True)
         return call.result()
 
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:

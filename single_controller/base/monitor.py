@@ -45,12 +45,13 @@ class Monitor:
         with self._round, self._changed:
             self._watched.difference_update(calls)
 
-    def wait(self, call: Call, timeout: float | None = None) -> None:
+    def wait(self, call: Call, timeout: float | None = None, *, just_sent: bool = False) -> None:
         """Wait until a call has an outcome.
 
         Args:
             call: the call.
             timeout: seconds to wait at the most; the call goes on after that.
+            just_sent: the engine was there a moment ago, and is not asked again before the first look.
 
         Raises:
             CallTimeoutError: the wait ended before the call did.
@@ -60,7 +61,8 @@ class Monitor:
         try:
             while not call.settled:
                 left = pause if end is None else min(pause, end - time.monotonic())
-                self._drive(call, max(0.0, left))
+                self._drive(call, max(0.0, left), sure=just_sent)
+                just_sent = False
                 if not call.settled and end is not None and time.monotonic() >= end:
                     raise timed_out(call, timeout or 0.0)
                 pause = min(2 * pause, LAST_SLICE_SECONDS)
@@ -74,8 +76,8 @@ class Monitor:
             self._keep_or_forget(call)
         return call.settled
 
-    def _drive(self, call: Call, timeout: float) -> None:
-        if call.engine.connected:
+    def _drive(self, call: Call, timeout: float, *, sure: bool = False) -> None:
+        if sure or call.engine.connected:
             call.absorb(call.engine.wait(call.pending, timeout))
         else:
             call.orphan()
