@@ -6,7 +6,7 @@ return a whole plan or raise before anything is sent, and neither changes the ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,6 +72,11 @@ class CallPlan:
         """The ranks that are called."""
         return [rank for rank, shard in enumerate(self.shard_of) if shard is not None]
 
+    def only(self, ranks: Collection[int]) -> CallPlan:
+        """The same for some of its ranks alone."""
+        shard_of = tuple(shard if rank in ranks else None for rank, shard in enumerate(self.shard_of))
+        return replace(self, shard_of=shard_of, answers=tuple(rank for rank in self.answers if rank in ranks))
+
     def arguments(self, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of one rank."""
         shard = self.shard_of[rank]
@@ -115,7 +120,7 @@ def plan_call(
         raise ValueError(f"uneven={uneven!r}: known are {', '.join(map(repr, UNEVEN))}")
     mode = declared.mode.mode
     if isinstance(mode, RefusedMode):
-        raise DispatchError(f"{spec.name}() cannot be called from the driver: {mode.reason}", method=spec.name)
+        raise DispatchError(f"{spec.label}() cannot be called from the driver: {mode.reason}", method=spec.name)
     if declared.execute.ranks is not None:
         spec.bind(args, kwargs)
         return _plan_chosen(spec, ranks, args, kwargs)
@@ -125,7 +130,7 @@ def plan_call(
     try:
         routing = mode.route(ranks)
     except DispatchError as error:
-        raise type(error)(f"{spec.name}() needs a layout: {error}", method=spec.name) from None
+        raise type(error)(f"{spec.label}() needs a layout: {error}", method=spec.name) from None
     slots = _slots(args, kwargs)
     whole: dict[Slot, Any] = {}
     if not (slots or mode.function_first):
@@ -169,7 +174,7 @@ def _plan_chosen(spec: MethodSpec, ranks: Ranks, args: tuple[Any, ...], kwargs: 
     outside = [rank for rank in chosen if rank not in range(ranks.world_size)]
     if outside or not chosen or len(set(chosen)) != len(chosen):
         raise DispatchError(
-            f"{spec.name}(): {execute!r} chose the ranks {list(chosen)} of a group of {ranks.world_size}; "
+            f"{spec.label}(): {execute!r} chose the ranks {list(chosen)} of a group of {ranks.world_size}; "
             "it must choose distinct ranks of the group, at least one",
             method=spec.name,
         )
@@ -185,13 +190,13 @@ def _plan_custom(
     try:
         made = mode.dispatch_fn(ranks, *map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
     except Exception as error:
-        error.add_note(f"raised by the dispatch_fn of {spec.name}(); nothing was sent")
+        error.add_note(f"raised by the dispatch_fn of {spec.label}(); nothing was sent")
         raise
     if not (
         isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], dict)
     ):
         raise DispatchError(
-            f"{spec.name}(): its dispatch_fn returned {described(made)}; it returns (args, kwargs): a tuple or "
+            f"{spec.label}(): its dispatch_fn returned {described(made)}; it returns (args, kwargs): a tuple or "
             "list of the positional and a dict of the keyword arguments",
             method=spec.name,
         )
@@ -227,7 +232,7 @@ def _plan_lists(spec: MethodSpec, ranks: Ranks, args: tuple[Any, ...], kwargs: d
         if not isinstance(value, list) or len(value) != world_size:
             others = ", ".join(repr(spec.parameter(other)) for other in lists if other != slot)
             raise DispatchError(
-                f"{spec.name}(): argument {spec.parameter(slot)!r} is {described(value)}"
+                f"{spec.label}(): argument {spec.parameter(slot)!r} is {described(value)}"
                 + (f", while {others} is a list" if not isinstance(value, list) else "")
                 + f"; {source} lists only when every argument is a list of world_size = {world_size}. "
                 "Wrap an argument in Broadcast(...) to send it whole to every rank",
@@ -259,7 +264,7 @@ def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, slots: dict[Slot
         else:
             name = spec.parameter(slot)
             raise DispatchError(
-                f"{spec.name}(): argument {name!r} is {described(value)}; {spec.registration.mode!r} takes a "
+                f"{spec.label}(): argument {name!r} is {described(value)}; {spec.registration.mode!r} takes a "
                 f"list of {routing.shards} items, one for each shard ({routing.unit} = {routing.shards}). "
                 "Pass such a list, or Broadcast(value) to give every rank the same",
                 method=spec.name,
@@ -295,7 +300,7 @@ def _plan_rows(
             found = batch.length(value)
         except Exception as error:  # a BatchError, or whatever a type of others' raises
             raise DispatchError(
-                f"{spec.name}(): argument {name!r} is {described(value)}, and {_said(error)}; "
+                f"{spec.label}(): argument {name!r} is {described(value)}, and {_said(error)}; "
                 f"{spec.registration.mode!r} cuts tensors, arrays, TensorDicts, lists, dicts of those and types "
                 "given to register_batch_type(). Broadcast(value) sends anything whole to every rank",
                 method=spec.name,
@@ -308,22 +313,24 @@ def _plan_rows(
             rows, first = found, slot
         elif found != rows:
             raise DispatchError(
-                f"{spec.name}(): argument {name!r} has {found} rows, but {spec.parameter(first)!r} has {rows}; "
+                f"{spec.label}(): argument {name!r} has {found} rows, but {spec.parameter(first)!r} has {rows}; "
                 "all batches of one call have the same number of rows. Broadcast(value) sends one whole",
                 method=spec.name,
                 argument=name,
             )
         batches[slot] = value
     if rows is None:
+        if mode.function_first and not any(pieces):
+            mode = replace(mode, join=Join.LIST)  # no batch went in, so none is promised: every rank's own answer
         return _plan(spec, routing, mode, whole, [Shard(piece) for piece in pieces], slots)
     try:
         shares = share_rows(rows, routing.shards, uneven)
     except BatchError:
         name = spec.parameter(first)
         raise DispatchError(
-            f"{spec.name}(): argument {name!r} has {rows} rows, which do not divide over {routing.shards} shards "
+            f"{spec.label}(): argument {name!r} has {rows} rows, which do not divide over {routing.shards} shards "
             f"({routing.unit} = {routing.shards}). Pass a multiple of {routing.shards}, or set uneven='pad' or "
-            f"'ragged': group.{spec.name}.options(uneven='pad')(...), or in @register",
+            f"'ragged': group.{spec.label}.options(uneven='pad')(...), or in @register",
             method=spec.name,
             argument=name,
         ) from None
@@ -333,7 +340,7 @@ def _plan_rows(
         except Exception as error:  # a BatchError, or whatever a type of others' raises
             name = spec.parameter(slot)
             raise DispatchError(
-                f"{spec.name}(): argument {name!r}, {described(value)}, cannot be cut: {_said(error)}. "
+                f"{spec.label}(): argument {name!r}, {described(value)}, cannot be cut: {_said(error)}. "
                 "Broadcast(value) sends anything whole to every rank",
                 method=spec.name,
                 argument=name,
@@ -378,7 +385,7 @@ def _take_function(spec: MethodSpec, slots: dict[Slot, Any]) -> dict[Slot, Any]:
     if slot is None or not callable(slots[slot]):
         got = "no argument" if slot is None else described(slots[slot])
         raise DispatchError(
-            f"{spec.name}(): {spec.registration.mode!r} takes a function first, then batches; got {got}",
+            f"{spec.label}(): {spec.registration.mode!r} takes a function first, then batches; got {got}",
             method=spec.name,
             argument=None if slot is None else spec.parameter(slot),
         )

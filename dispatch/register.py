@@ -35,6 +35,12 @@ class Registration:
     inputs: Inputs = "copy"
     concurrent: bool = False
     device: str | None = None
+    replay: bool = False
+
+
+def label(role: str | None, method: str) -> str:
+    """How messages name a method: with its role, where a process has several workers."""
+    return method if role is None else f"{role}.{method}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class MethodSpec:
         function: the function as the user wrote it.
         takes_self: False for a static method.
         registration: what it declared; `UNREGISTERED` for a method called only through ``execute_*``.
+        role: which of several workers in one process has it; None where there is one.
     """
 
     owner: str
@@ -54,6 +61,12 @@ class MethodSpec:
     function: Callable[..., Any]
     registration: Registration
     takes_self: bool = True
+    role: str | None = None
+
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+        return label(self.role, self.name)
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
@@ -66,7 +79,7 @@ class MethodSpec:
         Raises:
             TypeError: they do not; the message is Python's, with the method's name.
         """
-        check_arguments(self.name, self.signature, args, kwargs)
+        check_arguments(self.label, self.signature, args, kwargs)
 
     def parameter(self, slot: int | str) -> str:
         """The name of the parameter that a positional index or a keyword fills."""
@@ -90,6 +103,7 @@ def register(
     inputs: Inputs = "copy",
     concurrent: bool = False,
     device: str | None = None,
+    replay: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare how a worker method is called from a group. The method itself is returned unchanged.
 
@@ -113,6 +127,9 @@ def register(
             in a thread of their own instead of the process's main thread.
         device: where the method gets its tensors, ``"cuda"`` for example. Wherever they were before, they travel as
             CPU tensors and stay so by default. With ``inputs="view"`` they go to the device without a copy before.
+        replay: ``group.restart()`` makes the latest successful call of this method again, after the constructors:
+            for what brings a worker into its state, ``init_model`` or ``load_checkpoint``. The driver keeps that call's
+            arguments, as they are; with replays of several methods they are made in the order of those calls.
 
     Raises:
         ValueError: an unknown mode or option (the message lists the known ones), when the class is defined.
@@ -128,6 +145,7 @@ def register(
         ("blocking", blocking),
         ("materialize_futures", materialize_futures),
         ("concurrent", concurrent),
+        ("replay", replay),
     ):
         if not isinstance(flag, bool):
             raise TypeError(f"register({name}=...) is True or False, got {flag!r}")
@@ -140,6 +158,7 @@ def register(
         inputs=inputs,
         concurrent=concurrent,
         device=device,
+        replay=replay,
     )
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

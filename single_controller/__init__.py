@@ -29,6 +29,11 @@ if TYPE_CHECKING:
         register_dispatch_mode,
         update_dispatch_mode,
     )
+    from single_controller.base.colocate import (
+        colocate,
+        create_colocated_worker_cls,
+        create_colocated_worker_cls_fused,
+    )
     from single_controller.base.errors import (
         CallTimeoutError,
         GroupBrokenError,
@@ -43,7 +48,7 @@ if TYPE_CHECKING:
     from single_controller.base.pool import ClassWithInitArgs, ResourcePool
     from single_controller.base.worker import Worker
     from single_controller.ray.class_with_args import RayClassWithInitArgs
-    from single_controller.ray.group import RayWorkerGroup
+    from single_controller.ray.group import RayWorkerGroup, attach
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
     from single_controller.ray.pool import RayResourcePool, merge_resource_pool
 
@@ -72,7 +77,11 @@ __all__ = [
     "WorkerError",
     "WorkerFuture",
     "WorkerGroup",
+    "attach",
     "collect_all_to_all",
+    "colocate",
+    "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "register",
@@ -106,7 +115,11 @@ _HOMES = {
     "WorkerError": "single_controller.base.errors",
     "WorkerFuture": "single_controller.base.future",
     "WorkerGroup": "single_controller.base.group",
+    "attach": "single_controller.ray.group",
     "collect_all_to_all": "dispatch",
+    "colocate": "single_controller.base.colocate",
+    "create_colocated_worker_cls": "single_controller.base.colocate",
+    "create_colocated_worker_cls_fused": "single_controller.base.colocate",
     "make_nd_compute_dataproto_dispatch_fn": "dispatch",
     "merge_resource_pool": "single_controller.ray.pool",
     "register": "dispatch",

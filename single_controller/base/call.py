@@ -11,10 +11,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dispatch.move import move
 from dispatch.plan import CallPlan
+from dispatch.register import label
 from single_controller.base.engine import Engine, RankLost, Sent, Token
 from single_controller.base.errors import (
     CallTimeoutError,
@@ -25,6 +26,9 @@ from single_controller.base.errors import (
 from single_controller.base.later import Answers, ReadAnswers, join_answers
 from single_controller.base.receipt import Failure, Receipt
 from single_controller.base.stats import Accounts, CallRecord, RankRecord
+
+if TYPE_CHECKING:
+    from single_controller.base.replay import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +51,9 @@ class GroupState:
         broken: why the group is broken, or None.
         closed: whether it was closed.
         dead: the ranks whose death broke it.
-        standings: rank -> version of what the worker last said of its coordinates.
+        standings: role -> rank -> version of what the worker last said of its coordinates; the role of a group of one
+            class is None.
+        replays: (role, method) -> the latest successful call of a ``replay=True`` method, in the order of those calls.
     """
 
     def __init__(self, name: str, error_grace: float) -> None:
@@ -57,7 +63,8 @@ class GroupState:
         self.broken: str | None = None
         self.closed = False
         self.dead: tuple[int, ...] = ()
-        self.standings: dict[int, int] = {}
+        self.standings: dict[str | None, dict[int, int]] = {}
+        self.replays: dict[tuple[str | None, str], Replay] = {}
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
     def check(self) -> None:
@@ -100,6 +107,19 @@ class GroupState:
             self.closed = True
             return self._end_calls()
 
+    def break_again(self, reason: str) -> None:
+        """Broken for another reason than before: what was to mend it went wrong."""
+        with self.lock:
+            self.broken = None
+            self.break_(reason, self.dead)
+
+    def remember(self, call: Call, replay: Replay) -> None:
+        """A call of a ``replay=True`` method has an outcome."""
+        if call.error is None:
+            with self.lock:
+                self.replays.pop(replay.key, None)
+                self.replays[replay.key] = replay
+
     def reopen(self) -> None:
         """Take calls again, after a restart."""
         with self.lock:
@@ -128,6 +148,7 @@ class Call:
         accounts: where the group keeps what its calls cost.
         begun: when the call began, in seconds since the epoch; now by default.
         device: where the tensors of the result are wanted; None where they are.
+        role: the worker that is called, where several are in a process.
     """
 
     def __init__(
@@ -143,9 +164,12 @@ class Call:
         accounts: Accounts | None = None,
         begun: float | None = None,
         device: str | None = None,
+        role: str | None = None,
     ) -> None:
         self.engine = engine
         self.method = method
+        self.role = role
+        self.label = label(role, method)
         # Of the plan only this is kept: the arguments are on their way, and nobody here shall hold them longer.
         self.join, self.collect = plan.join, plan.collect
         self._order = plan.answers
@@ -196,7 +220,7 @@ class Call:
     def answers(self) -> Answers:
         """Where anybody can ask for the answers; for a call that keeps them."""
         if self._answers is None:
-            raise RuntimeError(f"{self.method}() was sent without keeping its answers")
+            raise RuntimeError(f"{self.label}() was sent without keeping its answers")
         return self._answers
 
     def absorb(self, tokens: Sequence[Token]) -> None:
@@ -213,11 +237,12 @@ class Call:
                         self._lost[rank] = outcome.reason
                     elif isinstance(outcome, RankLost):
                         host = self.engine.host(rank)
-                        failure = Failure(rank, host, self.method, outcome.kind, outcome.reason, "", time.time())
+                        kind, why = outcome.kind, outcome.reason
+                        failure = Failure(rank, host, self.method, kind, why, "", time.time(), role=self.role)
                         self._receipts[rank] = Receipt(rank, failure=failure)
                     else:
                         self._receipts[rank] = outcome
-                        self._state.standings[rank] = outcome.standing
+                        self._state.standings.setdefault(self.role, {})[rank] = outcome.standing
                         part = self._record.ranks[rank]
                         part.clock, part.returned, part.answered = outcome.clock, outcome.returned, now
         with self._lock:
@@ -236,10 +261,10 @@ class Call:
         answers: Answers | ReadAnswers
         if self._answers is not None:
             if not self.engine.connected:
-                raise GroupBrokenError(f"the answers of {self.method}() are lost: {ENGINE_GONE}")
+                raise GroupBrokenError(f"the answers of {self.label}() are lost: {ENGINE_GONE}")
             answers = self._answers
         else:
-            answers = ReadAnswers(self.method, self._order, [receipt.value for receipt in receipts], self.engine.unpack)
+            answers = ReadAnswers(self.label, self._order, [receipt.value for receipt in receipts], self.engine.unpack)
         value = join_answers(answers, receipts, self.join)
         if self.collect is not None:
             value = self.collect(value)
@@ -319,14 +344,14 @@ class Call:
         late = self.late
         if not self.settled and self._timeout is not None and running >= self._timeout:
             message = (
-                f"{self.method}() passed its timeout of {self._timeout:g} s; "
+                f"{self.label}() passed its timeout of {self._timeout:g} s; "
                 f"{_ranks(late)} had not ended ({self._hosts(late)})"
             )
             self._settle(CallTimeoutError(message, method=self.method, ranks=late))
             self._state.break_(message)
         elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
             self._state.break_(
-                f"{_ranks(late)} had not ended {self.method}() {self._state.error_grace:g} s after an error"
+                f"{_ranks(late)} had not ended {self.label}() {self._state.error_grace:g} s after an error"
                 + (f" on {_ranks(sorted(failure.rank for failure in failures))}" if failures else " of its input")
             )
         elif now >= self._next_log:
@@ -334,7 +359,7 @@ class Call:
             logger.warning(
                 "%s: %s() has run for %.0f s; waiting for %s (%s)",
                 self._state.name,
-                self.method,
+                self.label,
                 running,
                 _ranks(late),
                 self._hosts(late),
@@ -342,8 +367,11 @@ class Call:
 
     def _death(self, dead: Sequence[int], reason: str) -> WorkerDiedError:
         where = "__init__" if self.starting else self.method
-        message = f"{_ranks(dead)} died during {where}() ({self._hosts(dead)}): {reason}"
-        return WorkerDiedError(message, rank=dead[0], host=self.engine.host(dead[0]), method=where, ranks=dead)
+        during = label(self.role, where)
+        message = f"{_ranks(dead)} died during {during}() ({self._hosts(dead)}): {reason}"
+        error = WorkerDiedError(message, rank=dead[0], host=self.engine.host(dead[0]), method=where, ranks=dead)
+        error.role = self.role
+        return error
 
     def _settle(self, error: Exception | None) -> None:
         if self.settled:
@@ -375,7 +403,7 @@ def timed_out(call: Call, seconds: float) -> CallTimeoutError:
     """The error of a wait that ended before its call did."""
     late = call.late
     return CallTimeoutError(
-        f"{call.method}() has not ended after a wait of {seconds:g} s; {_ranks(late)} are under way. "
+        f"{call.label}() has not ended after a wait of {seconds:g} s; {_ranks(late)} are under way. "
         "The call goes on: wait again, or give the call itself a timeout with .options(timeout=...)",
         method=call.method,
         ranks=late,

@@ -81,8 +81,9 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def ask_standings(self) -> Sent:
-        """Ask every rank for its `Standing`, in the order of calls; the receipts' values are the standings."""
+    def ask_standings(self, role: str | None) -> Sent:
+        """Ask every rank's worker of a role (None: the one there is) for its `Standing`, in the order of calls; the
+        receipts' values are the standings."""
 
     @abstractmethod
     def wait(self, tokens: Sequence[Token], timeout: float) -> list[Token]:
@@ -104,6 +105,10 @@ class Engine(ABC):
     @abstractmethod
     def open_cause(self, packed: Any) -> BaseException | None:
         """A failure's exception; None if it does not unpickle here."""
+
+    @abstractmethod
+    def deaths(self) -> dict[int, str]:
+        """rank -> reason, of the ranks whose process has ended. Does not disturb the others at their work."""
 
     @abstractmethod
     def kill(self) -> None:

@@ -21,7 +21,10 @@ class _RankError(SingleControllerError):
         rank: the rank, or None if it had none yet.
         host: the host it ran on.
         method: name of the method, without parentheses.
+        role: of the worker, where several are in one process (`colocate`); else None.
     """
+
+    role: str | None = None
 
     def __init__(
         self, message: str, *, rank: int | None = None, host: str | None = None, method: str | None = None

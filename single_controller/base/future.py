@@ -106,7 +106,7 @@ class WorkerFuture(_HandedOn):
     def _source(self) -> tuple[Answers, Join]:
         if self._call.collect is not None:
             raise DispatchError(
-                f"the future of {self._call.method}() ends in a collect function of its mode, which runs on the "
+                f"the future of {self._call.label}() ends in a collect function of its mode, which runs on the "
                 "driver: pass future.result() instead",
                 method=self._call.method,
             )
@@ -131,7 +131,7 @@ class WorkerFuture(_HandedOn):
 
     def __repr__(self) -> str:
         state = "under way" if not self._call.settled else "failed" if self._call.error else "done"
-        return f"<WorkerFuture of {self._call.method}(), {state}>"
+        return f"<WorkerFuture of {self._call.label}(), {state}>"
 
 
 class PassedFuture(_HandedOn):

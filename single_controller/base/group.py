@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dispatch.errors import DispatchError, UnknownLayoutError
 from dispatch.layout import Layout
@@ -20,9 +22,14 @@ from single_controller.base.engine import Engine
 from single_controller.base.future import WorkerFuture
 from single_controller.base.method import CallOptions, RemoteMethod
 from single_controller.base.monitor import monitor
+from single_controller.base.replay import Replay
 from single_controller.base.standing import layout_of
 from single_controller.base.stats import Accounts, Stats, write_trace
+from single_controller.base.watcher import OnDeath, Watcher
 from single_controller.base.worker import Worker
+
+if TYPE_CHECKING:
+    from single_controller.base.role_group import RoleGroup
 
 T = TypeVar("T")
 PlanOf = Callable[[MethodSpec, Any, tuple[Any, ...], dict[str, Any]], CallPlan]
@@ -31,8 +38,21 @@ ERROR_GRACE_SECONDS = 5.0
 
 _AS_DECLARED = CallOptions()
 
-RESERVED = frozenset({"alive", "plan", "resource_pool", "spawn"})
+RESERVED = frozenset({"plan", "resource_pool"})
 """Names that a group needs, beside the attributes of its class."""
+
+
+@dataclass
+class Learned:
+    """What a group has found out about the workers of one role, or of its only class.
+
+    Attributes:
+        accounts: what their calls cost.
+        layout: where they stand, with the version of what each of them had said; None until somebody asks.
+    """
+
+    accounts: Accounts = field(default_factory=Accounts)
+    layout: tuple[dict[int, int], Layout] | None = None
 
 
 class Methods:
@@ -59,28 +79,38 @@ class WorkerGroup(Closing):
     manager that closes itself.
 
     Args:
-        worker_class: the class; its registered methods become the group's.
+        classes: role -> class. One class has the role None, and its registered methods become the group's. Several, as
+            `colocate` puts them into one process, have a `RoleGroup` each.
         name: the group's name, for messages.
         error_grace: seconds that the other ranks have to end a call after one raised in it.
 
     Raises:
-        DispatchError: a registered method has a name that the group needs for itself.
+        DispatchError: a registered method, or a role, has a name that the group needs for itself.
     """
 
-    def __init__(self, worker_class: type[Worker], name: str, error_grace: float = ERROR_GRACE_SECONDS) -> None:
-        self._worker_class = worker_class
-        self._specs = registered_methods(worker_class)
-        taken = sorted(n for n in self._specs if n in RESERVED or hasattr(type(self), n))
-        if taken:
-            raise DispatchError(
-                f"{worker_class.__name__} registers {', '.join(f'{n}()' for n in taken)}, a name that a group needs "
-                "for itself: rename the method",
-                method=taken[0],
-            )
+    def __init__(
+        self, classes: Mapping[str | None, type[Worker]], name: str, error_grace: float = ERROR_GRACE_SECONDS
+    ) -> None:
+        self._role: str | None = None
+        self._worker_class = classes.get(None)
+        self._classes = {role: cls for role, cls in classes.items() if role is not None}
+        self._specs: dict[str, MethodSpec] = {}
+        for role, cls in classes.items():
+            specs = registered_methods(cls)
+            taken = sorted(n for n in specs if n in RESERVED or hasattr(type(self), n))
+            if taken:
+                raise DispatchError(
+                    f"{cls.__name__} registers {', '.join(f'{n}()' for n in taken)}, a name that a group needs "
+                    "for itself: rename the method",
+                    method=taken[0],
+                )
+            if role is None:
+                self._specs = specs
+            elif role in RESERVED or hasattr(type(self), role):
+                raise DispatchError(f"{role!r} is a name that a group needs for itself: call the role another name")
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
         self._sending = threading.RLock()
-        self._accounts = Accounts()
-        self._layout: tuple[dict[int, int], Layout] | None = None
+        self._learned: dict[str | None, Learned] = {role: Learned() for role in (None, *classes)}
         self._running: Engine | None = None
 
     # --- what a group is --------------------------------------------------------------------------------
@@ -113,9 +143,11 @@ class WorkerGroup(Closing):
         Raises:
             DispatchError: some ranks reported and others did not.
         """
-        known = self._layout
-        if known is None or any(version > known[0].get(rank, 0) for rank, version in self._state.standings.items()):
-            known = self._layout = self._ask_layout()
+        here = self._learned[self._role]
+        known = here.layout
+        said = self._state.standings.get(self._role, {})
+        if known is None or any(version > known[0].get(rank, 0) for rank, version in said.items()):
+            known = here.layout = self._ask_layout()
         return known[1]
 
     @property
@@ -154,7 +186,7 @@ class WorkerGroup(Closing):
 
     def stats(self) -> Stats:
         """What the group's calls cost: bytes and seconds by method, and by call and rank. Prints as a table."""
-        return self._accounts.stats()
+        return self._learned[self._role].accounts.stats()
 
     def trace(self, path: str | Path) -> None:
         """Write the last calls as a Chrome trace, which Perfetto opens: a row for the driver and one for each rank.
@@ -162,12 +194,38 @@ class WorkerGroup(Closing):
         Args:
             path: the file, JSON.
         """
-        write_trace(path, self.name, self._accounts.stats().calls)
+        write_trace(path, self.name, self.stats().calls)
 
     @property
     def methods(self) -> Methods:
         """The registered methods, by name."""
         return Methods(self)
+
+    # --- roles ------------------------------------------------------------------------------------------
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of a colocated group, in the order in which their workers are made; none of any other group."""
+        return tuple(self._classes)
+
+    def spawn(self, roles: Iterable[str] | None = None) -> dict[str, RoleGroup]:
+        """The groups of a colocated group's roles, by name: the same as ``group.<role>``.
+
+        Args:
+            roles: which of them; all by default.
+
+        Raises:
+            DispatchError: the group has no such role.
+        """
+        return {role: self._role_group(role) for role in (self.roles if roles is None else roles)}
+
+    def fuse(self, roles: Iterable[str]) -> None:
+        """For drivers written for verl: checks that the group has these roles. ``group.<role>`` is there anyway.
+
+        Raises:
+            DispatchError: the group has no such role.
+        """
+        self.spawn(roles)
 
     # --- calls ------------------------------------------------------------------------------------------
 
@@ -233,9 +291,67 @@ class WorkerGroup(Closing):
         if self._running is not None:
             self._running.kill()
 
-    def restart(self) -> None:
-        """End the workers and begin anew, in the same place with the same constructor arguments."""
-        raise NotImplementedError(f"{type(self).__name__} does not restart")
+    def alive(self) -> list[bool]:
+        """By rank, whether its process lives. Asks the engine, not the workers: it answers while they are at work."""
+        if self._state.closed or not self._engine.connected:
+            return [False] * self.world_size
+        dead = self._engine.deaths()
+        return [rank not in dead for rank in range(self.world_size)]
+
+    def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
+        """Have a thread look whether the workers live, so that a death is noticed while no call is under way.
+
+        A death breaks the group. The thread ends with the group, or when its `Watcher` is closed; it goes on after a
+        restart. It never ends the driver.
+
+        Args:
+            on_death: called in that thread, once for each death that it sees, with the `WorkerDiedError`; it may call
+                ``group.restart()``. What it raises is logged.
+            interval: seconds between two looks.
+
+        Raises:
+            ValueError: an interval that is no positive number.
+        """
+        return Watcher(self, on_death, interval)
+
+    def restart(self, ranks: Sequence[int] | None = None) -> None:
+        """End the workers and begin anew: in the same place, with the same constructor arguments.
+
+        Then the latest successful call of each method that is registered with ``replay=True`` is made again, in the
+        order of those calls. Calls under way raise; other threads' calls wait until the restart is over.
+
+        Args:
+            ranks: only these ranks, where the group was made with ``collectives=False``; the others keep their state.
+                The calls are replayed on these ranks alone.
+
+        Raises:
+            GroupClosedError: the group was closed.
+            GroupBrokenError: another driver started these workers, so they cannot be restarted here.
+            ValueError: ranks that the group does not have, or of a group whose ranks need each other.
+            SingleControllerError: as when the group was made, or what a replayed call raised; it stays broken then.
+        """
+        with self._sending:
+            if self._state.closed:
+                self._state.check()
+            chosen = self._restartable(ranks)
+            self._state.break_("it is being restarted")
+            try:
+                self._start_again(chosen)
+                with self._state.lock:
+                    closed = self._state.closed
+                    if not closed:
+                        self._state.reopen()
+                if closed:  # by somebody else, in the meantime
+                    self._engine.kill()
+                    self._state.check()
+                for learned in self._learned.values():
+                    learned.layout = None
+                for replay in list(self._state.replays.values()):
+                    self._replay(replay, chosen)
+            except BaseException as error:
+                first_line = str(error).partition("\n")[0]
+                self._state.break_again(f"its restart failed with {type(error).__name__}: {first_line}")
+                raise
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -256,7 +372,31 @@ class WorkerGroup(Closing):
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         plan = self._plan(spec, args, kwargs, options)
         call = self._send(spec, plan, future=not blocking, options=options, begun=begun)
+        if spec.registration.replay:
+            call.when_settled(functools.partial(self._state.remember, call, Replay(spec, args, kwargs, options)))
         return self._wait(call) if blocking else WorkerFuture(call)
+
+    def _replay(self, replay: Replay, ranks: Collection[int] | None) -> None:
+        """Make a call again; on some ranks alone, where they are given. Its result is not wanted."""
+        spec = replay.spec
+        if spec.role != self._role:
+            return self._role_group(str(spec.role))._replay(replay, ranks)
+        plan = self._plan(spec, replay.args, replay.kwargs, replay.options)
+        if ranks is not None:
+            plan = plan.only(ranks)
+        if plan.ranks:
+            call = self._send(spec, plan, future=False, options=replay.options)
+            monitor.wait(call)
+            if call.error is not None:
+                raise call.error
+
+    def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        """The ranks to restart, checked; None for all."""
+        raise NotImplementedError(f"{type(self).__name__} does not restart")
+
+    def _start_again(self, ranks: tuple[int, ...] | None) -> None:
+        """End the workers of some ranks, or all, and start them anew."""
+        raise NotImplementedError(f"{type(self).__name__} does not restart")
 
     def _execute(self, plan: PlanOf, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, future: bool) -> Call:
         begun = time.time()
@@ -275,13 +415,13 @@ class WorkerGroup(Closing):
         """What ``ask`` finds out from the layout. Coordinates that were asked for earlier are asked for once more if
         they do not do: a call that was under way then may have said them since."""
         while True:
-            asked_before = self._layout is not None
+            asked_before = self._learned[self._role].layout is not None
             try:
                 return ask()
             except UnknownLayoutError as error:
                 if not asked_before:
                     raise DispatchError(str(error), method=what) from None
-                self._layout = None
+                self._learned[self._role].layout = None
 
     def _send(
         self,
@@ -302,9 +442,10 @@ class WorkerGroup(Closing):
                 plan,
                 sent,
                 options.timeout,
-                accounts=self._accounts,
+                accounts=self._learned[self._role].accounts,
                 begun=begun,
                 device=options.device,
+                role=self._role,
             )
         if future:
             monitor.watch(call)
@@ -317,9 +458,9 @@ class WorkerGroup(Closing):
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:
         with self._sending:
             self._check()
-            sent = self._engine.ask_standings()
+            sent = self._engine.ask_standings(self._role)
             everyone = tuple(range(self.world_size))
-            call = Call(self._state, self._engine, "layout", CallPlan.empty(self.world_size), sent)
+            call = Call(self._state, self._engine, "layout", CallPlan.empty(self.world_size), sent, role=self._role)
         monitor.wait(call)
         if call.error is not None:
             raise call.error
@@ -330,16 +471,21 @@ class WorkerGroup(Closing):
     def _any_method(self, name: str) -> MethodSpec:
         if not isinstance(name, str):
             raise TypeError(f"execute_* takes a method's name, a string like 'add'; got {name!r}")
-        spec = self._specs.get(name) or method_spec(self._worker_class, name)
+        cls = self._worker_class
+        if cls is None:
+            raise AttributeError(self._say_roles(name, "execute_*"))
+        spec = self._specs.get(name) or method_spec(cls, name)
         if spec is None:
-            names = [n for n in dir(self._worker_class) if not n.startswith("_")]
-            raise AttributeError(f"{self._worker_class.__name__} has no method {name!r}{_closest(name, names)}")
-        return spec
+            names = [n for n in dir(cls) if not n.startswith("_")]
+            raise AttributeError(f"{cls.__name__} has no method {name!r}{_closest(name, names)}")
+        return spec if spec.role == self._role else replace(spec, role=self._role)
 
     def _method(self, name: str) -> RemoteMethod:
         spec = self._specs.get(name)
         if spec is not None:
             return RemoteMethod(spec, self._invoke)
+        if self._worker_class is None:
+            raise AttributeError(self._say_roles(name))
         owner = self._worker_class.__name__
         if method_spec(self._worker_class, name) is not None:
             raise AttributeError(
@@ -348,14 +494,32 @@ class WorkerGroup(Closing):
             )
         raise AttributeError(f"the group has no method {name!r}, nor has {owner}{_closest(name, dir(self))}")
 
-    def __getattr__(self, name: str) -> RemoteMethod:
+    def _role_group(self, role: str) -> RoleGroup:
+        if role not in self._classes:
+            raise DispatchError(
+                f"{self.name} has no role {role!r}{_closest(str(role), self.roles)}"
+                if self.roles
+                else f"{self.name} has no roles; make it of colocate({{{role!r}: RayClassWithInitArgs(...), ...}})"
+            )
+        from single_controller.base.role_group import RoleGroup  # a role's group is a group itself
+
+        return RoleGroup(self, role)
+
+    def _say_roles(self, name: str, call: str = "") -> str:
+        having = [role for role, cls in self._classes.items() if method_spec(cls, name) is not None]
+        if having:
+            ways = " or ".join(f"group.{role}.{call or name}" for role in having)
+            return f"{self.name} has several workers in a process: call {ways}"
+        return f"the group has no method and no role {name!r}{_closest(name, [*self.roles, *dir(type(self))])}"
+
+    def __getattr__(self, name: str) -> Any:
         # Only for names that are not found otherwise. Made at each access: no cycle keeps a dropped group alive.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._method(name)
+        return self._role_group(name) if name in self._classes else self._method(name)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._specs]
+        return [*super().__dir__(), *self._specs, *self._classes]
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -366,7 +530,8 @@ class WorkerGroup(Closing):
     def __repr__(self) -> str:
         size = f" of {self._running.world_size}" if self._running is not None else ""
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
-        return f"<{type(self).__name__}{size} {self._worker_class.__name__}{state}>"
+        what = ", ".join(self.roles) if self._worker_class is None else self._worker_class.__name__
+        return f"<{type(self).__name__}{size} {what}{state}>"
 
 
 def _closest(name: str, names: Sequence[str]) -> str:

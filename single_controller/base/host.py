@@ -6,16 +6,22 @@ import asyncio
 import inspect
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dispatch import batch
 from dispatch.errors import BatchError, DispatchError, ResultError
+from dispatch.modes import Join
 from dispatch.move import move
-from dispatch.plan import Slot, merge_arguments
-from dispatch.register import method_spec
+from dispatch.plan import CallPlan, Shard, Slot, merge_arguments
+from dispatch.register import MethodSpec, label, method_spec
 from single_controller.base.later import LaterPart
 from single_controller.base.worker import Place, Standing, Worker, assign
+
+MadeOf = tuple[type[Worker], tuple[Any, ...], dict[str, Any]]
+"""A worker's class, and the positional and keyword arguments of its constructor."""
 
 
 class Order(NamedTuple):
@@ -30,6 +36,7 @@ class Order(NamedTuple):
         rows: rows of this rank's shard, padding included.
         real: rows without padding.
         device: where the arguments' tensors are wanted; None where they are.
+        role: the worker that is meant, where several are in one process.
     """
 
     method: str
@@ -40,6 +47,14 @@ class Order(NamedTuple):
     rows: int | None = None
     real: int | None = None
     device: str | None = None
+    role: str | None = None
+
+    @classmethod
+    def of(cls, spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) -> Order:
+        """The order that a plan's shard goes with."""
+        how = spec.registration
+        joins, private = plan.join is Join.ROWS, how.inputs == "copy"
+        return cls(spec.name, collects, joins, private, plan.rows, shard.rows, shard.real, how.device, spec.role)
 
 
 @dataclass(slots=True)
@@ -71,11 +86,19 @@ class WorkerHost:
         cls: the user's class.
         args: positional arguments of its constructor.
         kwargs: keyword arguments of its constructor.
+        neighbours: workers of other roles in this process.
     """
 
-    def __init__(self, place: Place, cls: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        cls: type[Worker],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        neighbours: Mapping[str, Worker] = MappingProxyType({}),
+    ) -> None:
         self.place = place
-        with assign(place):
+        with assign(place, neighbours):
             self.worker = cls(*args, **kwargs)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
@@ -131,7 +154,7 @@ class WorkerHost:
                 continue
             spec = method_spec(type(self.worker), order.method)
             name = str(slot) if spec is None else spec.parameter(slot)
-            where = f"{order.method}(): argument {name!r}"
+            where = f"{label(order.role, order.method)}(): argument {name!r}"
             try:
                 taken = value.take(private=order.private)
             except DispatchError as error:
@@ -167,3 +190,39 @@ class WorkerHost:
         if error is not None:
             raise error
         return value
+
+
+class Crew:
+    """The workers of one process: one, or one for each role.
+
+    Attributes:
+        hosts: role -> its host, in the order in which they were made; the role of a single worker is None.
+        making: the role whose constructor runs, or ran last.
+    """
+
+    def __init__(self) -> None:
+        self.hosts: dict[str | None, WorkerHost] = {}
+        self.making: str | None = None
+        self._workers: dict[str, Worker] = {}
+
+    def make(self, place: Place, roles: Mapping[str | None, MadeOf]) -> None:
+        """Make the workers, one after the other.
+
+        Raises:
+            Exception: whatever a constructor raises; `making` says whose.
+        """
+        neighbours = MappingProxyType(self._workers)
+        for role, (cls, args, kwargs) in roles.items():
+            self.making = role
+            self.hosts[role] = host = WorkerHost(place, cls, args, kwargs, neighbours)
+            if role is not None:
+                self._workers[role] = host.worker
+
+    def __getitem__(self, role: str | None) -> WorkerHost:
+        if role not in self.hosts:
+            raise RuntimeError("this worker has not been started")
+        return self.hosts[role]
+
+    def standing(self, role: str | None) -> int:
+        """Version of what the worker of a role says of its coordinates; 0 while there is none."""
+        return self.hosts[role].standing.version if role in self.hosts else 0

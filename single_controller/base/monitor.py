@@ -106,7 +106,7 @@ class Monitor:
                 if not call.ended:
                     self._drive(call, 0.0)
             except Exception:  # the engine went away in this very moment
-                logger.warning("%s() can no longer be watched", call.method, exc_info=call.engine.connected)
+                logger.warning("%s() can no longer be watched", call.label, exc_info=call.engine.connected)
                 call.orphan()
             if call.ended:
                 ended.append(call)

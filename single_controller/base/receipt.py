@@ -10,6 +10,7 @@ from typing import Any
 
 import dispatch
 from dispatch.errors import SingleControllerError
+from dispatch.register import label
 from single_controller.base.errors import StartError, WorkerError
 from single_controller.base.stats import Clock
 
@@ -42,6 +43,7 @@ class Failure:
         when: seconds since the epoch, by the worker's clock.
         cause: the exception, packed by the engine, or None when it does not pickle.
         ours: the exception is one of this library's, about the call itself: raised as it is.
+        role: of the worker, where several are in the process.
     """
 
     rank: int
@@ -53,9 +55,12 @@ class Failure:
     when: float
     cause: Any = None
     ours: bool = False
+    role: str | None = None
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, host: str, method: str, cause: Any) -> Failure:
+    def of(
+        cls, error: BaseException, rank: int, host: str, method: str, cause: Any, role: str | None = None
+    ) -> Failure:
         """From an exception that was just caught."""
         kind = type(error)
         return cls(
@@ -68,6 +73,7 @@ class Failure:
             time.time(),
             cause,
             isinstance(error, SingleControllerError) and _raised_by_us(error),
+            role,
         )
 
     @property
@@ -84,14 +90,15 @@ class Failure:
         where = "__init__" if starting else self.method
         kind = StartError if starting else WorkerError
         error = kind(
-            f"{where}() raised {self.cause_type} on rank {self.rank} ({self.host}): {self.message}\n\n"
-            f"{self.remote_traceback.rstrip()}",
+            f"{label(self.role, where)}() raised {self.cause_type} on rank {self.rank} ({self.host}): "
+            f"{self.message}\n\n{self.remote_traceback.rstrip()}",
             rank=self.rank,
             host=self.host,
             method=where,
             cause_type=self.cause_type,
             remote_traceback=self.remote_traceback,
         )
+        error.role = self.role
         error.__cause__ = cause
         return error
 

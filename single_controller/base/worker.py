@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
+from dispatch.modes import Dispatch, Execute
+from dispatch.register import register
 from single_controller.base.device_mesh import DeviceMesh, place_on
 
 RANK_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -81,13 +83,13 @@ _assigned = threading.local()
 
 
 @contextmanager
-def assign(place: Place) -> Iterator[None]:
-    """Workers made in this thread, inside the context, stand at ``place``."""
-    _assigned.place = place
+def assign(place: Place, neighbours: Mapping[str, Worker]) -> Iterator[None]:
+    """Workers made in this thread, inside the context, stand at ``place``, beside ``neighbours``."""
+    _assigned.place, _assigned.neighbours = place, neighbours
     try:
         yield
     finally:
-        del _assigned.place
+        del _assigned.place, _assigned.neighbours
 
 
 class Worker:
@@ -100,12 +102,14 @@ class Worker:
 
     _place: Place
     _standing: Standing
+    _neighbours: Mapping[str, Worker]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
         place = getattr(_assigned, "place", None) or Place.from_environment()
         object.__setattr__(self, "_place", place)
         object.__setattr__(self, "_standing", Standing())
+        object.__setattr__(self, "_neighbours", getattr(_assigned, "neighbours", {}))
         return self
 
     def __init__(self) -> None:
@@ -140,6 +144,25 @@ class Worker:
     def master_port(self) -> int:
         """Port on rank 0's node that this group holds for its rendezvous."""
         return self._place.master_port
+
+    def neighbour(self, role: str) -> Worker:
+        """The worker of another role in this process, of a group made of ``colocate({...})``.
+
+        Workers of one process are made in the order of that dict: in a constructor only earlier ones can be reached.
+
+        Raises:
+            LookupError: there is none, or it has not been made yet.
+        """
+        found = self._neighbours.get(role)
+        if found is None:
+            here = ", ".join(self._neighbours)
+            what = f"made here so far: {here}" if here else "make the group of colocate({...}), and ask in a method"
+            raise LookupError(f"{type(self).__name__} has no neighbour {role!r}; {what}")
+        return found
+
+    def get_fused_worker_by_name(self, worker_name: str) -> Worker:
+        """`neighbour` under the name that verl gives it."""
+        return self.neighbour(worker_name)
 
     def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
         """Say where this rank stands, for the MEGATRON modes: ``register_layout(dp=1, tp=0, pp=0)``.
@@ -207,6 +230,34 @@ class Worker:
             ValueError: a name that the mesh does not have, or this rank is not in the mesh.
         """
         self.register_mesh(mesh_name, *place_on(device_mesh, data_axes))
+
+    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the driver on every rank, with the worker before the other arguments.
+
+        ``group.execute_with_func_generator(func, batch)`` cuts the batch and joins the answers, as
+        DP_COMPUTE_PROTO does. Without a batch it gives a list of every rank's answer.
+
+        Args:
+            func: ``func(worker, *args, **kwargs)``; it is pickled, a lambda too.
+            args: batches, and values that go whole.
+            kwargs: likewise.
+        """
+        return func(self, *args, **kwargs)
+
+    @register(Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the driver on rank 0 alone, without the worker, as verl's method of this name does.
+
+        Args:
+            func: ``func(*args, **kwargs)``.
+            args: its arguments, as they are.
+            kwargs: likewise.
+
+        Returns:
+            The function's value.
+        """
+        return func(*args, **kwargs)
 
     def _prepare_thread(self) -> None:
         """Called on the thread that is about to make this worker's next call; for what torch keeps for each thread."""

@@ -21,7 +21,7 @@ from ray.exceptions import RayTaskError
 
 from dispatch.batch import described, register_batch_type, user_batch_types
 from dispatch.plan import Slot
-from single_controller.base.host import Answer, Order, WorkerHost
+from single_controller.base.host import Answer, Crew, Order
 from single_controller.base.receipt import Failure, Receipt, remote_traceback
 from single_controller.base.stats import Clock
 from single_controller.base.worker import Place
@@ -77,20 +77,23 @@ class Identity(NamedTuple):
         place: its place in its group.
         location: where it runs.
         name: the actor's name.
-        cls: its class, packed.
+        placement_group: Ray's id of the placement group that it sits in, in hex.
+        classes: role -> class, packed.
     """
 
     place: Place
     location: Location
     name: str
-    cls: Packet
+    placement_group: str | None
+    classes: Packet
 
 
 class RankActor:
     """One rank's process. Its own methods begin with ``_sc_``; a subclass adds the user's names."""
 
     def __init__(self) -> None:
-        self._host: WorkerHost | None = None
+        self._crew = Crew()
+        self._place: Place | None = None
         self._rank = -1
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
         self._where = f"{self._hostname}, {self._address}"
@@ -112,29 +115,32 @@ class RankActor:
         return address or self._address, port
 
     def _sc_start(self, order: StartOrder, made: Packet, master: tuple[str, int]) -> bytes | Receipt:
-        """Stand at a rank, load the user's class and make the worker."""
+        """Stand at a rank, load the user's classes and make the workers."""
         self._rank = order.rank
-        place = Place(order.rank, order.world_size, order.local_rank, order.local_world_size, *master)
+        self._place = place = Place(order.rank, order.world_size, order.local_rank, order.local_world_size, *master)
         try:
             os.environ.update(order.environment)
             os.environ.update(place.environment())
-            cls, args, kwargs, batch_types = made.open()
+            roles, batch_types = made.open()
             _know_batch_types(batch_types)
-            self._host = WorkerHost(place, cls, args, kwargs)
+            self._crew.make(place, roles)
         except SystemExit:
             raise
         except BaseException as error:
-            return receipt_frame(self._failed(error, "__init__"))
-        return receipt_frame(Receipt(order.rank, self._host.standing.version))
+            return receipt_frame(self._failed(error, "__init__", self._crew.making))
+        return receipt_frame(Receipt(order.rank))
 
     def _sc_identity(self) -> Identity:
         """Who this is."""
-        host = self._worker
-        name = ray.get_runtime_context().get_actor_name() or ""
-        return Identity(host.place, self._sc_locate(), name, pack(type(host.worker)))
+        if self._place is None:
+            raise RuntimeError("this worker has not been started")
+        context = ray.get_runtime_context()
+        classes = pack({role: type(host.worker) for role, host in self._crew.hosts.items()})
+        group = context.get_placement_group_id()
+        return Identity(self._place, self._sc_locate(), context.get_actor_name() or "", group, classes)
 
-    def _sc_standing(self) -> Receipt:
-        standing = self._worker.standing
+    def _sc_standing(self, role: str | None) -> Receipt:
+        standing = self._crew[role].standing
         return Receipt(self._rank, standing.version, value=standing)
 
     def _sc_call(self, frame: bytes, *beside: Packet) -> bytes | Receipt:
@@ -150,8 +156,8 @@ class RankActor:
         except SystemExit:
             raise
         except BaseException as error:
-            return receipt_frame(self._failed(error, order.method))
-        return receipt_frame(self._receipt(answer, value, value, received))
+            return receipt_frame(self._failed(error, order.method, order.role))
+        return receipt_frame(self._receipt(order, answer, value, value, received))
 
     @ray.method(num_returns=2)
     def _sc_call_kept(self, frame: bytes, *beside: Packet) -> tuple[bytes | Receipt, Any]:
@@ -161,21 +167,15 @@ class RankActor:
         try:
             answer = self._run(order, whole, shard)
             kept = _pack_answer(order, answer, AnswerPacket)
-            return receipt_frame(self._receipt(answer, None, kept, received)), kept
+            return receipt_frame(self._receipt(order, answer, None, kept, received)), kept
         except SystemExit:
             raise
         except BaseException as error:
-            failed = receipt_frame(self._failed(error, order.method))
+            failed = receipt_frame(self._failed(error, order.method, order.role))
             return failed, RayTaskError(order.method, remote_traceback(error), _carried(error))
 
-    def _sc_direct(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._worker.call(method, *args, **kwargs)
-
-    @property
-    def _worker(self) -> WorkerHost:
-        if self._host is None:
-            raise RuntimeError("this worker has not been started")
-        return self._host
+    def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._crew[role].call(method, *args, **kwargs)
 
     def _run(self, order: Order, whole: Packet | None, shard: Packet | None) -> Answer:
         slots: dict[Slot, Any] = {} if whole is None else whole.open(private=order.private)
@@ -184,22 +184,24 @@ class RankActor:
             for slot, value in part.items():
                 if isinstance(value, ray.ObjectRef):  # as in Ray: a reference given as an argument is its value
                     part[slot] = ray.get(value)
-        return self._worker.run(order, slots, pieces)
+        return self._crew[order.role].run(order, slots, pieces)
 
-    def _receipt(self, answer: Answer, value: Packet | None, packed: Packet | None, received: float) -> Receipt:
+    def _receipt(
+        self, order: Order, answer: Answer, value: Packet | None, packed: Packet | None, received: float
+    ) -> Receipt:
         """The receipt of a call that went well; ``value`` goes with it, ``packed`` may go another way."""
-        version = self._worker.standing.version
+        version = self._crew[order.role].standing.version
         clock = Clock(received, answer.began, answer.ended, time.time())
         size = packed.nbytes if packed is not None else 0
         return Receipt(self._rank, version, None, value, answer.rows, answer.not_rows, answer.empty, size, clock)
 
-    def _failed(self, error: BaseException, method: str) -> Receipt:
-        version = self._host.standing.version if self._host is not None else 0
+    def _failed(self, error: BaseException, method: str, role: str | None) -> Receipt:
         try:
             cause: Packet | None = pack(error)
         except Exception:
             cause = None
-        return Receipt(self._rank, version, Failure.of(error, self._rank, self._where, method, cause))
+        failure = Failure.of(error, self._rank, self._where, method, cause, role)
+        return Receipt(self._rank, self._crew.standing(role), failure)
 
 
 def _know_batch_types(packed: list[Packet]) -> None:
@@ -236,19 +238,24 @@ def _carried(error: BaseException) -> Exception:
 
 
 @functools.lru_cache(maxsize=256)
-def actor_class(name: str, methods: tuple[str, ...], concurrent: bool) -> Any:
+def actor_class(name: str, methods: tuple[tuple[str | None, str], ...], concurrent: bool) -> Any:
     """The Ray actor class for workers of a class, made once: it is exported once to the cluster.
 
     Args:
         name: the class's name, for Ray's logs.
-        methods: names of its public methods.
+        methods: role and name of its workers' public methods.
         concurrent: whether one of them is registered as concurrent, so that calls may overlap.
     """
-    members: dict[str, Any] = {method: _delegate(method) for method in methods}
-    members |= {bare(method): _bare_call(method) for method in methods}
+    members: dict[str, Any] = {direct(role, method): _delegate(role, method) for role, method in methods}
+    members |= {bare(method): _bare_call(method) for role, method in methods if role is None}
     cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
     remote: Any = ray.remote
     return remote(concurrency_groups={CONCURRENT: CONCURRENT_CALLS})(cls) if concurrent else remote(cls)
+
+
+def direct(role: str | None, method: str) -> str:
+    """Name of the actor's method for callers of its handle: the worker's own; ``<role>_<method>`` with roles."""
+    return method if role is None else f"{role}_{method}"
 
 
 def bare(method: str) -> str:
@@ -267,9 +274,9 @@ def _bare_call(method: str) -> Callable[..., Any]:
     return call
 
 
-def _delegate(method: str) -> Callable[..., Any]:
+def _delegate(role: str | None, method: str) -> Callable[..., Any]:
     def call(self: RankActor, *args: Any, **kwargs: Any) -> Any:
-        return self._sc_direct(method, args, kwargs)
+        return self._sc_direct(role, method, args, kwargs)
 
-    call.__name__ = call.__qualname__ = method
+    call.__name__ = call.__qualname__ = direct(role, method)
     return call

@@ -14,6 +14,7 @@ from single_controller.base.errors import CallTimeoutError, WorkerDiedError
 from single_controller.base.later import unpacked
 from single_controller.base.receipt import Receipt
 from single_controller.ray.frame import open_receipt
+from single_controller.ray.runtime import exit_detail
 from single_controller.ray.transport import Packet, kept_packed
 
 
@@ -103,9 +104,9 @@ def open_cause(packed: Packet | None) -> BaseException | None:
 def one_line(error: BaseException) -> str:
     """What one of Ray's long messages says, in one line."""
     text = " ".join(str(error).split())
-    detail = text.partition("Worker exit detail: ")[2] or text.partition("The actor is dead because ")[2]
+    detail = exit_detail(text)
     if detail:
-        return detail.partition(" Some common causes")[0][:500].rstrip(". ")
+        return detail
     if isinstance(error, RayTaskError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[-1][:500] if lines else type(error).__name__

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorClass
 
-from dispatch.batch import described, user_batch_types
-from dispatch.errors import DispatchError
 from single_controller.base.checks import check_amounts
 from single_controller.base.pool import ClassWithInitArgs
-from single_controller.ray.transport import Packet, pack, packs
-
-logger = logging.getLogger(__name__)
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -74,35 +68,3 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 class _Probe:
     pass
-
-
-def _batch_types() -> list[Packet]:
-    """What `register_batch_type` was told on the driver, for the workers; one that does not pickle stays here."""
-    types = []
-    for item in user_batch_types().items():
-        try:
-            types.append(pack(item))
-        except Exception:
-            logger.warning("the batch type %s does not pickle: the workers will not know it", item[0].__name__)
-    return types
-
-
-def pack_class(made: RayClassWithInitArgs) -> Any:
-    """The class and its constructor's arguments, packed for the workers.
-
-    Raises:
-        DispatchError: they cannot be pickled.
-    """
-    try:
-        packet = pack((made.cls, made.args, made.kwargs, _batch_types()))
-    except Exception as error:
-        given = {**{f"argument {k}": value for k, value in enumerate(made.args)}, **made.kwargs}
-        name = next((name for name, value in given.items() if not packs(value)), None)
-        what = "the class itself" if name is None else f"{name!r}, {described(given[name])},"
-        raise DispatchError(
-            f"{made.cls.__name__}(): {what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
-            "Nothing was sent; pass what it is made from, and make it on the worker",
-            method="__init__",
-            argument=name,
-        ) from error
-    return packet if packet.inline else ray.put(packet)

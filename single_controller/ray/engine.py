@@ -12,16 +12,16 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 
 from dispatch.batch import described
 from dispatch.errors import DispatchError
-from dispatch.modes import Join
-from dispatch.plan import CallPlan, Shard, Slot
+from dispatch.plan import CallPlan, Slot
 from dispatch.register import MethodSpec
 from single_controller.base.engine import Engine, RankLost, Sent, Token
 from single_controller.base.host import Order
 from single_controller.base.receipt import Receipt
-from single_controller.ray.actor import CONCURRENT, Location, bare
+from single_controller.ray.actor import CONCURRENT, Location, StartOrder, bare
 from single_controller.ray.answers import RayAnswers, one_line, open_cause
 from single_controller.ray.frame import BESIDE, open_receipt, order_frame
-from single_controller.ray.runtime import session
+from single_controller.ray.placement import Slot as PoolSlot
+from single_controller.ray.runtime import death_of, session
 from single_controller.ray.transport import INLINE_BYTES, Packet, pack, packs
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,15 @@ class Rank:
         actor: the handle, a ray.actor.ActorHandle.
         name: the actor's name.
         location: where it is.
+        slot: its room in the pool; None in a group that did not start its workers.
+        order: what it was told at its start; likewise.
     """
 
     actor: Any
     name: str
     location: Location
+    slot: PoolSlot | None = None
+    order: StartOrder | None = None
 
 
 class _Carried(NamedTuple):
@@ -94,12 +98,12 @@ class RayEngine(Engine):
             keeps = future and collects
             method = None
             arguments: tuple[Any, ...] = ()
-            if collects and not keeps and whole is _NOTHING and shards[number] is _NOTHING:
+            if spec.role is None and collects and not keeps and whole is _NOTHING and shards[number] is _NOTHING:
                 method = getattr(self.ranks[rank].actor, bare(spec.name), None)  # none for a private method
             if method is None:
                 frame = frames.get((number, collects))
                 if frame is None:
-                    order = _order(spec, plan, plan.shards[number], collects=collects)
+                    order = Order.of(spec, plan, plan.shards[number], collects=collects)
                     frame = order_frame(order, whole.inside, shards[number].inside)
                     frames[number, collects] = frame
                 method = self.ranks[rank].actor._sc_call_kept if keeps else self.ranks[rank].actor._sc_call
@@ -119,7 +123,7 @@ class RayEngine(Engine):
         return Sent(
             tokens,
             RayAnswers(
-                spec.name,
+                spec.label,
                 in_order,
                 [receipts[rank] for rank in in_order],
                 [answers[rank] for rank in plan.answers],
@@ -127,9 +131,9 @@ class RayEngine(Engine):
             nbytes,
         )
 
-    def ask_standings(self) -> Sent:
+    def ask_standings(self, role: str | None) -> Sent:
         """See `Engine.ask_standings`."""
-        refs = [rank.actor._sc_standing.remote() for rank in self.ranks]
+        refs = [rank.actor._sc_standing.remote(role) for rank in self.ranks]
         return Sent({ref: rank for rank, ref in enumerate(refs)})
 
     def wait(self, tokens: Sequence[Token], timeout: float) -> list[Token]:
@@ -156,6 +160,12 @@ class RayEngine(Engine):
         """See `Engine.open_cause`."""
         return open_cause(packed)
 
+    def deaths(self) -> dict[int, str]:
+        """See `Engine.deaths`. Asks Ray's control store; needs no dashboard."""
+        return {
+            number: reason for number, rank in enumerate(self.ranks) if (reason := death_of(rank.actor)) is not None
+        }
+
     def kill(self) -> None:
         """See `Engine.kill`."""
         if self.connected:
@@ -173,19 +183,6 @@ def _read_one(token: Token) -> Receipt | RankLost:
         return RankLost(one_line(error))
     except RayError as error:  # the call itself could not be delivered: its arguments were lost, say
         return RankLost(f"its receipt was lost: {one_line(error)}", died=False, kind=type(error).__name__)
-
-
-def _order(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) -> Order:
-    return Order(
-        spec.name,
-        collects,
-        plan.join is Join.ROWS,
-        spec.registration.inputs == "copy",
-        plan.rows,
-        shard.rows,
-        shard.real,
-        spec.registration.device,
-    )
 
 
 def _carry(packet: Packet | None, room: int = INLINE_BYTES) -> _Carried:
@@ -208,7 +205,7 @@ def _pack(spec: MethodSpec, values: dict[Slot, Any]) -> Packet | None:
         name = None if slot is None else spec.parameter(slot)
         what = "an argument" if slot is None else f"argument {name!r}, {described(values[slot])},"
         raise DispatchError(
-            f"{spec.name}(): {what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
+            f"{spec.label}(): {what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
             "Nothing was sent; pass what it is made from, and make it on the worker",
             method=spec.name,
             argument=name,

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from ray.actor import ActorHandle
 
 from dispatch.plan import CallPlan
 from single_controller.base.call import Call
 from single_controller.base.checks import check_seconds
+from single_controller.base.colocate import Colocated
 from single_controller.base.engine import Sent
 from single_controller.base.errors import GroupBrokenError
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
 from single_controller.base.monitor import monitor
-from single_controller.base.worker import RANK_ENVIRONMENT
-from single_controller.ray.attach import find_workers
+from single_controller.base.worker import RANK_ENVIRONMENT, Worker
+from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import RayClassWithInitArgs
-from single_controller.ray.engine import RayEngine
+from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.pool import RayResourcePool
-from single_controller.ray.start import StartPlan, start
+from single_controller.ray.recipe import Recipe
+from single_controller.ray.start import StartPlan, start, start_ranks
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -30,7 +32,7 @@ class RayWorkerGroup(WorkerGroup):
 
     Args:
         resource_pool: where the workers live.
-        ray_cls_with_init: what they are.
+        ray_cls_with_init: what they are: one class, or several in a process as `colocate` puts them there.
         bin_pack: whether each entry of the pool must lie on one node; counts for the pool's first group.
         name_prefix: prefix of the actors' names; need not be unique unless the group is detached.
         detached: whether the workers outlive the driver. Their names are then exactly
@@ -42,6 +44,9 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout: seconds that the constructors may take, or None.
         error_grace: seconds that the other ranks have to end a call after one raised in it; the group is broken
             then.
+        collectives: whether ranks wait for each other in collectives. If they never do, ``restart(ranks=[3])`` may
+            restart some of them alone.
+        namespace: Ray's namespace of the actors' names; the driver's own by default.
 
     Raises:
         PlacementError: the pool can never be placed, or not within its ``placement_timeout``.
@@ -56,7 +61,7 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        ray_cls_with_init: RayClassWithInitArgs,
+        ray_cls_with_init: RayClassWithInitArgs | Colocated,
         bin_pack: bool = True,
         name_prefix: str | None = None,
         detached: bool = False,
@@ -67,16 +72,23 @@ class RayWorkerGroup(WorkerGroup):
         use_gpu: bool | None = None,
         start_timeout: float | None = None,
         error_grace: float = ERROR_GRACE_SECONDS,
+        collectives: bool = True,
+        namespace: str | None = None,
     ) -> None:
         if not isinstance(resource_pool, RayResourcePool):
             raise TypeError(f"resource_pool is a RayResourcePool, got {resource_pool!r}")
-        if not isinstance(ray_cls_with_init, RayClassWithInitArgs):
-            raise TypeError(f"ray_cls_with_init is RayClassWithInitArgs(YourWorker, ...), got {ray_cls_with_init!r}")
-        if name_prefix is not None and not isinstance(name_prefix, str):
-            raise ValueError(f"name_prefix is a string or None, got {name_prefix!r}")
-        cls = ray_cls_with_init.cls
+        if not isinstance(ray_cls_with_init, (RayClassWithInitArgs, Colocated)):
+            raise TypeError(
+                "ray_cls_with_init is RayClassWithInitArgs(YourWorker, ...), or colocate({...}) of several, "
+                f"got {ray_cls_with_init!r}"
+            )
+        for option, text in (("name_prefix", name_prefix), ("namespace", namespace)):
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"{option} is a string or None, got {text!r}")
+        recipe = Recipe(ray_cls_with_init)
         self._rendezvous = ("", 0)
-        super().__init__(cls, f"group {name_prefix or ''}{cls.__name__}", error_grace)
+        super().__init__(recipe.classes, f"group {name_prefix or ''}{recipe.name}", error_grace)
+        self._collectives = bool(collectives)
         use_gpu = resource_pool.use_gpu if use_gpu is None else bool(use_gpu)
         if use_gpu and not resource_pool.use_gpu:
             raise ValueError(f"use_gpu=True, but {resource_pool!r} has no GPUs")
@@ -86,10 +98,12 @@ class RayWorkerGroup(WorkerGroup):
                 "detached=True too"
             )
         self.resource_pool: RayResourcePool | None = resource_pool
+        self._owns = True
+        self._owned_placement: tuple[str, ...] = ()
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_plan: StartPlan | None = StartPlan(
             pool=resource_pool,
-            made=ray_cls_with_init,
+            recipe=recipe,
             bin_pack=bool(bin_pack),
             prefix=name_prefix or "",
             detached=bool(detached),
@@ -97,6 +111,7 @@ class RayWorkerGroup(WorkerGroup):
             environment=_checked_environment(worker_env or {}),
             use_gpu=use_gpu,
             name=self.name,
+            namespace=namespace,
         )
         try:
             self._start(self._start_plan)
@@ -110,33 +125,75 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         worker_names: Sequence[str] | None = None,
         worker_handles: Sequence[ActorHandle] | None = None,
-        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | Colocated | None = None,
+        *,
+        namespace: str | None = None,
+        own: bool = False,
     ) -> Self:
         """A group of workers that run already, started by another driver with ``detached=True``, say.
 
-        Exactly one of the first three says which workers. The group does not own them: closing it leaves them,
-        and it cannot restart them.
+        Exactly one of the first three says which workers. Unless it is told to own them, closing the group leaves them.
+        It cannot restart them.
 
         Args:
             name_prefix: the ``name_prefix`` that they were started with.
             worker_names: their names, ``worker_names`` of the group that started them; in any order.
             worker_handles: their actors, in any order.
             ray_cls_with_init: their class; by default they are asked for it. It tells groups of one prefix apart.
+            namespace: Ray's namespace of the names; by default the driver's own, and any if nobody is called so there.
+            own: take the workers over, after the driver that started them is gone: closing the group ends them, and
+                frees the placement groups in which they are, with whatever else lives there.
 
         Raises:
             ValueError: none or several of the three are given, no worker has such a name, or ranks are missing.
             WorkerDiedError: one of them does not live.
         """
-        known = None if ray_cls_with_init is None else ray_cls_with_init.cls
-        found = find_workers(name_prefix, worker_names, worker_handles, known)
-        worker_class = known or found.cls
+        recipe = None if ray_cls_with_init is None else Recipe(ray_cls_with_init)
+        found = find_workers(name_prefix, worker_names, worker_handles, recipe and recipe.name, namespace)
+        classes = found.classes() if recipe is None else recipe.classes
+        stem = found.engine.ranks[0].name.rpartition("_")[0]
+        self = cls._attached(classes, f"group {stem} (attached)", found.engine.ranks, found.master)
+        self._owned_placement = found.placement_groups if own else ()
+        self._owns = own
+        return self
+
+    @classmethod
+    def attach(cls, name: str, namespace: str | None = None, *, own: bool = False) -> Self:
+        """`from_detached` by name: the group's ``name_prefix`` with the name of its class, or the prefix alone.
+
+        Args:
+            name: the name; the workers' without the number at its end.
+            namespace: Ray's namespace of the name.
+            own: take the workers over: closing the group ends them.
+        """
+        return cls.from_detached(name_prefix=name, namespace=namespace, own=own)
+
+    @classmethod
+    def _attached(
+        cls,
+        classes: dict[str | None, type[Worker]],
+        name: str,
+        ranks: Sequence[Rank],
+        rendezvous: tuple[str, int],
+        error_grace: float = ERROR_GRACE_SECONDS,
+    ) -> Self:
+        """A group of workers that somebody else started."""
         self = cls.__new__(cls)
-        WorkerGroup.__init__(self, worker_class, f"group {name_prefix or ''}{worker_class.__name__} (attached)")
+        WorkerGroup.__init__(self, classes, name, error_grace)
         self.resource_pool = None
         self._start_timeout = None
         self._start_plan = None
-        self._running, self._rendezvous = found.engine, found.master
+        self._owns, self._owned_placement = False, ()
+        self._collectives = True
+        self._running, self._rendezvous = RayEngine(ranks), rendezvous
         return self
+
+    def __reduce__(self) -> Any:
+        """In another process (a worker, a Ray task) it is a group that is attached to the same workers."""
+        classes = {self._role: self._worker_class} if self._worker_class is not None else dict(self._classes)
+        ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
+        name = f"{self.name.removesuffix(' (attached)')} (attached)"
+        return type(self)._attached, (classes, name, ranks, self._rendezvous, self._state.error_grace)
 
     # --- what Ray users expect --------------------------------------------------------------------------
 
@@ -162,39 +219,12 @@ class RayWorkerGroup(WorkerGroup):
 
     def close(self) -> None:
         """End the workers; only forget them if another driver started them. A second close does nothing."""
-        if self._start_plan is not None:
+        if self._owns:
             super().close()
+            remove_placement_groups(self._owned_placement)
+            self._owned_placement = ()
         else:
             monitor.forget(self._state.close())
-
-    def restart(self) -> None:
-        """End the workers and make new ones on the same pool, with the same constructor arguments.
-
-        Raises:
-            GroupClosedError: the group was closed.
-            GroupBrokenError: another driver started these workers, so they cannot be restarted here.
-            PlacementError, StartError, WorkerDiedError: as when the group was made; it stays broken then.
-        """
-        with self._sending:
-            if self._state.closed:
-                self._state.check()
-            if self._start_plan is None:
-                raise GroupBrokenError(f"{self.name} was attached to; whoever started its workers can restart them")
-            self._state.break_("it is being restarted")
-            self._ray.kill()
-            self._layout = None
-            try:
-                self._start(self._start_plan)
-            except BaseException as error:
-                first_line = str(error).partition("\n")[0]
-                self._state.broken = f"its restart failed with {type(error).__name__}: {first_line}"
-                raise
-            with self._state.lock:
-                if not self._state.closed:
-                    self._state.reopen()
-                    return
-            self._ray.kill()  # somebody closed the group in the meantime
-            self._state.check()
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -205,10 +235,37 @@ class RayWorkerGroup(WorkerGroup):
             raise TypeError(f"{self.name} does not run on Ray")
         return engine
 
-    def _start(self, plan: StartPlan) -> None:
-        if not {"num_cpus", "num_gpus"} & set(plan.made.options):
+    def _start(self, plan: StartPlan, *, again: bool = False) -> None:
+        if not {"num_cpus", "num_gpus"} & set(plan.recipe.options):
             plan.pool.admit(self)
-        self._running, self._rendezvous = start(plan, self._run_constructors)
+        self._running, self._rendezvous = start(plan, self._run_constructors, again=again)
+
+    def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        if self._start_plan is None:
+            raise GroupBrokenError(f"{self.name} was attached to; whoever started its workers can restart them")
+        if ranks is None:
+            return None
+        chosen = tuple(ranks)
+        outside = [rank for rank in chosen if rank not in range(self.world_size)]
+        if outside or not chosen or len(set(chosen)) != len(chosen):
+            raise ValueError(
+                f"restart(ranks={list(chosen)}): distinct ranks of the group, 0 to {self.world_size - 1}, at least one"
+            )
+        if self._collectives:
+            raise ValueError(
+                f"restart(ranks={list(chosen)}): the ranks of {self.name} may need each other in collectives, and a "
+                "new one is not in their process groups. Restart all of them, or make the group with collectives=False"
+            )
+        return chosen
+
+    def _start_again(self, ranks: tuple[int, ...] | None) -> None:
+        if self._start_plan is None:
+            return
+        if ranks is None:
+            self._ray.kill()
+            self._start(self._start_plan, again=True)
+        else:
+            self._running = start_ranks(self._start_plan, self._ray, ranks, self._rendezvous, self._run_constructors)
 
     def _run_constructors(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
         call = Call(self._state, engine, "__init__", plan, sent, self._start_timeout, starting=True)
@@ -246,3 +303,8 @@ def _checked_port(port: int | str | None) -> int | None:
     if not 0 < number < 65536:
         raise ValueError(f"master_port is a port number from 1 to 65535, got {port!r}")
     return number
+
+
+def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:
+    """`RayWorkerGroup.attach`: a group of workers that run already, started with ``detached=True`` by another driver."""
+    return RayWorkerGroup.attach(name, namespace, own=own)

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -52,6 +53,25 @@ def session() -> str | None:
         return None
     context = ray.get_runtime_context()
     return f"{context.get_node_id()}:{context.get_job_id()}"
+
+
+def death_of(actor: Any) -> str | None:
+    """Why an actor does not live, in a few words; None if it lives."""
+    from ray._private.state import actors
+
+    info = actors(actor_id=actor._actor_id.hex())
+    if not info:
+        return "Ray does not know it any more"
+    if info["State"] != "DEAD":
+        return None
+    return exit_detail(info["DeathCause"].actor_died_error_context.error_message) or "its process has ended"
+
+
+def exit_detail(text: str) -> str:
+    """How a process ended, out of one of Ray's long messages; empty if the message does not say it."""
+    text = " ".join(text.split())
+    detail = text.partition("Worker exit detail: ")[2] or text.partition("The actor is dead because ")[2]
+    return detail.partition(" Some common causes")[0][:500].rstrip(". ")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ sent their start messages at once; rank 0's address goes along as a reference.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -18,19 +20,22 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dispatch.plan import CallPlan
-from dispatch.register import method_spec, registered_methods
 from single_controller.base.engine import Sent
 from single_controller.base.errors import PlacementError, WorkerDiedError
 from single_controller.ray.actor import Location, StartOrder, actor_class
 from single_controller.ray.answers import one_line
-from single_controller.ray.class_with_args import RayClassWithInitArgs, pack_class
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.placement import Slot, wait_placed
 from single_controller.ray.pool import RayResourcePool
+from single_controller.ray.recipe import Recipe
 from single_controller.ray.runtime import address_key
 
 _BEFORE_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
 """Variables that count only if they exist before the process starts: those need a runtime_env."""
+
+
+NAME_FREE_SECONDS = 10.0
+"""How long a restart waits until the names of the workers that it ended are free again."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class StartPlan:
 
     Attributes:
         pool: where.
-        made: the class and its arguments.
+        recipe: what each process is made of.
         bin_pack: whether each entry of the pool lies on one node.
         prefix: first part of the actors' names.
         detached: whether the actors outlive the driver; their names are exact then.
@@ -47,10 +52,11 @@ class StartPlan:
         environment: ``worker_env``.
         use_gpu: whether each worker takes its share of a GPU.
         name: the group's name, for messages.
+        namespace: Ray's namespace of the actors' names; None for the driver's.
     """
 
     pool: RayResourcePool
-    made: RayClassWithInitArgs
+    recipe: Recipe
     bin_pack: bool
     prefix: str
     detached: bool
@@ -58,14 +64,20 @@ class StartPlan:
     environment: dict[str, str]
     use_gpu: bool
     name: str
+    namespace: str | None = None
 
 
-def start(plan: StartPlan, run: Callable[[RayEngine, CallPlan, Sent], None]) -> tuple[RayEngine, tuple[str, int]]:
+Run = Callable[[RayEngine, CallPlan, Sent], None]
+"""Waits for constructors, and raises what went wrong in them."""
+
+
+def start(plan: StartPlan, run: Run, *, again: bool = False) -> tuple[RayEngine, tuple[str, int]]:
     """Start the workers.
 
     Args:
         plan: what to start.
         run: waits for the constructors and raises what went wrong in them.
+        again: workers of the same names were ended a moment ago; those names are waited for.
 
     Returns:
         The engine, and the address and port of the rendezvous.
@@ -74,26 +86,78 @@ def start(plan: StartPlan, run: Callable[[RayEngine, CallPlan, Sent], None]) -> 
         PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. All
             actors are ended then.
     """
-    packed = pack_class(plan.made)
-    plan.pool.place(plan.bin_pack, plan.made.additional_resource)
+    packed = plan.recipe.pack()
+    plan.pool.place(plan.bin_pack, plan.recipe.additional_resource)
     slots = plan.pool.slots()
+    names = _names(plan, range(len(slots)))
+    with _ended_on_error() as actors:
+        locations = _make(plan, slots, names, actors, again=again)
+        order = rank_order(slots, locations)
+        ranks = [Rank(actors[place], names[place], location, slots[place]) for place, location in order]
+        return _run_constructors(plan, ranks, packed, run)
+
+
+def start_ranks(
+    plan: StartPlan, engine: RayEngine, chosen: Sequence[int], master: tuple[str, int], run: Run
+) -> RayEngine:
+    """End some ranks and start them anew in their slots; the others are left as they are.
+
+    Args:
+        plan: what was started.
+        engine: the group's engine so far.
+        chosen: the ranks.
+        master: address and port of the group's rendezvous.
+        run: waits for the constructors and raises what went wrong in them.
+
+    Raises:
+        PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. The new
+            actors are ended then.
+    """
+    packed = plan.recipe.pack()
+    before = [engine.ranks[rank] for rank in chosen]
+    slots = [rank.slot for rank in before if rank.slot is not None]
+    orders = [rank.order for rank in before if rank.order is not None]
+    for rank in before:
+        ray.kill(rank.actor, no_restart=True)
+    # A detached actor keeps its name, which is how it is found; it ends in its slot's number, not in the rank.
+    names = [rank.name for rank in before] if plan.detached else _names(plan, chosen)
+    with _ended_on_error() as actors:
+        locations = _make(plan, slots, names, actors, again=True)
+        ranks = list(engine.ranks)
+        for place, (rank, order) in enumerate(zip(chosen, orders, strict=True)):
+            ranks[rank] = Rank(actors[place], names[place], locations[place], slots[place], order)
+        anew = RayEngine(ranks)
+        receipts = {ranks[k].actor._sc_start.remote(ranks[k].order, packed, master): k for k in chosen}
+        run(anew, CallPlan.empty(anew.world_size).only(chosen), Sent(receipts))
+    return anew
+
+
+def _names(plan: StartPlan, numbers: Iterable[int]) -> list[str]:
     unique = "" if plan.detached else f"_{uuid.uuid4().hex[:8]}"
-    names = [f"{plan.prefix}{plan.made.cls.__name__}{unique}_{number}" for number in range(len(slots))]
+    return [f"{plan.prefix}{plan.recipe.name}{unique}_{number}" for number in numbers]
+
+
+@contextmanager
+def _ended_on_error() -> Iterator[list[ActorHandle]]:
     actors: list[ActorHandle] = []
     try:
-        make = _actor_maker(plan)
-        for slot, name in zip(slots, names, strict=True):
-            actors.append(make(slot, name))
-        located = [actor._sc_locate.remote() for actor in actors]
-        wait_placed(located, plan.pool.placements(), plan.pool.placement_timeout, plan.name)
-        order = rank_order(slots, _locations(located, plan.name))
-        engine = RayEngine([Rank(actors[place], names[place], location) for place, location in order])
-        master = _run_constructors(plan, engine, [slots[place].entry for place, _ in order], packed, run)
+        yield actors
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
         raise
-    return engine, master
+
+
+def _make(
+    plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], actors: list[ActorHandle], *, again: bool
+) -> list[Location]:
+    """Make the actors, all at once, and wait until they have said where they are."""
+    make = _actor_maker(plan, again=again)
+    for slot, name in zip(slots, names, strict=True):
+        actors.append(make(slot, name))
+    located = [actor._sc_locate.remote() for actor in actors]
+    wait_placed(located, plan.pool.placements(), plan.pool.placement_timeout, plan.name)
+    return _locations(located, plan.name)
 
 
 def rank_order(slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
@@ -115,17 +179,18 @@ def rank_order(slots: Sequence[Slot], locations: Sequence[Location]) -> list[tup
     return [(place, locations[place]) for place in sorted(range(len(slots)), key=key)]
 
 
-def _actor_maker(plan: StartPlan) -> Callable[[Slot, str], ActorHandle]:
+def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], ActorHandle]:
     """Makes one actor in one bundle. Its constructor does nothing: the rank is not known yet."""
-    cls, made = plan.made.cls, plan.made
+    recipe = plan.recipe
     share = 1.0 / plan.pool.max_colocate_count
     options: dict[str, Any] = {
         "num_cpus": share,
         "num_gpus": share if plan.use_gpu else 0,
-        "resources": made.additional_resource or None,
+        "resources": recipe.additional_resource or None,
         "max_restarts": 0,
         "lifetime": "detached" if plan.detached else None,
-        **made.options,
+        "namespace": plan.namespace,
+        **recipe.options,
     }
     wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options["resources"] or {})}
     slot = plan.pool.placements()[0].bundle
@@ -139,14 +204,24 @@ def _actor_maker(plan: StartPlan) -> Callable[[Slot, str], ActorHandle]:
     if early:
         runtime = dict(options.get("runtime_env") or {})
         options["runtime_env"] = {**runtime, "env_vars": {**runtime.get("env_vars", {}), **early}}
-    names = [name for name in dir(cls) if not name.startswith("_") and method_spec(cls, name) is not None]
-    concurrent = any(spec.registration.concurrent for spec in registered_methods(cls).values())
-    ray_class = actor_class(cls.__name__, tuple(names), concurrent)
+    ray_class = actor_class(recipe.name, recipe.methods, recipe.concurrent)
+    end = time.monotonic() + (NAME_FREE_SECONDS if again else 0.0)
 
     def make(slot: Slot, name: str) -> ActorHandle:
         where = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
-        actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()
-        return actor
+        while True:
+            try:
+                actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()
+                return actor
+            except ValueError as error:
+                if "already taken" not in str(error):
+                    raise
+                if time.monotonic() > end:
+                    raise ValueError(
+                        f"{plan.name}: a worker called {name!r} runs already. Attach to its group, "
+                        f"RayWorkerGroup.attach({name.rpartition('_')[0]!r}), or choose another name_prefix"
+                    ) from error
+            time.sleep(0.02)
 
     return make
 
@@ -160,21 +235,20 @@ def _locations(refs: Sequence[Any], name: str) -> list[Location]:
 
 
 def _run_constructors(
-    plan: StartPlan,
-    engine: RayEngine,
-    entries: Sequence[int],
-    packed: Any,
-    run: Callable[[RayEngine, CallPlan, Sent], None],
-) -> tuple[str, int]:
-    world_size = engine.world_size
-    master = engine.ranks[0].actor._sc_rendezvous.remote(*plan.master)
+    plan: StartPlan, ranks: Sequence[Rank], packed: Any, run: Run
+) -> tuple[RayEngine, tuple[str, int]]:
+    world_size = len(ranks)
+    master = ranks[0].actor._sc_rendezvous.remote(*plan.master)
+    entries = [rank.slot.entry if rank.slot is not None else 0 for rank in ranks]
     sizes = Counter(entries)
     placed: Counter[int] = Counter()
-    receipts = {}
-    for number, (rank, entry) in enumerate(zip(engine.ranks, entries, strict=True)):
+    started = []
+    for number, (rank, entry) in enumerate(zip(ranks, entries, strict=True)):
         order = StartOrder(number, world_size, placed[entry], sizes[entry], plan.environment)
         placed[entry] += 1
-        receipts[rank.actor._sc_start.remote(order, packed, master)] = number
+        started.append(replace(rank, order=order))
+    engine = RayEngine(started)
+    receipts = {rank.actor._sc_start.remote(rank.order, packed, master): k for k, rank in enumerate(started)}
     run(engine, CallPlan.empty(world_size), Sent(receipts))
     address, port = ray.get(master)
-    return address, port
+    return engine, (address, port)

@@ -1,0 +1,68 @@
+"""colocate: several worker classes in one process per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from single_controller.base.pool import ClassWithInitArgs
+
+
+class Colocated:
+    """What `colocate` returns; a group takes it in place of one class.
+
+    Args:
+        roles: role -> the class and its constructor's arguments, in the order in which the workers are made.
+
+    Raises:
+        TypeError: it is no dict of names and classes with arguments.
+        ValueError: no role, or a role whose name cannot be an attribute's.
+    """
+
+    def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
+        if not isinstance(roles, Mapping) or not all(isinstance(made, ClassWithInitArgs) for made in roles.values()):
+            raise TypeError(
+                "colocate() takes a dict of roles and what they are, {'actor': RayClassWithInitArgs(Actor), ...}, "
+                f"got {roles!r}"
+            )
+        if not roles:
+            raise ValueError("colocate() takes at least one role")
+        for role in roles:
+            if not isinstance(role, str) or not role.isidentifier() or role.startswith("_"):
+                raise ValueError(f"a role is reached as group.<role>, so it is named like an attribute; got {role!r}")
+        self.roles: dict[str, ClassWithInitArgs] = dict(roles)
+
+    @property
+    def name(self) -> str:
+        """The roles' names, for the names of actors and groups."""
+        return "_".join(self.roles)
+
+    def __repr__(self) -> str:
+        return f"colocate({{{', '.join(f'{role!r}: {made.cls.__name__}' for role, made in self.roles.items())}}})"
+
+
+def colocate(roles: Mapping[str, ClassWithInitArgs]) -> Colocated:
+    """Put several worker classes into one process per rank, so that they share its device and its memory.
+
+    A group of it has a group for each role: ``group.actor.m(x)``, ``group.critic.m(x)``. A worker reaches the others of
+    its process with ``self.neighbour("critic")``. The workers of a process take one call at a time, in the order in
+    which the driver sent them, whichever role they are for.
+
+    Args:
+        roles: role -> its class with the constructor's arguments: ``{"actor": RayClassWithInitArgs(Actor, config)}``.
+            The workers of a process are made in this order.
+
+    Raises:
+        TypeError: it is no such dict.
+        ValueError: no role, or a role whose name cannot be an attribute's.
+    """
+    return Colocated(roles)
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
+    """`colocate` under the name that verl gives it; ``group.spawn(...)`` hands out the roles' groups."""
+    return colocate(class_dict)
+
+
+def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
+    """`colocate` under verl's other name; ``group.fuse(...)``, then ``group.<role>``."""
+    return colocate(class_dict)
