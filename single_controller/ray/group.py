@@ -238,7 +238,7 @@ class RayWorkerGroup(WorkerGroup):
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         if not {"num_cpus", "num_gpus"} & set(plan.recipe.options):
             plan.pool.admit(self)
-        self._running, self._rendezvous = start(plan, self._run_constructors, again=again)
+        self._running, self._rendezvous = start(plan, self._run_constructors, again)
 
     def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         if self._start_plan is None:
@@ -306,5 +306,5 @@ def _checked_port(port: int | str | None) -> int | None:
 
 
 def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:
-    """`RayWorkerGroup.attach`: a group of workers that run already, started with ``detached=True`` by another driver."""
+    """A group of workers that run already, started with ``detached=True`` by another driver: `RayWorkerGroup.attach`."""
     return RayWorkerGroup.attach(name, namespace, own=own)

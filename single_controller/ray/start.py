@@ -71,7 +71,7 @@ Run = Callable[[RayEngine, CallPlan, Sent], None]
 """Waits for constructors, and raises what went wrong in them."""
 
 
-def start(plan: StartPlan, run: Run, *, again: bool = False) -> tuple[RayEngine, tuple[str, int]]:
+def start(plan: StartPlan, run: Run, again: bool = False) -> tuple[RayEngine, tuple[str, int]]:
     """Start the workers.
 
     Args:

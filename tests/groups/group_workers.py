@@ -442,3 +442,121 @@ class OnDevices(Worker):
     @register(Dispatch.ONE_TO_ALL, device="cuda")
     def on_cuda(self, tensor):
         return tensor.device.type
+
+
+class Actor(Worker):
+    """One of two classes that share a process; the other has methods of the same names."""
+
+    def __init__(self, start=0, fail=False):
+        super().__init__()
+        if fail and self.rank == 1:
+            raise RuntimeError("the actor cannot begin")
+        self.value = start
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, x):
+        self.value += x
+        return self.value
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def score(self, batch):
+        return batch * 10 + self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def add_later(self, x):
+        await asyncio.sleep(0.01)
+        self.value += x
+        return self.value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stand(self, dp):
+        self.register_layout(dp=dp[self.rank])
+
+    @register(Dispatch.MEGATRON_COMPUTE)
+    def on_dp(self, x):
+        return (self.rank, x)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self):
+        raise ValueError(f"the cause in {type(self).__name__}")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def leave(self, rank):
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+
+    def unregistered(self):
+        return (type(self).__name__, self.rank)
+
+
+class Critic(Actor):
+    """The same names, and a method that reaches into the other worker of its process."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take(self):
+        neighbour = self.neighbour("actor")
+        return (neighbour.value, self.get_fused_worker_by_name("actor") is neighbour, type(neighbour).__name__)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def missing(self):
+        return self.neighbour("aktor")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def twice(self, x):
+        return 2 * x
+
+
+class Early(Worker):
+    """Asks for its neighbour in its constructor."""
+
+    def __init__(self, role):
+        super().__init__()
+        self.found = type(self.neighbour(role)).__name__
+
+    @register(Dispatch.ONE_TO_ALL)
+    def say(self):
+        return self.found
+
+
+class Model(Worker):
+    """State that a restart has to bring back."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.log = size, []
+
+    @register(Dispatch.ONE_TO_ALL, replay=True)
+    def init_model(self, name):
+        self.log.append(("init", name))
+
+    @register(Dispatch.DP_COMPUTE_METRIC, replay=True)
+    def load_checkpoint(self, rows):
+        if list(rows) == [-1] * len(rows):
+            raise ValueError("no such checkpoint")
+        self.log.append(("load", list(rows)))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def train(self):
+        self.log.append(("train", None))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def read(self):
+        return (self.size, os.getpid(), list(self.log))
+
+
+class Drives(Worker):
+    """Drives another group."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        self.group = group
+
+    @register(Dispatch.ONE_TO_ALL)
+    def drive(self, group, x):
+        answers = (self.group if group is None else group).echo([self.rank, x])
+        return answers

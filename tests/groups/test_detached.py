@@ -1,6 +1,7 @@
 """Workers that outlive their driver, and drivers that find workers which run already."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -8,7 +9,8 @@ import time
 
 import pytest
 import ray
-from group_workers import Counter, Fragile
+from group_workers import Counter, Drives, Fragile
+from test_failure import wait_until
 
 from single_controller import (
     GroupBrokenError,
@@ -17,6 +19,7 @@ from single_controller import (
     RayResourcePool,
     RayWorkerGroup,
     WorkerDiedError,
+    attach,
 )
 
 
@@ -70,6 +73,74 @@ def test_a_group_outlives_its_driver_and_is_found_again(another_driver):
         for table in ray.util.placement_group_table().values():
             if table["name"].startswith("outliving_"):
                 ray.util.remove_placement_group(ray.util.get_placement_group(table["name"]))
+
+
+def test_attach_by_name_from_another_namespace_and_take_over(another_driver):
+    """The driver that started the workers is gone; another one uses them, and then ends them with their place."""
+    another_driver("""
+        from group_workers import Actor, Critic
+        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, colocate
+        pool = RayResourcePool([2], use_gpu=False, detached=True, name_prefix="handed_on_", resources={"crate": 1})
+        made = colocate({"actor": RayClassWithInitArgs(Actor, 5), "critic": RayClassWithInitArgs(Critic)})
+        group = RayWorkerGroup(pool, made, name_prefix="handed_on_", detached=True, namespace="trainers")
+        group.actor.add(1)
+        print("answer", group.worker_names[0])
+    """)
+    with pytest.raises(ValueError, match="namespace 'elsewhere'"):
+        attach("handed_on_actor_critic", namespace="elsewhere")
+    with attach("handed_on_actor_critic") as group:  # found in whichever namespace, if there is only one
+        assert group.actor.add(1) == [7, 7] and group.critic.take() == [(7, True, "Actor")] * 2
+        pids = group.actor.pid()
+    with pytest.raises(GroupClosedError):
+        group.actor.add(1)
+    with attach("handed_on_", namespace="trainers", own=True) as group:  # closing the first one left the workers
+        assert group.actor.add(0) == [7, 7] and group.actor.pid() == pids
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    wait_until(lambda: ray.available_resources().get("crate") == 8)
+    states = {t["state"] for t in ray.util.placement_group_table().values() if t["name"].startswith("handed_on_")}
+    assert states <= {"REMOVED"}
+
+
+def test_a_detached_group_restarts_under_its_own_names(ray_cluster):
+    with RayResourcePool([2], use_gpu=False, detached=True) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="stays_", detached=True)
+        with group:
+            with pytest.raises(ValueError, match=r"'stays_Counter_0' runs already.*attach\('stays_Counter'\)"):
+                RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="stays_", detached=True)
+            group.add(1)
+            names = group.worker_names
+            group.restart()
+            assert group.worker_names == names and group.add(0) == [5, 6]
+
+
+class TestGroupsElsewhere:
+    def test_a_worker_drives_another_group(self, counters, make_group):
+        drivers = make_group(Drives, counters)  # as an argument of the constructor,
+        assert drivers.drive(None, "x") == [[[rank, "x"]] * 4 for rank in range(4)]
+        assert drivers.drive(counters, "y") == [[[rank, "y"]] * 4 for rank in range(4)]  # and of a call
+        assert counters.add(0) == [100, 101, 102, 103]
+
+    def test_a_task_drives_a_group(self, counters):
+        @ray.remote(num_cpus=0)
+        def use(group):
+            batch = group.double(list(range(4)), factor=1)
+            with group:
+                pass  # it does not own the workers
+            return batch, group.worker_names, type(group).__name__, group.closed
+
+        answer = ray.get(use.remote(counters), timeout=60)
+        assert answer == (list(range(4)), counters.worker_names, "RayWorkerGroup", True)
+        assert counters.add(0) == [100, 101, 102, 103]
+
+    def test_a_copy_hears_of_deaths_and_cannot_restart(self, make_group):
+        group = make_group(Fragile)
+        copy = ray.cloudpickle.loads(ray.cloudpickle.dumps(group))
+        assert copy.ping() == [0, 1, 2, 3] and "attached" in copy.name
+        with pytest.raises(GroupBrokenError, match="attached"):
+            copy.restart()
+        os.kill(group.pid()[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="rank 1"):
+            copy.ping()
 
 
 def test_attaching_asks_for_all_ranks(counters):

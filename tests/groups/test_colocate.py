@@ -1,0 +1,179 @@
+"""Several worker classes in one process per rank."""
+
+import pickle
+
+import pytest
+import ray
+import torch
+from group_workers import Actor, Counter, Critic, Early
+
+from single_controller import (
+    DispatchError,
+    GroupBrokenError,
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    StartError,
+    WorkerDiedError,
+    WorkerError,
+    colocate,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+)
+
+
+def both(**actor):
+    return {"actor": RayClassWithInitArgs(Actor, start=1, **actor), "critic": RayClassWithInitArgs(Critic, start=100)}
+
+
+@pytest.fixture(scope="module")
+def group(pool):
+    with RayWorkerGroup(pool, colocate(both())) as group:
+        yield group
+
+
+def test_methods_of_one_name_do_not_clash(group):
+    assert group.actor.add(1) == [2] * 4 and group.critic.add(1) == [101] * 4
+    assert group.actor.add(0) == [2] * 4 and group.critic.add(0) == [101] * 4
+    assert group.roles == ("actor", "critic")
+
+
+def test_the_roles_share_their_processes(group):
+    assert group.actor.pid() == group.critic.pid() and len(set(group.actor.pid())) == 4
+    assert group.world_size == group.actor.world_size == 4
+
+
+def test_a_worker_reaches_its_neighbours(group):
+    value = group.actor.add(0)[0]
+    assert group.critic.take() == [(value, True, "Actor")] * 4
+    with pytest.raises(WorkerError, match=r"(?s)critic\.missing\(\) raised LookupError.*'aktor'.*actor, critic"):
+        group.critic.missing()
+
+
+def test_batches_async_methods_and_futures(group):
+    batch = torch.arange(8)
+    assert group.actor.score(batch).tolist() == [10 * row + row // 2 for row in range(8)]
+    before = group.critic.add(0)[0]
+    assert group.critic.add_later(5) == [before + 5] * 4 and group.critic.add(-5) == [before] * 4
+    future = group.actor.score.remote(batch)
+    once = [10 * row + row // 2 for row in range(8)]
+    assert group.critic.score(future).tolist() == [10 * row + k // 2 for k, row in enumerate(once)]
+
+
+def test_each_role_stands_where_it_says(group):
+    group.actor.stand([0, 0, 1, 1])
+    group.critic.stand([0, 1, 2, 3])
+    assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (2, "b")]
+    assert group.critic.on_dp(list("abcd")) == list(enumerate("abcd"))
+    assert (group.actor.dp_size, group.critic.dp_size) == (2, 4)
+    group.actor.stand([0, 1, 0, 1])  # said anew by one role: heard by that role
+    assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (1, "b")]
+
+
+def test_errors_name_the_role(group):
+    with pytest.raises(WorkerError, match=r"critic\.fail\(\) raised ValueError on rank .*the cause in Critic") as caught:
+        group.critic.fail()
+    assert (caught.value.role, caught.value.method) == ("critic", "fail")
+    assert pickle.loads(pickle.dumps(caught.value)).role == "critic"
+    with pytest.raises(DispatchError, match=r"actor\.score\(\): argument 'batch' has 7 rows.*group\.actor\.score\.options"):
+        group.actor.score(torch.arange(7))
+    with pytest.raises(TypeError, match=r"critic\.twice\(\).*'x'"):
+        group.critic.twice()
+
+
+def test_what_is_no_method_is_explained(group):
+    with pytest.raises(AttributeError, match=r"several workers in a process.*group\.critic\.twice"):
+        group.twice(1)
+    with pytest.raises(AttributeError, match=r"group\.actor\.execute_\* or group\.critic\.execute_\*"):
+        group.execute_all_sync("unregistered")
+    with pytest.raises(AttributeError, match="did you mean 'actor'"):
+        group.aktor  # noqa: B018
+    with pytest.raises(AttributeError, match="has no method 'twyce'; did you mean 'twice'"):
+        group.critic.twyce(1)
+    assert {"actor", "critic"} <= set(dir(group)) and "twice" in dir(group.critic)
+
+
+def test_unregistered_methods_handles_and_stats(group):
+    assert group.critic.execute_all_sync("unregistered") == [("Critic", rank) for rank in range(4)]
+    assert group.actor.execute_rank_zero_sync("unregistered") == ("Actor", 0)
+    assert ray.get(group.workers[2].critic_twice.remote(4)) == 8
+    assert group.actor.workers == group.workers and group.actor.resource_pool is group.resource_pool
+    calls = group.critic.stats().methods["twice"].calls if "twice" in group.critic.stats().methods else 0
+    group.critic.twice(1)
+    assert group.critic.stats().methods["twice"].calls == calls + 1
+    assert "twice" not in group.actor.stats().methods
+
+
+def test_verls_names(pool, group):
+    assert isinstance(create_colocated_worker_cls(both()), type(colocate(both())))
+    spawned = group.spawn({"actor", "critic"})
+    assert set(spawned) == {"actor", "critic"} and spawned["critic"].twice(3) == [6] * 4
+    group.fuse(both().keys())
+    assert group.actor.add(0) == spawned["actor"].add(0)
+    with pytest.raises(DispatchError, match="no role 'reward'"):
+        group.spawn({"reward"})
+    fused = create_colocated_worker_cls_fused({"a": RayClassWithInitArgs(Actor), "b": RayClassWithInitArgs(Critic)})
+    assert tuple(fused.roles) == ("a", "b")
+
+
+def test_a_group_of_one_class_has_no_roles(counters):
+    with pytest.raises(DispatchError, match=r"has no roles; make it of colocate"):
+        counters.spawn({"actor"})
+    assert counters.roles == ()
+
+
+def test_neighbours_are_made_in_order(pool):
+    late = {"early": RayClassWithInitArgs(Early, "counter"), "counter": RayClassWithInitArgs(Counter)}
+    with pytest.raises(StartError, match=r"(?s)early\.__init__\(\) raised LookupError.*no neighbour 'counter'") as caught:
+        RayWorkerGroup(pool, colocate(late))
+    assert caught.value.role == "early"
+    with RayWorkerGroup(pool, colocate(dict(reversed(late.items())))) as group:
+        assert group.early.say() == ["Counter"] * 4
+
+
+def test_a_role_whose_constructor_raises_is_named(pool):
+    with pytest.raises(StartError, match=r"actor\.__init__\(\) raised RuntimeError on rank 1.*cannot begin") as caught:
+        RayWorkerGroup(pool, colocate(both(fail=True)))
+    assert (caught.value.role, caught.value.rank) == ("actor", 1)
+
+
+def test_a_death_ends_all_roles_and_restart_brings_them_back(pool):
+    with RayWorkerGroup(pool, colocate(both())) as group:
+        actor, critic = group.actor, group.critic
+        critic.add(5)
+        with pytest.raises(WorkerDiedError, match=r"rank 2 died during actor\.leave\(\)") as caught:
+            actor.leave(2)
+        assert (caught.value.role, caught.value.rank) == ("actor", 2)
+        with pytest.raises(GroupBrokenError, match=r"rank 2 died during actor\.leave"):
+            critic.add(0)
+        critic.restart()
+        assert critic.add(0) == [100] * 4 and actor.add(0) == [1] * 4
+    with pytest.raises(Exception, match="closed"):
+        actor.add(0)
+
+
+@pytest.mark.parametrize(
+    ("roles", "error", "message"),
+    [
+        ([], TypeError, "takes a dict of roles"),
+        ({}, ValueError, "at least one role"),
+        ({"a b": RayClassWithInitArgs(Actor)}, ValueError, "named like an attribute"),
+        ({"_a": RayClassWithInitArgs(Actor)}, ValueError, "named like an attribute"),
+        ({"a": Actor}, TypeError, "RayClassWithInitArgs"),
+    ],
+)
+def test_what_cannot_be_colocated(roles, error, message):
+    with pytest.raises(error, match=message):
+        colocate(roles)
+
+
+def test_a_role_of_a_name_that_the_group_needs(pool):
+    with pytest.raises(DispatchError, match="'restart' is a name that a group needs"):
+        RayWorkerGroup(pool, colocate({"restart": RayClassWithInitArgs(Actor)}))
+
+
+def test_roles_that_ask_for_different_processes(pool):
+    first, second = RayClassWithInitArgs(Actor), RayClassWithInitArgs(Critic)
+    first.update_options({"num_cpus": 0.1})
+    second.update_options({"num_cpus": 0.2})
+    with pytest.raises(ValueError, match=r"share a process.*'b' asks for num_cpus=0\.2.*0\.1"):
+        RayWorkerGroup(pool, colocate({"a": first, "b": second}))

@@ -1,0 +1,144 @@
+"""Who lives, who is told of a death, and what comes back after it."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from group_workers import Counter, Fragile, Model
+from test_failure import wait_until, within
+
+from single_controller import (
+    GroupBrokenError,
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    WorkerDiedError,
+    WorkerError,
+)
+
+
+def test_alive_by_rank(make_group):
+    group = make_group(Fragile)
+    assert group.alive() == [True] * 4
+    busy = group.sleep.remote(1.0)
+    with within(0.5):  # it does not ask the workers, who are at work
+        assert group.alive() == [True] * 4
+    busy.result()
+    os.kill(group.pid()[2], signal.SIGKILL)
+    wait_until(lambda: group.alive() == [True, True, False, True], 5)
+    group.close()
+    assert group.alive() == [False] * 4
+
+
+def test_a_watcher_tells_of_a_death_while_nothing_is_called(make_group):
+    group = make_group(Fragile)
+    told = []
+    watcher = group.watch(on_death=lambda error: told.append((error, threading.current_thread())), interval=0.1)
+    victim = group.pid()[1]
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: told, 5)
+    error, thread = told[0]
+    assert isinstance(error, WorkerDiedError) and error.ranks == (1,) and error.host
+    assert "rank 1 died" in str(error) and thread is not threading.main_thread()
+    with within(0.5), pytest.raises(GroupBrokenError, match="rank 1 died"):
+        group.ping()
+    group.restart()
+    assert group.ping() == [0, 1, 2, 3] and watcher.watching
+    os.kill(group.pid()[3], signal.SIGKILL)  # it goes on after a restart
+    wait_until(lambda: len(told) == 2, 5)
+    assert told[1][0].ranks == (3,)
+    time.sleep(0.5)
+    assert len(told) == 2  # once for each death
+    group.close()
+    wait_until(lambda: not watcher.watching, 2)
+
+
+def test_a_watcher_may_restart_the_group_and_may_raise(make_group, caplog):
+    group = make_group(Fragile)
+    restarted = threading.Event()
+
+    def bring_back(error):
+        group.restart()
+        restarted.set()
+        raise RuntimeError("of the callback's own making")
+
+    with group.watch(bring_back, interval=0.1) as watcher:
+        os.kill(group.pid()[0], signal.SIGKILL)
+        assert restarted.wait(15)
+        assert group.ping() == [0, 1, 2, 3]
+        wait_until(lambda: "of the callback's own making" in caplog.text, 2)
+        assert watcher.watching
+    assert not watcher.watching
+
+
+def test_a_watcher_does_not_keep_a_dropped_group(pool):
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
+    watcher = group.watch(interval=0.05)
+    pids = [process["pid"] for process in group.process()]
+    del group
+    wait_until(lambda: not watcher.watching, 3)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+
+
+class TestRestart:
+    def test_it_replays_the_latest_call_of_each_method_in_order(self, make_group):
+        group = make_group(Model, size=7)
+        group.load_checkpoint([1, 2, 3, 4])
+        group.init_model("first")
+        group.init_model("second")
+        group.load_checkpoint.remote([5, 6, 7, 8]).result()
+        group.train()
+        with pytest.raises(WorkerError):
+            group.load_checkpoint([-1] * 4)  # one that failed is not made again
+        before = {pid for _, pid, _ in group.read()}
+        os.kill(min(before), signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.train()
+        group.restart()
+        answers = group.read()
+        assert not before & {pid for _, pid, _ in answers}
+        for rank, (size, _, log) in enumerate(answers):
+            assert size == 7 and log == [("init", "second"), ("load", [5 + rank])]
+        group.restart()  # and again, of a group that is well
+        assert [log for _, _, log in group.read()] == [log for _, _, log in answers]
+
+    def test_some_ranks_alone_where_no_collectives_tie_them(self, make_group):
+        group = make_group(Model, size=3, group_options={"collectives": False})
+        group.init_model("a")
+        group.load_checkpoint([1, 2, 3, 4])
+        group.train()
+        before = group.read()
+        os.kill(before[3][1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.train()
+        wait_until(lambda: group.alive() == [True, True, True, False], 5)
+        group.restart(ranks=[3])
+        after = group.read()
+        assert [pid for _, pid, _ in after[:3]] == [pid for _, pid, _ in before[:3]]  # the others live on
+        assert after[3][1] != before[3][1]
+        assert after[3][2] == [("init", "a"), ("load", [4])]
+        assert [log.count(("init", "a")) for _, _, log in after] == [1] * 4
+        assert group.load_checkpoint([5, 6, 7, 8]) == [None] * 4
+        assert group.read()[3][2][-1] == ("load", [8])
+
+    def test_some_ranks_of_a_group_with_collectives_are_refused(self, counters):
+        with pytest.raises(ValueError, match=r"restart\(ranks=\[3\]\).*collectives=False"):
+            counters.restart(ranks=[3])
+        for ranks in ([], [4], [1, 1], [-1]):
+            with pytest.raises(ValueError, match="distinct ranks of the group"):
+                counters.restart(ranks=ranks)
+        assert counters.add(0) == [100, 101, 102, 103]
+
+    def test_a_replay_that_fails_leaves_the_group_broken(self, make_group):
+        group = make_group(Model, size=1)
+        rows = [1, 2, 3, 4]
+        group.load_checkpoint(rows)
+        rows[:] = [-1] * 4  # the driver keeps the arguments as they are, not a copy
+        with pytest.raises(WorkerError, match=r"load_checkpoint\(\) raised ValueError.*no such checkpoint"):
+            group.restart()
+        with pytest.raises(GroupBrokenError, match="its restart failed with WorkerError: load_checkpoint"):
+            group.train()
+        rows[:] = [1, 2, 3, 4]
+        group.restart()
+        assert group.read()[1][2] == [("load", [2])]
