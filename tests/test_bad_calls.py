@@ -564,8 +564,6 @@ refused("send-a-function-around-a-lock", DispatchError, r"apply\(\): argument 'f
         lambda s: _with_lock(s.kit.apply))
 refused("send-a-lock-execute", DispatchError, r"plain\(\): argument 'x', a lock, cannot be pickled",
         lambda s: s.kit.execute_all_sync("plain", threading.Lock()))
-refused("send-the-group", DispatchError, r"echo\(\): argument 'value', a RayWorkerGroup, cannot be pickled",
-        lambda s: s.kit.echo(s.kit))
 bad("send-what-does-not-open-there", WorkerError, r"echo\(\) raised ModuleNotFoundError on rank.*only_at_home",
     lambda s: s.kit.echo(workers.OpensOnlyAtHome()), then=Then.KIT_ANSWERS)
 bad("send-a-failed-reference", WorkerError, r"echo\(\) raised .* on rank.*the true cause",

@@ -70,11 +70,15 @@ def test_each_role_stands_where_it_says(group):
 
 
 def test_errors_name_the_role(group):
-    with pytest.raises(WorkerError, match=r"critic\.fail\(\) raised ValueError on rank .*the cause in Critic") as caught:
+    with pytest.raises(
+        WorkerError, match=r"critic\.fail\(\) raised ValueError on rank .*the cause in Critic"
+    ) as caught:
         group.critic.fail()
     assert (caught.value.role, caught.value.method) == ("critic", "fail")
     assert pickle.loads(pickle.dumps(caught.value)).role == "critic"
-    with pytest.raises(DispatchError, match=r"actor\.score\(\): argument 'batch' has 7 rows.*group\.actor\.score\.options"):
+    with pytest.raises(
+        DispatchError, match=r"actor\.score\(\): argument 'batch' has 7 rows.*group\.actor\.score\.options"
+    ):
         group.actor.score(torch.arange(7))
     with pytest.raises(TypeError, match=r"critic\.twice\(\).*'x'"):
         group.critic.twice()
@@ -123,7 +127,9 @@ def test_a_group_of_one_class_has_no_roles(counters):
 
 def test_neighbours_are_made_in_order(pool):
     late = {"early": RayClassWithInitArgs(Early, "counter"), "counter": RayClassWithInitArgs(Counter)}
-    with pytest.raises(StartError, match=r"(?s)early\.__init__\(\) raised LookupError.*no neighbour 'counter'") as caught:
+    with pytest.raises(
+        StartError, match=r"(?s)early\.__init__\(\) raised LookupError.*no neighbour 'counter'"
+    ) as caught:
         RayWorkerGroup(pool, colocate(late))
     assert caught.value.role == "early"
     with RayWorkerGroup(pool, colocate(dict(reversed(late.items())))) as group:

@@ -1,0 +1,314 @@
+"""Kill processes at random moments, many times, and see that nothing hangs and nothing stays.
+
+    python tests/chaos.py --rounds 50          # the long run, some ten minutes
+    python tests/chaos.py --churn 100          # a group made and closed a hundred times
+
+A round makes a group, kills -9 one of its ranks, its driver or its node at a random moment (during start-up, idle, in a
+call, in a collective, during a restart), and then asks three things: was the driver told within its time, did the group
+come back, and is the cluster as it was before. The moments are drawn from a seed, which is printed.
+
+It starts a Ray of its own, with one node more where a node is to die.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.join(HERE, "groups"), os.path.dirname(HERE)]
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import ray  # noqa: E402
+from footprint import Footprint, runs  # noqa: E402
+from group_workers import Fragile  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from single_controller import (  # noqa: E402
+    Dispatch,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    SingleControllerError,
+    register,
+)
+
+RANKS = 3
+TOLD = 5.0
+"""Seconds within which a driver hears of a rank's death."""
+NODE_TOLD = 8.0
+"""Seconds within which it hears of a node's, with the health checks of this cluster."""
+HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+class Slow(Fragile):
+    """Takes its time to be made."""
+
+    def __init__(self):
+        super().__init__()
+        time.sleep(0.8)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nothing(self):
+        pass
+
+
+class Round:
+    """One kill. Every method raises AssertionError when a promise is not kept."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def rank(self, moment):
+        """Kill a rank. Returns the seconds until the driver was told."""
+        with RayResourcePool([RANKS], use_gpu=False) as pool:
+            if moment == "start-up":
+                group, told = self._kill_while(lambda: RayWorkerGroup(pool, RayClassWithInitArgs(Slow)), set())
+            else:
+                group = RayWorkerGroup(pool, RayClassWithInitArgs(Slow))
+                told = self._kill_started(group, moment)
+            if group is None:  # it never came to be: make it again
+                group = RayWorkerGroup(pool, RayClassWithInitArgs(Slow))
+            elif group.broken is not None:
+                group.restart()
+            assert group.ping() == list(range(RANKS)), "the group did not come back"
+            pids = group.pid()
+            group.close()
+        wait(lambda: not any(map(runs, pids)), 10, "processes of a closed group live on")
+        return told
+
+    def _kill_started(self, group, moment):
+        pids = group.pid()
+        if moment == "restart":
+            _, told = self._kill_while(group.restart, set(pids), group)
+            return told
+        victim = self.rng.choice(pids)
+        if moment == "idle":
+            os.kill(victim, signal.SIGKILL)
+            time.sleep(self.rng.uniform(0, 0.5))
+            return seconds_until_told(group.ping)
+        if moment == "collective":
+            group.join_process_group()
+            others = [rank for rank in range(RANKS) if pids[rank] != victim]
+            call = lambda: group.all_reduce(10_000, absent=self.rng.choice(others))  # noqa: E731
+        else:
+            call = lambda: group.sleep(60)  # noqa: E731
+        killed = kill_later(victim, self.rng.uniform(0, 0.6))
+        return seconds_until_told(call, killed)
+
+    def _kill_while(self, make, known, group=None):
+        """Run something that starts processes, and kill one of them on its way."""
+        found = threading.Event()
+        killed = []
+
+        def kill():
+            wait(lambda: started(known), 20, "no process was started")
+            time.sleep(self.rng.uniform(0, 1.0))
+            pids = started(known)
+            if pids:
+                os.kill(self.rng.choice(pids), signal.SIGKILL)
+            killed.append(time.monotonic())
+            found.set()
+
+        threading.Thread(target=kill, daemon=True).start()
+        try:
+            made = make()
+        except SingleControllerError as error:
+            told = time.monotonic() - killed[0] if killed else 0.0
+            assert told < TOLD, f"told {told:.1f} s after the kill"
+            assert "died" in str(error), error
+            return group, told
+        found.wait(20)  # the kill came when everything was up: then the next call says so
+        group = made or group
+        return group, seconds_until_told(group.ping)
+
+    def driver(self, moment):
+        """Kill a driver of its own process. Returns the seconds until nothing of it was left."""
+        code = {
+            "start-up": "say(); RayWorkerGroup(pool, RayClassWithInitArgs(Slow))",
+            "idle": "g = RayWorkerGroup(pool, RayClassWithInitArgs(Slow)); say(); time.sleep(60)",
+            "call": "g = RayWorkerGroup(pool, RayClassWithInitArgs(Slow)); say(); g.sleep(60)",
+            "collective": "g = RayWorkerGroup(pool, RayClassWithInitArgs(Slow)); g.join_process_group(); say(); "
+            "g.all_reduce(1, absent=1)",
+            "restart": "g = RayWorkerGroup(pool, RayClassWithInitArgs(Slow)); say(); g.restart(); time.sleep(60)",
+        }[moment]
+        context = ray.get_runtime_context()
+        script = textwrap.dedent(f"""
+            import ray, time
+            from chaos import *
+            ray.init({context.gcs_address!r}, log_to_driver=False)
+            def say():
+                print("ready", flush=True)
+            pool = RayResourcePool([{RANKS}], use_gpu=False)
+            {code}
+        """)
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdout.readline() == b"ready\n", "the driver did not get so far"
+        time.sleep(self.rng.uniform(0, 1.2))
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        return 0.0
+
+    def node(self, moment, cluster):
+        """Kill the node of a group, while another group lives on the head."""
+        node = cluster.add_node(num_cpus=4, resources={"side": 4})
+        wait(lambda: ray.cluster_resources().get("side") == 4, 20, "the node did not join")
+        with (
+            RayResourcePool([1], use_gpu=False) as near,
+            RayWorkerGroup(near, RayClassWithInitArgs(Fragile)) as other,
+            RayResourcePool([2], use_gpu=False, resources={"side": 1}) as pool,
+            RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group,
+        ):
+            future = group.sleep.remote(60) if moment == "call" else None
+            time.sleep(self.rng.uniform(0, 0.5))
+            killed = time.monotonic()
+            cluster.remove_node(node, allow_graceful=False)
+            told = seconds_until_told(group.ping if future is None else future.result, [killed], NODE_TOLD)
+            assert other.ping() == [0], "a group on another node does not answer"
+        return told
+
+
+def wait(condition, seconds, what):
+    """Wait until it holds, or raise."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def started(known):
+    """pids of living actors, without some."""
+    from ray._private.state import actors
+
+    pids = [info["Pid"] for info in actors().values() if info["State"] == "ALIVE"]
+    return sorted(pid for pid in pids if pid and pid not in known and runs(pid))
+
+
+def kill_later(pid, seconds):
+    """Kill a process in a while. The list gets the time at which it was done."""
+    killed = []
+
+    def kill():
+        killed.append(time.monotonic())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(seconds, kill).start()
+    return killed
+
+
+def seconds_until_told(call, killed=None, limit=TOLD):
+    """Seconds from the kill until the call raised this library's error."""
+    begun = time.monotonic()
+    try:
+        call()
+    except SingleControllerError:
+        told = time.monotonic() - (killed[0] if killed else begun)
+        assert told < limit, f"told {told:.1f} s after the kill"
+        return told
+    raise AssertionError("the call did not raise")
+
+
+MOMENTS = ("start-up", "idle", "call", "collective", "restart")
+
+
+def draw(rng, nodes):
+    """Who dies, and when."""
+    who = rng.choices(("rank", "driver", "node"), (6, 3, 1 if nodes else 0))[0]
+    return who, rng.choice(("idle", "call") if who == "node" else MOMENTS)
+
+
+def run(rounds, seed, nodes):
+    """Some rounds; 0 if all promises were kept."""
+    rng = random.Random(seed)
+    print(f"{rounds} rounds, seed {seed}", flush=True)
+    worst = {"rank": 0.0, "node": 0.0}
+    with cluster_of_one() as cluster:
+        before = Footprint.now()
+        for number in range(rounds):
+            who, moment = draw(rng, nodes)
+            begun = time.monotonic()
+            kill = getattr(Round(rng), who)
+            told = kill(moment, cluster) if who == "node" else kill(moment)
+            before.wait_same(30)
+            worst[who] = max(worst.get(who, 0.0), told)
+            took = time.monotonic() - begun
+            print(f"{number + 1:3d}  {who:6s}  {moment:10s}  told {told:4.1f} s  round {took:5.1f} s", flush=True)
+    print(f"all {rounds} rounds kept: told of a rank's death within {worst['rank']:.1f} s", end="")
+    print(f", of a node's within {worst['node']:.1f} s" if nodes else "")
+    return 0
+
+
+def churn(times):
+    """A group made and closed many times; 0 if nothing grows."""
+    with cluster_of_one(), RayResourcePool([1], use_gpu=False) as pool:
+        with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
+            group.ping()
+        before, processes = Footprint.now(), processes_of_ray()
+        begun = time.monotonic()
+        for _ in range(times):
+            with (
+                RayResourcePool([1], use_gpu=False) as own,
+                RayWorkerGroup(own, RayClassWithInitArgs(Fragile)) as group,
+            ):
+                assert group.ping() == [0]
+        took = time.monotonic() - begun
+        before.wait_same(30)
+        wait(lambda: processes_of_ray() <= processes + 1, 30, f"{processes_of_ray()} processes, {processes} before")
+    print(
+        f"{times} groups made and closed in {took:.0f} s; actors, processes, placement groups and shared memory as before"
+    )
+    return 0
+
+
+def processes_of_ray():
+    """How many processes run workers of Ray on this machine."""
+    count = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as line:
+            count += line.read().startswith(b"ray::")
+    return count
+
+
+@contextlib.contextmanager
+def cluster_of_one():
+    """A Ray of our own, with health checks as in one that this library starts."""
+    os.environ["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    head = {"num_cpus": 16, "include_dashboard": False, "object_store_memory": 512 << 20, "_system_config": HEALTH}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(cluster.address, log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def main():
+    """Read the options and run."""
+    options = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    options.add_argument("--rounds", type=int, default=50)
+    options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
+    options.add_argument("--no-nodes", action="store_true", help="kill no nodes: each costs ten seconds")
+    options.add_argument("--churn", type=int, metavar="N", help="make and close a group N times instead")
+    given = options.parse_args()
+    return churn(given.churn) if given.churn else run(given.rounds, given.seed, not given.no_nodes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

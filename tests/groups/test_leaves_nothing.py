@@ -1,0 +1,171 @@
+"""However a group ends, nothing of it stays: no actor, process, placement group, port, file in /dev/shm, or CPU."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import ray
+from footprint import Footprint, port_is_free, runs
+from group_workers import Counter, Fragile
+
+from single_controller import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    StartError,
+    WorkerDiedError,
+    WorkerError,
+    colocate,
+)
+
+CRATE = {"crate": 1}
+
+
+@pytest.fixture
+def before(ray_cluster):
+    """How it is before the test, when it has come to rest."""
+    last, end = Footprint.now(), time.monotonic() + 10
+    while time.monotonic() < end:
+        time.sleep(0.3)
+        now = Footprint.now()
+        if not last.difference(now):
+            return now
+        last = now
+    return last
+
+
+def pool_of(size):
+    return RayResourcePool([size], use_gpu=False, resources=CRATE)
+
+
+def test_close(before):
+    pool = pool_of(2)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile))
+    assert group.join_process_group() == [(0, 2), (1, 2)]
+    pids, port = group.pid(), group.master_port
+    assert not port_is_free(port) and "crate" in before.difference(Footprint.now())
+    group.close()
+    pool.close()
+    before.wait_same()
+    assert not any(map(runs, pids)) and port_is_free(port)
+
+
+def test_an_exception_in_the_drivers_own_code(before):
+    with pytest.raises(ZeroDivisionError):
+        with pool_of(2) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
+            group.add(1)
+            raise ZeroDivisionError
+    before.wait_same()
+
+
+def test_an_exception_on_a_worker_and_a_death(before):
+    with pool_of(2) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
+        with pytest.raises(WorkerError):
+            group.fail([1])
+        os.kill(group.pid()[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.ping()
+    before.wait_same()
+
+
+@pytest.mark.parametrize("how", [{"fail_rank": 1}, {"kill_rank": 0}])
+def test_a_start_that_fails(before, how):
+    with pool_of(2) as pool:
+        with pytest.raises((StartError, WorkerDiedError)):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Fragile, **how))
+        with pytest.raises((StartError, WorkerDiedError)):
+            RayWorkerGroup(
+                pool, colocate({"a": RayClassWithInitArgs(Counter), "b": RayClassWithInitArgs(Fragile, **how)})
+            )
+    before.wait_same()
+
+
+def test_everything_that_was_only_dropped(before):
+    def use():
+        group = RayWorkerGroup(pool_of(2), RayClassWithInitArgs(Counter))
+        return group.add.remote(0)
+
+    assert use().result() == [0, 1]
+    before.wait_same()
+
+
+DRIVER = """
+import os, ray, signal, sys, threading, time
+ray.init({address!r}, namespace={namespace!r}, log_to_driver=False)
+from group_workers import Counter, Fragile
+from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
+class Slow(Worker):
+    def __init__(self):
+        super().__init__()
+        time.sleep(60)
+pool = RayResourcePool([2], use_gpu=False, resources={{"crate": 1}})
+"""
+
+
+@pytest.fixture
+def driver(ray_cluster, tmp_path):
+    """Starts another driver of this Ray, and ends it at the end of the test if it still runs."""
+    context = ray.get_runtime_context()
+    started = []
+
+    def start(code):
+        script = tmp_path / "driver.py"
+        head = DRIVER.format(address=context.gcs_address, namespace=context.namespace)
+        script.write_text(head + textwrap.dedent(code))
+        process = subprocess.Popen(
+            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "RayWorkerGroup(pool, RayClassWithInitArgs(Slow))",
+        "group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)); group.join_process_group(); "
+        "group.all_reduce(1, absent=1)",
+    ],
+    ids=["start", "collective"],
+)
+def test_a_driver_that_is_killed(before, driver, moment):
+    process = driver(f"threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n{moment}")
+    assert process.wait(60) == -signal.SIGKILL
+    before.wait_same(30)
+
+
+def test_ctrl_c_during_the_start(before, driver):
+    process = driver("""
+        threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            RayWorkerGroup(pool, RayClassWithInitArgs(Slow))
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        time.sleep(60)
+    """)
+    assert process.stdout.readline() == "interrupted\n"
+    end = time.monotonic() + 15  # the driver and its pool live: only the workers are gone
+    while any(name.startswith("Slow") for _, name in Footprint.now().actors):
+        assert time.monotonic() < end, "the workers of an interrupted start live on"
+        time.sleep(0.1)
+    process.kill()
+    before.wait_same(30)
+
+
+def test_many_groups_one_after_the_other(before):
+    with pool_of(1) as pool:
+        for turn in range(6):
+            with RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
+                assert group.add(turn) == [turn]
+    before.wait_same()
