@@ -270,9 +270,7 @@ def churn(times):
         took = time.monotonic() - begun
         before.wait_same(30)
         wait(lambda: processes_of_ray() <= processes + 1, 30, f"{processes_of_ray()} processes, {processes} before")
-    print(
-        f"{times} groups made and closed in {took:.0f} s; actors, processes, placement groups and shared memory as before"
-    )
+    print(f"{times} groups made and closed in {took:.0f} s; actors, processes, placement groups, /dev/shm as before")
     return 0
 
 

@@ -28,7 +28,7 @@ from single_controller.base.receipt import Failure, Receipt
 from single_controller.base.stats import Accounts, CallRecord, RankRecord
 
 if TYPE_CHECKING:
-    from single_controller.base.replay import Replay
+    from single_controller.base.restart import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class GroupState:
         broken: why the group is broken, or None.
         closed: whether it was closed.
         dead: the ranks whose death broke it.
+        restarting: whether its workers are being ended and made anew.
         standings: role -> rank -> version of what the worker last said of its coordinates; the role of a group of one
             class is None.
         replays: (role, method) -> the latest successful call of a ``replay=True`` method, in the order of those calls.
@@ -63,6 +64,7 @@ class GroupState:
         self.broken: str | None = None
         self.closed = False
         self.dead: tuple[int, ...] = ()
+        self.restarting = False
         self.standings: dict[str | None, dict[int, int]] = {}
         self.replays: dict[tuple[str | None, str], Replay] = {}
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()

@@ -51,7 +51,13 @@ class Sent:
 
 
 class Engine(ABC):
-    """One group's workers. All methods may be called from several threads, `send` by one at a time."""
+    """One group's workers. All methods may be called from several threads, `send` by one at a time.
+
+    Attributes:
+        ended: whether `kill` was called: their end is no news.
+    """
+
+    ended = False
 
     @property
     @abstractmethod
@@ -112,4 +118,4 @@ class Engine(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End all workers, without waiting for them. May be called again."""
+        """End all workers, without waiting for them, and set `ended`. May be called again."""

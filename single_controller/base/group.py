@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dispatch.errors import DispatchError, UnknownLayoutError
 from dispatch.layout import Layout
 from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
-from dispatch.register import MethodSpec, method_spec, registered_methods
+from dispatch.register import MethodSpec, method_spec
 from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.closing import Closing
 from single_controller.base.engine import Engine
 from single_controller.base.future import WorkerFuture
 from single_controller.base.method import CallOptions, RemoteMethod
+from single_controller.base.method_table import MethodTable, closest
 from single_controller.base.monitor import monitor
-from single_controller.base.replay import Replay
+from single_controller.base.restart import Replay, restart
 from single_controller.base.standing import layout_of
 from single_controller.base.stats import Accounts, Stats, write_trace
 from single_controller.base.watcher import OnDeath, Watcher
@@ -92,21 +92,11 @@ class WorkerGroup(Closing):
         self, classes: Mapping[str | None, type[Worker]], name: str, error_grace: float = ERROR_GRACE_SECONDS
     ) -> None:
         self._role: str | None = None
-        self._worker_class = classes.get(None)
-        self._classes = {role: cls for role, cls in classes.items() if role is not None}
-        self._specs: dict[str, MethodSpec] = {}
-        for role, cls in classes.items():
-            specs = registered_methods(cls)
-            taken = sorted(n for n in specs if n in RESERVED or hasattr(type(self), n))
-            if taken:
-                raise DispatchError(
-                    f"{cls.__name__} registers {', '.join(f'{n}()' for n in taken)}, a name that a group needs "
-                    "for itself: rename the method",
-                    method=taken[0],
-                )
-            if role is None:
-                self._specs = specs
-            elif role in RESERVED or hasattr(type(self), role):
+        self._tables = {role: MethodTable(cls, role) for role, cls in classes.items()}
+        reserved = RESERVED.union(dir(type(self)))
+        for role, table in self._tables.items():
+            table.refuse(reserved)
+            if role in reserved:
                 raise DispatchError(f"{role!r} is a name that a group needs for itself: call the role another name")
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
         self._sending = threading.RLock()
@@ -206,7 +196,7 @@ class WorkerGroup(Closing):
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of a colocated group, in the order in which their workers are made; none of any other group."""
-        return tuple(self._classes)
+        return tuple(role for role in self._tables if role is not None and self._role is None)
 
     def spawn(self, roles: Iterable[str] | None = None) -> dict[str, RoleGroup]:
         """The groups of a colocated group's roles, by name: the same as ``group.<role>``.
@@ -330,28 +320,7 @@ class WorkerGroup(Closing):
             ValueError: ranks that the group does not have, or of a group whose ranks need each other.
             SingleControllerError: as when the group was made, or what a replayed call raised; it stays broken then.
         """
-        with self._sending:
-            if self._state.closed:
-                self._state.check()
-            chosen = self._restartable(ranks)
-            self._state.break_("it is being restarted")
-            try:
-                self._start_again(chosen)
-                with self._state.lock:
-                    closed = self._state.closed
-                    if not closed:
-                        self._state.reopen()
-                if closed:  # by somebody else, in the meantime
-                    self._engine.kill()
-                    self._state.check()
-                for learned in self._learned.values():
-                    learned.layout = None
-                for replay in list(self._state.replays.values()):
-                    self._replay(replay, chosen)
-            except BaseException as error:
-                first_line = str(error).partition("\n")[0]
-                self._state.break_again(f"its restart failed with {type(error).__name__}: {first_line}")
-                raise
+        restart(self, ranks)
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -375,20 +344,6 @@ class WorkerGroup(Closing):
         if spec.registration.replay:
             call.when_settled(functools.partial(self._state.remember, call, Replay(spec, args, kwargs, options)))
         return self._wait(call) if blocking else WorkerFuture(call)
-
-    def _replay(self, replay: Replay, ranks: Collection[int] | None) -> None:
-        """Make a call again; on some ranks alone, where they are given. Its result is not wanted."""
-        spec = replay.spec
-        if spec.role != self._role:
-            return self._role_group(str(spec.role))._replay(replay, ranks)
-        plan = self._plan(spec, replay.args, replay.kwargs, replay.options)
-        if ranks is not None:
-            plan = plan.only(ranks)
-        if plan.ranks:
-            call = self._send(spec, plan, future=False, options=replay.options)
-            monitor.wait(call)
-            if call.error is not None:
-                raise call.error
 
     def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         """The ranks to restart, checked; None for all."""
@@ -468,36 +423,34 @@ class WorkerGroup(Closing):
         versions = {rank: receipts[rank].standing for rank in everyone}
         return versions, layout_of([receipts[rank].value for rank in everyone])
 
+    @property
+    def _table(self) -> MethodTable | None:
+        """The methods of the group's class; None for a group that has only roles."""
+        return self._tables.get(self._role)
+
+    @property
+    def _specs(self) -> dict[str, MethodSpec]:
+        return {} if self._table is None else self._table.registered
+
     def _any_method(self, name: str) -> MethodSpec:
         if not isinstance(name, str):
             raise TypeError(f"execute_* takes a method's name, a string like 'add'; got {name!r}")
-        cls = self._worker_class
-        if cls is None:
-            raise AttributeError(self._say_roles(name, "execute_*"))
-        spec = self._specs.get(name) or method_spec(cls, name)
-        if spec is None:
-            names = [n for n in dir(cls) if not n.startswith("_")]
-            raise AttributeError(f"{cls.__name__} has no method {name!r}{_closest(name, names)}")
-        return spec if spec.role == self._role else replace(spec, role=self._role)
+        if self._table is None:
+            raise self._no_role_named(name, "execute_*")
+        return self._table.any(name)
 
     def _method(self, name: str) -> RemoteMethod:
-        spec = self._specs.get(name)
-        if spec is not None:
-            return RemoteMethod(spec, self._invoke)
-        if self._worker_class is None:
-            raise AttributeError(self._say_roles(name))
-        owner = self._worker_class.__name__
-        if method_spec(self._worker_class, name) is not None:
-            raise AttributeError(
-                f"{owner}.{name}() is not registered: put @register(...) on it, or call "
-                f"group.execute_all_sync({name!r}, ...)"
-            )
-        raise AttributeError(f"the group has no method {name!r}, nor has {owner}{_closest(name, dir(self))}")
+        if self._table is None:
+            raise self._no_role_named(name)
+        spec = self._table.registered.get(name)
+        if spec is None:
+            raise self._table.missing(name, dir(self))
+        return RemoteMethod(spec, self._invoke)
 
     def _role_group(self, role: str) -> RoleGroup:
-        if role not in self._classes:
+        if role not in self.roles:
             raise DispatchError(
-                f"{self.name} has no role {role!r}{_closest(str(role), self.roles)}"
+                f"{self.name} has no role {role!r}{closest(str(role), self.roles)}"
                 if self.roles
                 else f"{self.name} has no roles; make it of colocate({{{role!r}: RayClassWithInitArgs(...), ...}})"
             )
@@ -505,21 +458,22 @@ class WorkerGroup(Closing):
 
         return RoleGroup(self, role)
 
-    def _say_roles(self, name: str, call: str = "") -> str:
-        having = [role for role, cls in self._classes.items() if method_spec(cls, name) is not None]
+    def _no_role_named(self, name: str, call: str = "") -> AttributeError:
+        having = [role for role, table in self._tables.items() if method_spec(table.cls, name) is not None]
         if having:
             ways = " or ".join(f"group.{role}.{call or name}" for role in having)
-            return f"{self.name} has several workers in a process: call {ways}"
-        return f"the group has no method and no role {name!r}{_closest(name, [*self.roles, *dir(type(self))])}"
+            return AttributeError(f"{self.name} has several workers in a process: call {ways}")
+        known = [*self.roles, *dir(type(self))]
+        return AttributeError(f"the group has no method and no role {name!r}{closest(name, known)}")
 
     def __getattr__(self, name: str) -> Any:
         # Only for names that are not found otherwise. Made at each access: no cycle keeps a dropped group alive.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._role_group(name) if name in self._classes else self._method(name)
+        return self._role_group(name) if name in self.roles else self._method(name)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._specs, *self._classes]
+        return [*super().__dir__(), *self._specs, *self.roles]
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -530,11 +484,5 @@ class WorkerGroup(Closing):
     def __repr__(self) -> str:
         size = f" of {self._running.world_size}" if self._running is not None else ""
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
-        what = ", ".join(self.roles) if self._worker_class is None else self._worker_class.__name__
+        what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
-
-
-def _closest(name: str, names: Sequence[str]) -> str:
-    public = [known for known in names if not known.startswith("_")]
-    found = difflib.get_close_matches(name, public, n=1)
-    return f"; did you mean {found[0]!r}?" if found else f"; it has {', '.join(public)}"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from dispatch.register import registered_methods
 from single_controller.base.engine import Engine
 from single_controller.base.group import WorkerGroup
 
@@ -26,9 +24,7 @@ class RoleGroup(WorkerGroup):
     def __init__(self, whole: WorkerGroup, role: str) -> None:
         self._whole = whole
         self._role = role
-        self._classes = {}
-        self._worker_class = whole._classes[role]
-        self._specs = {name: replace(spec, role=role) for name, spec in registered_methods(self._worker_class).items()}
+        self._tables = whole._tables
         self._state = whole._state
         self._sending = whole._sending
         self._learned = whole._learned

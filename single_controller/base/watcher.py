@@ -71,7 +71,7 @@ class Watcher(Closing):
             self._told = (engine, set())
         told = self._told[1]
         found = {rank: reason for rank, reason in engine.deaths().items() if rank not in told}
-        if not found or group.closed or group._engine is not engine:
+        if not found or engine.ended or group._state.restarting or group.closed or group._engine is not engine:
             return None
         told.update(found)
         dead = sorted(found)

@@ -168,6 +168,7 @@ class RayEngine(Engine):
 
     def kill(self) -> None:
         """See `Engine.kill`."""
+        self.ended = True
         if self.connected:
             for rank in self.ranks:
                 try:

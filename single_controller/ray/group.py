@@ -190,7 +190,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def __reduce__(self) -> Any:
         """In another process (a worker, a Ray task) it is a group that is attached to the same workers."""
-        classes = {self._role: self._worker_class} if self._worker_class is not None else dict(self._classes)
+        classes = {role: table.cls for role, table in self._tables.items()}
         ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
         name = f"{self.name.removesuffix(' (attached)')} (attached)"
         return type(self)._attached, (classes, name, ranks, self._rendezvous, self._state.error_grace)
@@ -306,5 +306,5 @@ def _checked_port(port: int | str | None) -> int | None:
 
 
 def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:
-    """A group of workers that run already, started with ``detached=True`` by another driver: `RayWorkerGroup.attach`."""
+    """The group of workers that run already, which another driver started detached; see `RayWorkerGroup.attach`."""
     return RayWorkerGroup.attach(name, namespace, own=own)

@@ -1,0 +1,80 @@
+"""Beginning anew: the workers of a group, and then the calls that brought them into their state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dispatch.register import MethodSpec
+from single_controller.base.method import CallOptions
+from single_controller.base.monitor import monitor
+
+if TYPE_CHECKING:
+    from single_controller.base.group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One call of a method that was registered with ``replay=True``.
+
+    Attributes:
+        spec: the method.
+        args: the positional arguments, as the driver gave them.
+        kwargs: the keyword arguments.
+        options: what held for that call.
+    """
+
+    spec: MethodSpec
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: CallOptions
+
+    @property
+    def key(self) -> tuple[str | None, str]:
+        """Of calls with the same key only the latest counts."""
+        return self.spec.role, self.spec.name
+
+
+def restart(group: WorkerGroup, ranks: Sequence[int] | None) -> None:
+    """See `WorkerGroup.restart`."""
+    state = group._state
+    with group._sending:
+        if state.closed:
+            state.check()
+        chosen = group._restartable(ranks)
+        state.break_("it is being restarted")
+        state.restarting = True
+        try:
+            group._start_again(chosen)
+            with state.lock:
+                closed = state.closed
+                if not closed:
+                    state.reopen()
+            if closed:  # by somebody else, in the meantime
+                group._engine.kill()
+                state.check()
+            for learned in group._learned.values():
+                learned.layout = None
+            for replay in list(state.replays.values()):
+                _replay(group, replay, chosen)
+        except BaseException as error:
+            first_line = str(error).partition("\n")[0]
+            state.break_again(f"its restart failed with {type(error).__name__}: {first_line}")
+            raise
+        finally:
+            state.restarting = False
+
+
+def _replay(group: WorkerGroup, replay: Replay, ranks: Collection[int] | None) -> None:
+    """Make a call again; on some ranks alone, where they are given. Its result is not wanted."""
+    spec = replay.spec
+    called = group if spec.role is None else group._role_group(spec.role)
+    plan = called._plan(spec, replay.args, replay.kwargs, replay.options)
+    if ranks is not None:
+        plan = plan.only(ranks)
+    if plan.ranks:
+        call = called._send(spec, plan, future=False, options=replay.options)
+        monitor.wait(call)
+        if call.error is not None:
+            raise call.error
