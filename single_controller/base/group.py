@@ -31,7 +31,7 @@ ERROR_GRACE_SECONDS = 5.0
 
 _AS_DECLARED = CallOptions()
 
-RESERVED = frozenset({"alive", "plan", "resource_pool", "spawn"})
+RESERVED = frozenset({"alive", "resource_pool", "spawn"})
 """Names that a group needs, beside the attributes of its class."""
 
 

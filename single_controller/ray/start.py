@@ -25,9 +25,9 @@ from single_controller.ray.actor import Location, StartOrder, actor_class
 from single_controller.ray.answers import one_line
 from single_controller.ray.class_with_args import RayClassWithInitArgs, pack_class
 from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.placement import Slot, wait_placed
+from single_controller.ray.order import Slot
+from single_controller.ray.placement import wait_placed
 from single_controller.ray.pool import RayResourcePool
-from single_controller.ray.runtime import address_key
 
 _BEFORE_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
 """Variables that count only if they exist before the process starts: those need a runtime_env."""
@@ -86,9 +86,9 @@ def start(plan: StartPlan, run: Callable[[RayEngine, CallPlan, Sent], None]) -> 
             actors.append(make(slot, name))
         located = [actor._sc_locate.remote() for actor in actors]
         wait_placed(located, plan.pool.placements(), plan.pool.placement_timeout, plan.name)
-        order = rank_order(slots, _locations(located, plan.name))
+        order = plan.pool.rank_order(slots, _locations(located, plan.name))
         engine = RayEngine([Rank(actors[place], names[place], location) for place, location in order])
-        master = _run_constructors(plan, engine, [slots[place].entry for place, _ in order], packed, run)
+        master = _run_constructors(plan, engine, [seat.slot.entry for seat in plan.pool.seats()], packed, run)
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -96,38 +96,19 @@ def start(plan: StartPlan, run: Callable[[RayEngine, CallPlan, Sent], None]) -> 
     return engine, master
 
 
-def rank_order(slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
-    """Which slot holds which rank: by node, then device, both as numbers; without devices by entry, then bundle.
-
-    Args:
-        slots: the pool's slots.
-        locations: where the actor in each found itself.
-
-    Returns:
-        By rank: (index of the slot, location).
-    """
-
-    def key(place: int) -> tuple[Any, ...]:
-        location, slot = locations[place], slots[place]
-        devices = tuple((0, int(d), "") if d.isdigit() else (1, 0, d) for d in location.devices)
-        return (address_key(location.address), devices, slot.entry, slot.bundle)
-
-    return [(place, locations[place]) for place in sorted(range(len(slots)), key=key)]
-
-
 def _actor_maker(plan: StartPlan) -> Callable[[Slot, str], ActorHandle]:
     """Makes one actor in one bundle. Its constructor does nothing: the rank is not known yet."""
     cls, made = plan.made.cls, plan.made
-    share = 1.0 / plan.pool.max_colocate_count
+    share = plan.pool.options.share(plan.use_gpu)
     options: dict[str, Any] = {
-        "num_cpus": share,
-        "num_gpus": share if plan.use_gpu else 0,
-        "resources": made.additional_resource or None,
+        **share,
+        "resources": {**share["resources"], **made.additional_resource} or None,
         "max_restarts": 0,
         "lifetime": "detached" if plan.detached else None,
         **made.options,
     }
-    wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options["resources"] or {})}
+    wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], "memory": options["memory"]}
+    wanted |= options["resources"] or {}
     slot = plan.pool.placements()[0].bundle
     beyond = {name: amount for name, amount in wanted.items() if (amount or 0) > slot.get(name, 0)}
     if beyond:
@@ -168,12 +149,16 @@ def _run_constructors(
 ) -> tuple[str, int]:
     world_size = engine.world_size
     master = engine.ranks[0].actor._sc_rendezvous.remote(*plan.master)
-    sizes = Counter(entries)
-    placed: Counter[int] = Counter()
+    nodes = [rank.location.node_id for rank in engine.ranks]
+    node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    homes = list(zip(entries, nodes, strict=True))  # an entry may lie on several nodes: local is who shares both
+    sizes = Counter(homes)
+    placed: Counter[tuple[int, str]] = Counter()
     receipts = {}
-    for number, (rank, entry) in enumerate(zip(engine.ranks, entries, strict=True)):
-        order = StartOrder(number, world_size, placed[entry], sizes[entry], plan.environment)
-        placed[entry] += 1
+    for number, (rank, home) in enumerate(zip(engine.ranks, homes, strict=True)):
+        node_rank = node_ranks[nodes[number]]
+        order = StartOrder(number, world_size, placed[home], sizes[home], plan.environment, node_rank)
+        placed[home] += 1
         receipts[rank.actor._sc_start.remote(order, packed, master)] = number
     run(engine, CallPlan.empty(world_size), Sent(receipts))
     address, port = ray.get(master)
