@@ -38,7 +38,7 @@ ERROR_GRACE_SECONDS = 5.0
 
 _AS_DECLARED = CallOptions()
 
-RESERVED = frozenset({"plan", "resource_pool"})
+RESERVED = frozenset({"resource_pool"})
 """Names that a group needs, beside the attributes of its class."""
 
 
