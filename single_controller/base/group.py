@@ -198,24 +198,24 @@ class WorkerGroup(Closing):
         """The roles of a colocated group, in the order in which their workers are made; none of any other group."""
         return tuple(role for role in self._tables if role is not None and self._role is None)
 
-    def spawn(self, roles: Iterable[str] | None = None) -> dict[str, RoleGroup]:
+    def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, RoleGroup]:
         """The groups of a colocated group's roles, by name: the same as ``group.<role>``.
 
         Args:
-            roles: which of them; all by default.
+            prefix_set: which of them; all by default.
 
         Raises:
             DispatchError: the group has no such role.
         """
-        return {role: self._role_group(role) for role in (self.roles if roles is None else roles)}
+        return {role: self._role_group(role) for role in (self.roles if prefix_set is None else prefix_set)}
 
-    def fuse(self, roles: Iterable[str]) -> None:
+    def fuse(self, prefix_set: Iterable[str]) -> None:
         """For drivers written for verl: checks that the group has these roles. ``group.<role>`` is there anyway.
 
         Raises:
             DispatchError: the group has no such role.
         """
-        self.spawn(roles)
+        self.spawn(prefix_set)
 
     # --- calls ------------------------------------------------------------------------------------------
 
