@@ -62,10 +62,12 @@ class RayEngine(Engine):
 
     Args:
         ranks: the actors, in order of rank.
+        pool: what they live in, which must not be forgotten as long as a call of theirs is not.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], pool: object = None) -> None:
         self.ranks = tuple(ranks)
+        self._pool = pool
         self._session = session()
 
     @property

@@ -129,7 +129,7 @@ def start_ranks(
         ranks = list(engine.ranks)
         for place, (rank, order) in enumerate(zip(chosen, orders, strict=True)):
             ranks[rank] = Rank(actors[place], names[place], locations[place], slots[place], order)
-        anew = RayEngine(ranks)
+        anew = RayEngine(ranks, plan.pool)
         receipts = {ranks[k].actor._sc_start.remote(ranks[k].order, packed, master): k for k in chosen}
         run(anew, CallPlan.empty(anew.world_size).only(chosen), Sent(receipts))
     return anew
@@ -235,7 +235,7 @@ def _run_constructors(
         order = StartOrder(number, world_size, placed[home], sizes[home], plan.environment, node_rank)
         placed[home] += 1
         started.append(replace(rank, order=order))
-    engine = RayEngine(started)
+    engine = RayEngine(started, plan.pool)
     receipts = {rank.actor._sc_start.remote(rank.order, packed, master): k for k, rank in enumerate(started)}
     run(engine, CallPlan.empty(world_size), Sent(receipts))
     address, port = ray.get(master)
