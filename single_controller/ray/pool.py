@@ -17,7 +17,7 @@ from single_controller.ray.order import Seat, Slot, Spot, seated
 from single_controller.ray.packing import Request
 from single_controller.ray.placement import Placement, reserve, wait_reserved
 from single_controller.ray.pool_options import PoolOptions
-from single_controller.ray.runtime import Node, ensure_ray, nodes
+from single_controller.ray.runtime import Node, ensure_ray, nodes, session
 from single_controller.ray.tenants import Occupant, Tenants
 
 if TYPE_CHECKING:
@@ -247,10 +247,13 @@ class RayResourcePool(Closing, ResourcePool):
     def plan(self) -> PoolPlan:
         """Where every rank is, or would be: node, bundle and device; and what is short. Nothing is started by it.
 
+        Devices are known when a process has been there: of the first group, or of what asks before a slice is used.
+        Until then the ranks of one node stand in the order of their entries.
+
         Raises:
             GroupClosedError: the pool is closed.
         """
-        self._check_open()
+        self._check_known()
         cluster = nodes()
         outlook = self.outlook(cluster, [dict(node.free) for node in cluster])
         return plan_pool(repr(self), [outlook], outlook.seats, cluster)
@@ -445,6 +448,14 @@ class RayResourcePool(Closing, ResourcePool):
     def _check_open(self) -> None:
         if self.closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")
+
+    def _check_known(self) -> None:
+        """Raise where there is nothing to plan with."""
+        self._check_open()
+        for placement in self.placements():
+            placement.check_open()
+        if session() is None:
+            raise GroupClosedError(f"{self!r}: Ray was shut down; make a new pool")
 
     def _reserved(self) -> Placement:
         self._check_open()

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from single_controller.base.pool import ResourcePool
-from single_controller.ray.dry_run import PoolPlan, plan_pool
+from single_controller.ray.dry_run import Outlook, PoolPlan, foresee, plan_pool, refuse_impossible
 from single_controller.ray.order import Seat, Slot, rank_key
+from single_controller.ray.packing import Request
 from single_controller.ray.placement import Placement
 from single_controller.ray.pool import Members, RayResourcePool
 from single_controller.ray.runtime import nodes
@@ -45,6 +46,7 @@ class PoolView(RayResourcePool):
             numbers == sorted(numbers) for _, numbers in self._parts
         )
         self._sorts = merged and not self._by_user
+        self._sorted: Members | None = None
         self._size = sum(len(numbers) for _, numbers in self._parts)
         first = self._parts[0][0]
         for source, _ in self._parts:
@@ -88,19 +90,33 @@ class PoolView(RayResourcePool):
 
     def plan(self) -> PoolPlan:
         """See `RayResourcePool.plan`."""
-        self._check_open()
+        self._check_known()
         cluster = nodes()
+        joint = self._joint()
+        if joint is not None and foresee(joint, cluster, [dict(node.total) for node in cluster]).state == "impossible":
+            return plan_pool(repr(self), [Outlook(joint, "impossible")], None, cluster)
         left = [dict(node.free) for node in cluster]
         outlooks = {root: root.outlook(cluster, left) for root in self._roots()}
         seats_of = {root: outlook.seats for root, outlook in outlooks.items() if outlook.seats is not None}
-        seats = self._seats_in(seats_of) if len(seats_of) == len(outlooks) else None
+        seats = None
+        if len(seats_of) == len(outlooks):
+            members = self._by_place(self._listed(), seats_of) if self._sorts and not self.settled else self.members()
+            seats = self._seats_in(members, seats_of)
         return plan_pool(repr(self), list(outlooks.values()), seats, cluster)
 
     # --- reserving --------------------------------------------------------------------------------------
 
     def place(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> None:
-        """Reserve the parents' slots that are not reserved yet."""
+        """Reserve the parents' slots that are not reserved yet.
+
+        Raises:
+            PlacementError: the cluster could never hold them, all the parents' side by side.
+            GroupClosedError: this pool or a parent is closed.
+        """
         self._check_open()
+        joint = self._joint(bin_pack, resources)
+        if joint is not None and not all(root.placements() for root in self._roots()):
+            refuse_impossible(joint.entries, joint.bundle, joint.strategy, nodes(), repr(self))
         for root in self._roots():
             root.place(bin_pack, resources)
 
@@ -150,15 +166,15 @@ class PoolView(RayResourcePool):
 
     def members(self) -> Members:
         """The slots by rank, each by the pool that reserved it and its number there."""
-        members = self._listed()
         if not (self._sorts and self.settled):
-            return members
-        seats_of = {root: root.seats() for root in self._roots()}
-        return self._by_place(members, seats_of)
+            return self._listed()
+        if self._sorted is None:
+            self._sorted = self._by_place(self._listed(), {root: root.seats() for root in self._roots()})
+        return list(self._sorted)
 
     def seats(self) -> list[Seat]:
         """The slots by rank, and where they lie if that is known; as declared until then. Waits for nothing."""
-        return self._seats_in({root: root.seats() for root in self._roots()})
+        return self._seats_in(self.members(), {root: root.seats() for root in self._roots()})
 
     def admit(
         self,
@@ -194,6 +210,14 @@ class PoolView(RayResourcePool):
             if isinstance(parent, PoolView):
                 parent._note(group)
 
+    def _joint(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> Request | None:
+        """What the parents ask for as one request; None where it is not of one kind."""
+        requests = [root.request(bin_pack, resources) for root in self._roots()]
+        first = requests[0]
+        if any(other.bundle != first.bundle or other.strategy != first.strategy for other in requests):
+            return None
+        return Request(tuple(size for request in requests for size in request.sizes), first.bundle, first.strategy)
+
     def _roots(self) -> list[RayResourcePool]:
         """The pools that reserved the slots, in order."""
         return list(dict.fromkeys(root for root, _ in self._listed()))
@@ -205,14 +229,11 @@ class PoolView(RayResourcePool):
             members += [of_source[number] for number in numbers]
         return members
 
-    def _seats_in(self, seats_of: Mapping[RayResourcePool, Sequence[Seat]]) -> list[Seat]:
-        """The seats by rank. Entries are numbered through, in the order of the parts."""
-        members = self._listed()
+    def _seats_in(self, members: Members, seats_of: Mapping[RayResourcePool, Sequence[Seat]]) -> list[Seat]:
+        """The members' seats. Entries are numbered through, in the order of the parts."""
         entries: dict[tuple[RayResourcePool, int], int] = {}
-        for root, number in members:
+        for root, number in self._listed():
             entries.setdefault((root, seats_of[root][number].slot.entry), len(entries))
-        if self._sorts:
-            members = self._by_place(members, seats_of)
         seats = []
         for root, number in members:
             slot, spot = seats_of[root][number]
