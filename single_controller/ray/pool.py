@@ -355,6 +355,10 @@ class RayResourcePool(Closing, ResourcePool):
         """Whether the order of the slots was given, rather than found."""
         return False
 
+    def roots(self) -> list[RayResourcePool]:
+        """The pools that reserved the slots: this one."""
+        return [self]
+
     def members(self) -> Members:
         """The slots by rank, each by the pool that reserved it and its number there."""
         return [(self, number) for number in range(self.world_size)]

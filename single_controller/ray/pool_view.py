@@ -96,7 +96,7 @@ class PoolView(RayResourcePool):
         if joint is not None and foresee(joint, cluster, [dict(node.total) for node in cluster]).state == "impossible":
             return plan_pool(repr(self), [Outlook(joint, "impossible")], None, cluster)
         left = [dict(node.free) for node in cluster]
-        outlooks = {root: root.outlook(cluster, left) for root in self._roots()}
+        outlooks = {root: root.outlook(cluster, left) for root in self.roots()}
         seats_of = {root: outlook.seats for root, outlook in outlooks.items() if outlook.seats is not None}
         seats = None
         if len(seats_of) == len(outlooks):
@@ -115,15 +115,15 @@ class PoolView(RayResourcePool):
         """
         self._check_open()
         joint = self._joint(bin_pack, resources)
-        if joint is not None and not all(root.placements() for root in self._roots()):
+        if joint is not None and not all(root.placements() for root in self.roots()):
             refuse_impossible(joint.entries, joint.bundle, joint.strategy, nodes(), repr(self))
-        for root in self._roots():
+        for root in self.roots():
             root.place(bin_pack, resources)
 
     def settle(self) -> None:
         """Wait until the parents' slots lie somewhere, and fix their order."""
         self.place()
-        for root in self._roots():
+        for root in self.roots():
             root.settle()
         self._check_once(self.members())
 
@@ -138,11 +138,11 @@ class PoolView(RayResourcePool):
 
     def placements(self) -> list[Placement]:
         """What holds the slots."""
-        return [placement for root in self._roots() for placement in root.placements()]
+        return [placement for root in self.roots() for placement in root.placements()]
 
     def rank_order(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
         """The slots stand by rank already."""
-        for root in self._roots():
+        for root in self.roots():
             mine = [(number, rank) for rank, (pool, number) in enumerate(self.members()) if pool is root]
             root.learn([number for number, _ in mine], [locations[rank] for _, rank in mine])
         return list(enumerate(locations))
@@ -152,7 +152,7 @@ class PoolView(RayResourcePool):
     @property
     def settled(self) -> bool:
         """Whether the order of the parents' slots is known."""
-        return all(root.settled for root in self._roots())
+        return all(root.settled for root in self.roots())
 
     @property
     def reorders(self) -> bool:
@@ -164,17 +164,23 @@ class PoolView(RayResourcePool):
         """Whether the order of the slots was given, rather than found."""
         return self._by_user
 
+    def roots(self) -> list[RayResourcePool]:
+        """The pools that reserved the slots; those that may have, while a merged parent has no order yet."""
+        if any(parent.reorders for parent in self.parents):
+            return list(dict.fromkeys(root for parent in self.parents for root in parent.roots()))
+        return list(dict.fromkeys(root for root, _ in self._listed()))
+
     def members(self) -> Members:
         """The slots by rank, each by the pool that reserved it and its number there."""
         if not (self._sorts and self.settled):
             return self._listed()
         if self._sorted is None:
-            self._sorted = self._by_place(self._listed(), {root: root.seats() for root in self._roots()})
+            self._sorted = self._by_place(self._listed(), {root: root.seats() for root in self.roots()})
         return list(self._sorted)
 
     def seats(self) -> list[Seat]:
         """The slots by rank, and where they lie if that is known; as declared until then. Waits for nothing."""
-        return self._seats_in(self.members(), {root: root.seats() for root in self._roots()})
+        return self._seats_in(self.members(), {root: root.seats() for root in self.roots()})
 
     def admit(
         self,
@@ -189,7 +195,7 @@ class PoolView(RayResourcePool):
             self.place(bin_pack, resources)  # only then is it known which slots these are
             self.settle()
         members = self.members() if counted else []
-        for root in self._roots():
+        for root in self.roots():
             root.tenants.admit(group, [number for pool, number in members if pool is root], repr(self))
         self._note(group)
 
@@ -212,15 +218,11 @@ class PoolView(RayResourcePool):
 
     def _joint(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> Request | None:
         """What the parents ask for as one request; None where it is not of one kind."""
-        requests = [root.request(bin_pack, resources) for root in self._roots()]
+        requests = [root.request(bin_pack, resources) for root in self.roots()]
         first = requests[0]
         if any(other.bundle != first.bundle or other.strategy != first.strategy for other in requests):
             return None
         return Request(tuple(size for request in requests for size in request.sizes), first.bundle, first.strategy)
-
-    def _roots(self) -> list[RayResourcePool]:
-        """The pools that reserved the slots, in order."""
-        return list(dict.fromkeys(root for root, _ in self._listed()))
 
     def _listed(self) -> Members:
         members: Members = []
