@@ -31,6 +31,11 @@ def accelerator_names() -> frozenset[str]:
         return _KNOWN
 
 
+def device_kinds(bundle: Iterable[str]) -> frozenset[str]:
+    """Those of a slot's resources whose units are devices."""
+    return frozenset(bundle) & {"GPU", *accelerator_names()}
+
+
 def devices_in(slots: Sequence[Slot], kinds: Iterable[str], timeout: float, name: str) -> list[tuple[str, ...] | None]:
     """The devices of reserved slots, asked by short tasks in them, which take next to nothing.
 
