@@ -1,0 +1,38 @@
+"""A debugger that steps from the driver's line into the worker's method, and not through what lies between them."""
+
+from __future__ import annotations
+
+import pdb
+import sys
+from typing import Any
+
+OURS = frozenset({"single_controller", "dispatch"})
+"""Frames of these packages are not stopped in, nor are those of the standard library and of what these packages call."""
+
+PLUMBING = OURS | sys.stdlib_module_names | {"ray", "numpy", "torch", "tensordict"}
+
+
+class WorkerDebugger(pdb.Pdb):
+    """pdb, to which the way from a driver's call to the worker's method is one step. Break points count everywhere."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, skip=["single_controller.*"], **kwargs)
+
+    def is_skipped_module(self, module_name: str | None) -> bool:  # type: ignore[override]
+        """See `bdb.Bdb`."""
+        return module_name is not None and module_name.partition(".")[0] in PLUMBING
+
+
+def set_trace(*, header: str | None = None) -> None:
+    """Stop here, in a debugger whose ``step`` goes from a driver's line straight into the worker's method.
+
+    For a `LocalWorkerGroup` with ``threads=False``. With PYTHONBREAKPOINT=single_controller.local.set_trace in the
+    environment, ``breakpoint()`` does this.
+
+    Args:
+        header: printed before the prompt.
+    """
+    debugger = WorkerDebugger()
+    if header is not None:
+        debugger.message(header)
+    debugger.set_trace(sys._getframe().f_back)
