@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from dispatch.errors import DispatchError
+from dispatch.svg import COLORS, LETTER, document, text
 
 if TYPE_CHECKING:
     from dispatch.layout import Layout, Routing
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 LARGEST_PICTURE = 512
 """Ranks beyond which there is no picture: nobody could read it."""
 
-_COLORS = ("#cfe3f7", "#fde2c4", "#d5efd0", "#f6cfd4", "#e2d8f3", "#fff3b8", "#cdeeea", "#e8ddd2")
 _BOX_WIDTH, _BOX_HEIGHT, _GAP, _TITLE, _WIDTH = 96, 40, 8, 24, 920
-_LETTER = 6.2
-"""Width of a letter of a rank's place, at size 10, in the widest of the usual fonts."""
 
 
 def table(layout: Layout) -> str:
@@ -51,17 +48,13 @@ def picture(layout: Layout) -> str | None:
     for title, routing in views:
         heading = "MEGATRON modes, by dp" if title == "shard" else title
         count = f"{routing.shards} shard{'s' if routing.shards > 1 else ''}"
-        parts.append(_text(_GAP, y + 15, f"{heading}: {count}", size=13, weight="bold"))
+        parts.append(text(_GAP, y + 15, f"{heading}: {count}", size=13, weight="bold"))
         y = _panels(parts, layout, routing, y + _TITLE)
     height = y + _TITLE - _GAP
     parts.append(
-        _text(_GAP, height - 8, "ranks in one panel get the same shard; one with a thick border answers", size=11)
+        text(_GAP, height - 8, "ranks in one panel get the same shard; one with a thick border answers", size=11)
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif">'
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>{"".join(parts)}</svg>'
-    )
+    return document(_WIDTH, height, parts)
 
 
 def _views(layout: Layout) -> Iterator[tuple[str, Routing]]:
@@ -84,7 +77,7 @@ def _panels(parts: list[str], layout: Layout, routing: Routing, top: int) -> int
     for rank, shard in enumerate(routing.shard_of):
         if shard is not None:
             ranks_of[shard].append(rank)
-    box = max([_BOX_WIDTH, *(12 + math.ceil(_LETTER * len(_place(layout, r))) for r in range(layout.world_size))])
+    box = max([_BOX_WIDTH, *(12 + math.ceil(LETTER * len(_place(layout, r))) for r in range(layout.world_size))])
     grids = [_grid(layout, ranks, box) for ranks in ranks_of]
     x, row_height = _GAP, 0
     for shard, grid in enumerate(grids):
@@ -92,9 +85,9 @@ def _panels(parts: list[str], layout: Layout, routing: Routing, top: int) -> int
         height = len(grid) * (_BOX_HEIGHT + _GAP) + _GAP + 16
         if x > _GAP and x + width > _WIDTH:
             x, top, row_height = _GAP, top + row_height + _GAP, 0
-        color = _COLORS[shard % len(_COLORS)]
+        color = COLORS[shard % len(COLORS)]
         parts.append(f'<rect x="{x}" y="{top}" width="{width}" height="{height}" rx="6" fill="{color}"/>')
-        parts.append(_text(x + _GAP, top + 14, f"shard {shard}", size=11))
+        parts.append(text(x + _GAP, top + 14, f"shard {shard}", size=11))
         for line, ranks in enumerate(grid):
             for column, rank in enumerate(ranks):
                 left = x + _GAP + column * (box + _GAP)
@@ -118,13 +111,9 @@ def _box(parts: list[str], layout: Layout, rank: int, answers: bool, x: int, y: 
     border = 'stroke="#222" stroke-width="2.5"' if answers else 'stroke="#999" stroke-width="1"'
     parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{_BOX_HEIGHT}" rx="4" fill="white" {border}/>')
     weight = "bold" if answers else "normal"
-    parts.append(_text(x + 6, y + 16, f"rank {rank}", size=12, weight=weight))
-    parts.append(_text(x + 6, y + 32, _place(layout, rank), size=10))
+    parts.append(text(x + 6, y + 16, f"rank {rank}", size=12, weight=weight))
+    parts.append(text(x + 6, y + 32, _place(layout, rank), size=10))
 
 
 def _place(layout: Layout, rank: int) -> str:
     return " ".join(f"{axis}{layout.coordinate(axis, rank)}" for axis in layout.axes if layout.size(axis) > 1)
-
-
-def _text(x: int, y: int, words: str, size: int, weight: str = "normal") -> str:
-    return f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" fill="#222">{escape(words)}</text>'

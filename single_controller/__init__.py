@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from single_controller.ray.class_with_args import RayClassWithInitArgs
     from single_controller.ray.group import RayWorkerGroup, attach
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-    from single_controller.ray.pool import RayResourcePool, merge_resource_pool
+    from single_controller.ray.pool import RayResourcePool
+    from single_controller.ray.pool_manager import ResourcePoolManager
+    from single_controller.ray.pool_view import merge_resource_pool, split_resource_pool
 
 __all__ = [
     "Broadcast",
@@ -69,6 +71,7 @@ __all__ = [
     "RayResourcePool",
     "RayWorkerGroup",
     "ResourcePool",
+    "ResourcePoolManager",
     "ResultError",
     "SingleControllerError",
     "StartError",
@@ -87,6 +90,7 @@ __all__ = [
     "register",
     "register_batch_type",
     "register_dispatch_mode",
+    "split_resource_pool",
     "update_dispatch_mode",
 ]
 
@@ -107,6 +111,7 @@ _HOMES = {
     "RayResourcePool": "single_controller.ray.pool",
     "RayWorkerGroup": "single_controller.ray.group",
     "ResourcePool": "single_controller.base.pool",
+    "ResourcePoolManager": "single_controller.ray.pool_manager",
     "ResultError": "dispatch",
     "SingleControllerError": "dispatch",
     "StartError": "single_controller.base.errors",
@@ -121,10 +126,11 @@ _HOMES = {
     "create_colocated_worker_cls": "single_controller.base.colocate",
     "create_colocated_worker_cls_fused": "single_controller.base.colocate",
     "make_nd_compute_dataproto_dispatch_fn": "dispatch",
-    "merge_resource_pool": "single_controller.ray.pool",
+    "merge_resource_pool": "single_controller.ray.pool_view",
     "register": "dispatch",
     "register_batch_type": "dispatch",
     "register_dispatch_mode": "dispatch",
+    "split_resource_pool": "single_controller.ray.pool_view",
     "update_dispatch_mode": "dispatch",
 }
 

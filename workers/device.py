@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from single_controller import SingleControllerError
 
 if TYPE_CHECKING:
     import torch
+
+_LISTS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""What hides devices from torch: the first of them that is set, on AMD; elsewhere the second alone."""
+
+
+class DeviceError(SingleControllerError):
+    """The device that Ray gave this process is not one that torch can use here."""
 
 
 def has_cuda() -> bool:
@@ -20,27 +31,67 @@ def backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 
 
-def device(local_rank: int = 0) -> torch.device:
+def device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
     """The device of this process.
 
-    Ray shows a process only the devices that are its own, so that the first of them is meant; where all of a node's
-    devices are visible, it is the one of the local rank.
+    Ray shows a process only the devices that are its own, and then the first of them is meant. Where it does not (a
+    variable RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES or ..._HIP_... tells it so), the process sees others too: then
+    its own is where its id stands in the list of visible devices.
 
     Args:
-        local_rank: rank among the processes of the node.
+        local_rank: rank among the processes of the node; decides where no ids are known.
+        device_ids: ``Worker.device_ids``, what Ray gave it.
+
+    Raises:
+        DeviceError: the device is hidden from this process, or torch has no such device.
     """
     import torch
 
     if not has_cuda():
         return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if not device_ids:
+        return torch.device("cuda", local_rank % count)
+    index = visible_index(device_ids[0], os.environ, amd=torch.version.hip is not None)
+    if index >= count:
+        raise DeviceError(
+            f"Ray gave this worker device {device_ids[0]}, number {index} of those that it may see, but torch has "
+            f"{count} here: Ray was told of more GPUs than there are (ray.init(num_gpus=...)), or the list of visible "
+            "devices was changed after torch had read it"
+        )
+    return torch.device("cuda", index)
 
 
-def take_device(local_rank: int = 0) -> torch.device:
+def visible_index(device_id: str, environment: Mapping[str, str], amd: bool = False) -> int:
+    """torch's index of a device.
+
+    Args:
+        device_id: Ray's id of it: its number on the node, or what a list that was set before Ray started calls it.
+        environment: the process's variables.
+        amd: whether torch runs on ROCm.
+
+    Raises:
+        DeviceError: the list of visible devices does not have it.
+    """
+    name = next((name for name in _LISTS[0 if amd else 1 :] if name in environment), None)
+    if name is None:
+        if not device_id.isdigit():
+            raise DeviceError(f"Ray gave this worker device {device_id!r}, which is no number, and no list has it")
+        return int(device_id)
+    visible = [item.strip() for item in environment[name].split(",")]
+    if device_id not in visible:
+        raise DeviceError(
+            f"Ray gave this worker device {device_id}, but {name}={environment[name]!r} hides it: leave that variable "
+            "to Ray (take it out of worker_env and runtime_env), or let it name all devices of the node"
+        )
+    return visible.index(device_id)
+
+
+def take_device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
     """Make `device` the current one, and return it."""
     import torch
 
-    mine = device(local_rank)
+    mine = device(local_rank, device_ids)
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
     return mine

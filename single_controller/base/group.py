@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dispatch.errors import DispatchError, UnknownLayoutError
 from dispatch.layout import Layout
-from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
+from dispatch.plan import CallPlan, plan_call
 from dispatch.register import MethodSpec, method_spec
+from single_controller.base.axis_sizes import AxisSizes
+from single_controller.base.by_name import CallsByName, PlanOf
 from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.closing import Closing
@@ -32,13 +34,12 @@ if TYPE_CHECKING:
     from single_controller.base.role_group import RoleGroup
 
 T = TypeVar("T")
-PlanOf = Callable[[MethodSpec, Any, tuple[Any, ...], dict[str, Any]], CallPlan]
 
 ERROR_GRACE_SECONDS = 5.0
 
 _AS_DECLARED = CallOptions()
 
-RESERVED = frozenset({"plan", "resource_pool"})
+RESERVED = frozenset({"resource_pool"})
 """Names that a group needs, beside the attributes of its class."""
 
 
@@ -71,7 +72,7 @@ class Methods:
         return list(self._group._specs)
 
 
-class WorkerGroup(Closing):
+class WorkerGroup(AxisSizes, CallsByName, Closing):
     """Workers of one class, one per rank. Their registered methods are the group's.
 
     ``group.m(x)`` cuts the arguments as the method declares, runs it on the ranks and gathers the answers. Several
@@ -140,40 +141,6 @@ class WorkerGroup(Closing):
             known = here.layout = self._ask_layout()
         return known[1]
 
-    @property
-    def tp_size(self) -> int:
-        """Size of the tensor-parallel axis, as the workers reported it; 1 for one that they did not name.
-
-        Raises:
-            DispatchError: the workers have not said where they stand yet. So for all of these sizes.
-        """
-        return self._axis_size("tp")
-
-    @property
-    def pp_size(self) -> int:
-        """Size of the pipeline-parallel axis."""
-        return self._axis_size("pp")
-
-    @property
-    def dp_size(self) -> int:
-        """Size of the data-parallel axis, context parallelism not counted."""
-        return self._axis_size("dp")
-
-    @property
-    def cp_size(self) -> int:
-        """Size of the context-parallel axis."""
-        return self._axis_size("cp")
-
-    @property
-    def ep_size(self) -> int:
-        """Size of the expert-parallel axis; its ranks are data-parallel ranks too."""
-        return self._axis_size("ep")
-
-    @property
-    def vpp_size(self) -> int:
-        """Virtual pipeline stages that each rank holds; 1 without an interleaved pipeline."""
-        return self._axis_size("vpp")
-
     def stats(self) -> Stats:
         """What the group's calls cost: bytes and seconds by method, and by call and rank. Prints as a table."""
         return self._learned[self._role].accounts.stats()
@@ -198,80 +165,24 @@ class WorkerGroup(Closing):
         """The roles of a colocated group, in the order in which their workers are made; none of any other group."""
         return tuple(role for role in self._tables if role is not None and self._role is None)
 
-    def spawn(self, roles: Iterable[str] | None = None) -> dict[str, RoleGroup]:
+    def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, RoleGroup]:
         """The groups of a colocated group's roles, by name: the same as ``group.<role>``.
 
         Args:
-            roles: which of them; all by default.
+            prefix_set: which of them; all by default.
 
         Raises:
             DispatchError: the group has no such role.
         """
-        return {role: self._role_group(role) for role in (self.roles if roles is None else roles)}
+        return {role: self._role_group(role) for role in (self.roles if prefix_set is None else prefix_set)}
 
-    def fuse(self, roles: Iterable[str]) -> None:
+    def fuse(self, prefix_set: Iterable[str]) -> None:
         """For drivers written for verl: checks that the group has these roles. ``group.<role>`` is there anyway.
 
         Raises:
             DispatchError: the group has no such role.
         """
-        self.spawn(roles)
-
-    # --- calls ------------------------------------------------------------------------------------------
-
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs)
-
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call any method, registered or not, on all ranks, without waiting.
-
-        Args:
-            method_name: its name.
-            args: when every argument is a list of world_size, rank i gets item i of each. When none is a
-                list, every rank gets them as they are. ``Broadcast(x)`` always goes whole.
-            kwargs: likewise.
-
-        Returns:
-            The engine's references, one per rank (ObjectRefs, on Ray).
-
-        Raises:
-            AttributeError: the worker has no such method.
-            DispatchError: some arguments are lists and others are not, or a list has another length.
-        """
-        return WorkerFuture(self._execute(plan_execute, method_name, args, kwargs, future=True)).refs
-
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`execute_all_async`, waited for: the answers by rank.
-
-        Raises:
-            SingleControllerError: a rank raised or died, besides what `execute_all_async` raises.
-        """
-        result: list[Any] = self._wait(self._execute(plan_execute, method_name, args, kwargs, future=False))
-        return result
-
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """`execute_rank_zero_async`."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
-
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call any method on rank 0 alone, with the arguments as they are, without waiting.
-
-        Returns:
-            The engine's reference to the answer (one ObjectRef, on Ray).
-
-        Raises:
-            AttributeError: the worker has no such method.
-        """
-        return WorkerFuture(self._execute(plan_rank_zero, method_name, args, kwargs, future=True)).refs[0]
-
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """`execute_rank_zero_async`, waited for: the bare value.
-
-        Raises:
-            SingleControllerError: the rank raised or died, besides what `execute_rank_zero_async` raises.
-        """
-        return self._wait(self._execute(plan_rank_zero, method_name, args, kwargs, future=False))
+        self.spawn(prefix_set)
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -470,7 +381,7 @@ class WorkerGroup(Closing):
         # Only for names that are not found otherwise. Made at each access: no cycle keeps a dropped group alive.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._role_group(name) if name in self.roles else self._method(name)
+        return self._role_group(name) if self._role is None and name in self._tables else self._method(name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._specs, *self.roles]

@@ -13,7 +13,7 @@ from dispatch.modes import Dispatch, Execute
 from dispatch.register import register
 from single_controller.base.device_mesh import DeviceMesh, place_on
 
-RANK_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Place:
         local_world_size: number of workers of that entry.
         master_addr: address of rank 0's node.
         master_port: a port on it, held for this group.
+        node_rank: number of its node, from 0, in order of the nodes' first ranks.
+        device_ids: ids of the devices that the engine gave it; () without.
     """
 
     rank: int
@@ -35,6 +37,8 @@ class Place:
     local_world_size: int
     master_addr: str
     master_port: int
+    node_rank: int = 0
+    device_ids: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """The variables that ``torch.distributed.init_process_group()`` reads."""
@@ -45,6 +49,7 @@ class Place:
             self.local_world_size,
             self.master_addr,
             self.master_port,
+            self.node_rank,
         )
         return dict(zip(RANK_ENVIRONMENT, map(str, values), strict=True))
 
@@ -59,6 +64,7 @@ class Place:
             int(get("LOCAL_WORLD_SIZE", "1")),
             get("MASTER_ADDR", "127.0.0.1"),
             int(get("MASTER_PORT", "0")),
+            int(get("NODE_RANK", "0")),
         )
 
 
@@ -98,8 +104,8 @@ class Worker:
     """Subclass this; put `@register` on the methods that the driver calls.
 
     In the constructor already the rank and the rest are known, and the environment has RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A worker that nobody placed (in a unit test, say)
-    takes its place from the environment, or is rank 0 of 1.
+    LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT. A worker that nobody placed (in a unit
+    test, say) takes its place from the environment, or is rank 0 of 1.
     """
 
     _place: Place
@@ -136,6 +142,17 @@ class Worker:
     def local_world_size(self) -> int:
         """Number of workers of the same entry of the pool."""
         return self._place.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """Number of the node, from 0: the node of rank 0 is 0, the next one that has a rank is 1."""
+        return self._place.node_rank
+
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        """Ids of the devices that Ray gave this worker, ``("3",)``; () without. They are the node's numbers, whether
+        or not Ray hides the other devices from the process; `workers.device.device` finds torch's index from them."""
+        return self._place.device_ids
 
     @property
     def master_addr(self) -> str:

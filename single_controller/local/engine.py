@@ -18,7 +18,7 @@ from single_controller.local.answers import LocalAnswers
 from single_controller.local.parcel import Parcel
 from single_controller.local.rank import WHERE, LocalRank
 from single_controller.local.slip import Slip, all_filled, wait_until
-from single_controller.ray.packing import pack_arguments
+from single_controller.ray.carried import pack_arguments
 
 
 class LocalEngine(Engine):

@@ -24,7 +24,7 @@ from single_controller.local.lane import Lane
 from single_controller.local.parcel import Parcel
 from single_controller.local.place import LocalPlace
 from single_controller.local.slip import Slip
-from single_controller.ray.packing import pack_answer
+from single_controller.ray.carried import pack_answer
 
 Outcome = tuple[Receipt | RankLost, Parcel | None]
 Work = Callable[[], Outcome]
@@ -70,9 +70,7 @@ class LocalRank:
 
         return self._carry_out(work, "__init__", None)
 
-    def call(
-        self, order: Order, whole: Parcel | None, shard: Parcel | None, *, kept: bool, concurrent: bool
-    ) -> Slip:
+    def call(self, order: Order, whole: Parcel | None, shard: Parcel | None, *, kept: bool, concurrent: bool) -> Slip:
         """Carry out an order.
 
         Args:

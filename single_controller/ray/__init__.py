@@ -8,14 +8,18 @@ if TYPE_CHECKING:
     from single_controller.ray.class_with_args import RayClassWithInitArgs
     from single_controller.ray.group import RayWorkerGroup
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-    from single_controller.ray.pool import RayResourcePool, merge_resource_pool
+    from single_controller.ray.pool import RayResourcePool
+    from single_controller.ray.pool_manager import ResourcePoolManager
+    from single_controller.ray.pool_view import merge_resource_pool, split_resource_pool
 
 __all__ = [
     "NVMegatronRayWorkerGroup",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
+    "ResourcePoolManager",
     "merge_resource_pool",
+    "split_resource_pool",
 ]
 
 _HOMES = {
@@ -23,7 +27,9 @@ _HOMES = {
     "RayClassWithInitArgs": "single_controller.ray.class_with_args",
     "RayResourcePool": "single_controller.ray.pool",
     "RayWorkerGroup": "single_controller.ray.group",
-    "merge_resource_pool": "single_controller.ray.pool",
+    "ResourcePoolManager": "single_controller.ray.pool_manager",
+    "merge_resource_pool": "single_controller.ray.pool_view",
+    "split_resource_pool": "single_controller.ray.pool_view",
 }
 
 if not TYPE_CHECKING:

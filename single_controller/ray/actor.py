@@ -25,8 +25,9 @@ from single_controller.base.host import Answer, Crew, Order
 from single_controller.base.receipt import Failure, Receipt, remote_traceback
 from single_controller.base.stats import Clock
 from single_controller.base.worker import Place
+from single_controller.ray.carried import pack_answer
+from single_controller.ray.devices import own_devices
 from single_controller.ray.frame import open_order, receipt_frame
-from single_controller.ray.packing import pack_answer
 from single_controller.ray.transport import AnswerPacket, Packet, pack
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,14 @@ class Location(NamedTuple):
         hostname: the node's name.
         pid: the process.
         devices: ids of the accelerators that Ray gave it.
+        node_id: Ray's id of the node.
     """
 
     address: str
     hostname: str
     pid: int
     devices: tuple[str, ...]
+    node_id: str = ""
 
 
 class StartOrder(NamedTuple):
@@ -62,6 +65,7 @@ class StartOrder(NamedTuple):
         local_rank: rank within its entry of the pool.
         local_world_size: ranks of that entry.
         environment: variables of the group's own, ``worker_env``.
+        node_rank: number of its node, in order of the nodes' first ranks.
     """
 
     rank: int
@@ -69,6 +73,7 @@ class StartOrder(NamedTuple):
     local_rank: int
     local_world_size: int
     environment: dict[str, str]
+    node_rank: int = 0
 
 
 class Identity(NamedTuple):
@@ -101,9 +106,8 @@ class RankActor:
         self._held_port: socket.socket | None = None
 
     def _sc_locate(self) -> Location:
-        devices = ray.get_runtime_context().get_accelerator_ids()
-        ids = tuple(str(device) for kind in devices.values() for device in kind)
-        return Location(self._address, self._hostname, os.getpid(), ids)
+        node_id = ray.get_runtime_context().get_node_id()
+        return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id)
 
     def _sc_rendezvous(self, address: str | None, port: int | None) -> tuple[str, int]:
         """The group's master address and port, on rank 0. The port is held, bound and not listening, as long as
@@ -118,7 +122,8 @@ class RankActor:
     def _sc_start(self, order: StartOrder, made: Packet, master: tuple[str, int]) -> bytes | Receipt:
         """Stand at a rank, load the user's classes and make the workers."""
         self._rank = order.rank
-        self._place = place = Place(order.rank, order.world_size, order.local_rank, order.local_world_size, *master)
+        numbers = (order.rank, order.world_size, order.local_rank, order.local_world_size)
+        self._place = place = Place(*numbers, *master, order.node_rank, own_devices())
         try:
             os.environ.update(order.environment)
             os.environ.update(place.environment())

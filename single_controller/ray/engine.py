@@ -17,9 +17,9 @@ from single_controller.base.host import Order
 from single_controller.base.receipt import Receipt
 from single_controller.ray.actor import CONCURRENT, Location, StartOrder, bare
 from single_controller.ray.answers import RayAnswers, one_line, open_cause
+from single_controller.ray.carried import pack_arguments
 from single_controller.ray.frame import BESIDE, open_receipt, order_frame
-from single_controller.ray.packing import pack_arguments
-from single_controller.ray.placement import Slot as PoolSlot
+from single_controller.ray.order import Slot as PoolSlot
 from single_controller.ray.runtime import death_of, session
 from single_controller.ray.transport import INLINE_BYTES, Packet
 

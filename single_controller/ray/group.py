@@ -18,9 +18,11 @@ from single_controller.base.monitor import monitor
 from single_controller.base.worker import RANK_ENVIRONMENT, Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import RayClassWithInitArgs
+from single_controller.ray.dry_run import PoolPlan, plan_of_ranks
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.recipe import Recipe
+from single_controller.ray.runtime import nodes
 from single_controller.ray.start import StartPlan, start, start_ranks
 
 
@@ -217,6 +219,16 @@ class RayWorkerGroup(WorkerGroup):
         """Port of the rendezvous."""
         return self._rendezvous[1]
 
+    def plan(self) -> PoolPlan:
+        """Where every rank runs: node, bundle and device; and what the nodes have. Prints as a table.
+
+        Raises:
+            GroupClosedError, GroupBrokenError: the group takes no more calls.
+        """
+        self._check()
+        seats = self.resource_pool.seats() if self.resource_pool is not None else None
+        return plan_of_ranks(self.name, [rank.location for rank in self._ray.ranks], seats, nodes())
+
     def close(self) -> None:
         """End the workers; only forget them if another driver started them. A second close does nothing."""
         if self._owns:
@@ -236,8 +248,8 @@ class RayWorkerGroup(WorkerGroup):
         return engine
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
-        if not {"num_cpus", "num_gpus"} & set(plan.recipe.options):
-            plan.pool.admit(self)
+        counted = not {"num_cpus", "num_gpus"} & set(plan.recipe.options)
+        plan.pool.admit(self, plan.bin_pack, plan.recipe.additional_resource, counted=counted)
         self._running, self._rendezvous = start(plan, self._run_constructors, again)
 
     def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Placement: reserving process slots on nodes, and saying why when that cannot be."""
+"""Placement: placement groups that hold a pool's process slots, and waiting for them."""
 
 from __future__ import annotations
 
@@ -6,119 +6,200 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
 )
 
 from single_controller.base.errors import GroupClosedError, PlacementError
+from single_controller.ray.dry_run import Outlook, foresee, plan_pool, refuse_impossible
+from single_controller.ray.order import Slot, Spot
+from single_controller.ray.packing import GaveUp, Request, fit, largest_first
 from single_controller.ray.runtime import Node, nodes, session
 
 logger = logging.getLogger(__name__)
 
 SAY_SECONDS = 5.0
 
-
-@dataclass(frozen=True)
-class Slot:
-    """Room for one rank.
-
-    Attributes:
-        group: the placement group.
-        bundle: index of the bundle in it.
-        entry: which entry of its pool it belongs to.
-    """
-
-    group: PlacementGroup
-    bundle: int
-    entry: int
+_POLL_SECONDS = (0.01, 0.2)
+"""First and longest pause between two questions whether Ray has placed something."""
 
 
 class Placement:
-    """The placement groups of one pool, one per entry.
+    """The placement groups of one pool, and its slots in them. `reserve` makes one.
 
-    They are removed when it is closed; also when it is forgotten, unless it is detached.
+    Those that it owns are removed when it is closed; also when it is forgotten, unless `keep` was called.
 
     Args:
-        entries: processes of each entry.
+        groups: the placement groups.
+        slots: the pool's slots in them.
+        request: what was asked for.
+        owned: whether closing removes the placement groups.
+        what: the pool, for messages.
+
+    Attributes:
+        request: what was asked for.
         bundle: what one process slot reserves.
-        strategy: Ray's placement strategy for each entry.
+        groups: the placement groups.
+        declared: the slots, whether or not they are gone.
+        closed: whether it was closed.
+    """
+
+    def __init__(
+        self, groups: Sequence[PlacementGroup], slots: Sequence[Slot], request: Request, owned: bool, what: str
+    ) -> None:
+        self.request = request
+        self.bundle = dict(request.bundle)
+        self.groups = tuple(groups)
+        self.closed = False
+        self.declared = tuple(slots)
+        self._owned = owned
+        self._what = what
+        self._session = session()
+        self._removal = weakref.finalize(self, _remove, self.groups if owned else (), self._session)
+        self._removal.atexit = False  # at the end of the driver Ray does it
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots, as declared.
+
+        Raises:
+            GroupClosedError: they are gone.
+        """
+        self.check_open()
+        return list(self.declared)
+
+    def check_open(self) -> None:
+        """Raise if the slots are gone.
+
+        Raises:
+            GroupClosedError: they are.
+        """
+        if self.closed or session() != self._session:
+            raise GroupClosedError("the pool is closed: its placement groups are removed; make a new pool")
+
+    def keep(self) -> None:
+        """From now on the placement groups outlive this object."""
+        self._removal.detach()
+
+    def close(self) -> None:
+        """Remove the placement groups, if they are its own; what runs in them ends."""
+        if not self.closed:
+            self._removal.detach()
+            _remove(self.groups if self._owned else (), self._session)
+        self.closed = True
+
+    def ready(self) -> bool:
+        """Whether Ray has reserved all of it.
+
+        Raises:
+            GroupClosedError: a placement group was removed.
+        """
+        self.check_open()
+        states = [placement_group_table(group).get("state", "REMOVED") for group in self.groups]
+        if "REMOVED" in states:
+            raise GroupClosedError(f"{self._what} is gone: its placement group was removed")
+        return all(state == "CREATED" for state in states)
+
+    def spots(self) -> list[Spot]:
+        """Where the slots lie, as declared; devices are not known.
+
+        Raises:
+            GroupClosedError: the pool is closed.
+            PlacementError: Ray has not placed them, or a node died since.
+        """
+        known = {node["NodeID"]: node for node in ray.nodes()}
+        homes = {group: placement_group_table(group).get("bundles_to_node_id", {}) for group in self.groups}
+        spots = []
+        for slot in self.slots:
+            node = known.get(homes[slot.group].get(slot.bundle, "")) if slot.group is not None else None
+            if node is None:
+                raise PlacementError(f"{self._what}: bundle {slot.bundle} lies on no node any more")
+            spots.append(Spot(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
+        return spots
+
+    def outlook(self, cluster: Sequence[Node], left: Sequence[dict[str, float]]) -> Outlook:
+        """Whether it is placed, and if not, why. Without seats: those are the pool's to tell."""
+        if self.ready():
+            return Outlook(self.request, "placed")
+        seen = foresee(self.request, cluster, left)
+        return seen if seen.state == "impossible" else Outlook(self.request, "waits")
+
+    def explain(self) -> str:
+        """What is asked for and what the nodes have: the dry run's text."""
+        cluster = nodes()
+        outlook = self.outlook(cluster, [dict(node.free) for node in cluster])
+        return str(plan_pool(self._what, [outlook], None, cluster))
+
+
+def reserve(request: Request, name: str, detached: bool, what: str) -> Placement:
+    """Ask Ray for the slots; does not wait for them.
+
+    An exception, Ctrl-C included, between one placement group and the next leaves none behind.
+
+    Args:
+        request: the slots.
         name: prefix of the placement groups' names.
         detached: whether they outlive the driver.
         what: the pool, for messages.
 
-    Attributes:
-        bundle: what one process slot reserves.
-        closed: whether the placement groups are gone.
-
     Raises:
         PlacementError: the cluster could never hold them.
     """
-
-    def __init__(
-        self,
-        entries: Sequence[int],
-        bundle: dict[str, float],
-        strategy: str,
-        name: str,
-        detached: bool,
-        what: str = "the pool",
-    ) -> None:
-        self.bundle = bundle
-        self._entries = list(entries)
-        self._strategy = strategy
-        self._used: dict[tuple[PlacementGroup, int], int] = {}
-        refuse_impossible(entries, bundle, strategy, nodes(), what)
-        unique = uuid.uuid4().hex[:8]
-        self._groups = [
-            placement_group(
-                [dict(bundle) for _ in range(entry)],
-                strategy=strategy,
-                name=f"{name}{unique}_{number}",
+    cluster = nodes()
+    refuse_impossible(request.entries, request.bundle, request.strategy, cluster, what, request.across)
+    homes = _homes(request, cluster)
+    prefix = f"{name}{uuid.uuid4().hex[:8]}"
+    groups: dict[int, PlacementGroup] = {}
+    try:
+        # The largest first: Ray puts each where most is left, and small ones would take the large ones' room.
+        for number in largest_first(request.sizes):
+            groups[number] = placement_group(
+                [dict(request.bundle) for _ in range(request.sizes[number])],
+                strategy=request.strategy,
+                name=f"{prefix}_{number}",
                 lifetime="detached" if detached else None,
+                _soft_target_node_id=homes.get(number),
             )
-            for number, entry in enumerate(entries)
-        ]
-        self.closed = False
-        self._session = session()
-        if not detached:
-            forgotten = weakref.finalize(self, _remove, self._groups, self._session)
-            forgotten.atexit = False  # at the end of the driver Ray does it
-
-    @property
-    def slots(self) -> list[Slot]:
-        """The slots, entry by entry."""
-        if self.closed or session() != self._session:
-            raise GroupClosedError("the pool is closed: its placement groups are removed; make a new pool")
-        return [
-            Slot(group, bundle, entry)
-            for entry, (group, size) in enumerate(zip(self._groups, self._entries, strict=True))
-            for bundle in range(size)
-        ]
-
-    def close(self) -> None:
-        """Remove the placement groups; what runs in them ends."""
-        if not self.closed:
-            _remove(self._groups, self._session)
-        self.closed = True
-
-    def explain(self) -> str:
-        """What is asked for and what the nodes have, as a table."""
-        return explain(self._entries, self.bundle, self._strategy, nodes())
-
-    def ready(self) -> bool:
-        """Whether Ray has reserved all of it."""
-        return all(placement_group_table(group)["state"] == "CREATED" for group in self._groups)
+        slots = [Slot(groups[0 if request.across else slot.entry], slot.bundle, slot.entry) for slot in request.slots()]
+        placement = Placement([groups[number] for number in range(len(groups))], slots, request, True, what)
+    except BaseException:
+        _remove(_made(prefix, len(request.sizes)), session())
+        raise
+    return placement
 
 
-def _remove(groups: list[PlacementGroup], made_in: str | None) -> None:
+def _homes(request: Request, cluster: Sequence[Node]) -> dict[int, str]:
+    """A hint for Ray, by placement group: the node on which the dry run puts a whole entry. So the dry run says what
+    comes, and entries that only fit in one arrangement find it."""
+    if request.strategy != "STRICT_PACK":
+        return {}
+    try:
+        fitted = fit(request, [node.free for node in cluster]) or fit(request, [node.total for node in cluster])
+    except GaveUp:
+        fitted = None
+    return {number: cluster[homes[0]].node_id for number, homes in enumerate(fitted or ())}
+
+
+def _made(prefix: str, count: int) -> list[PlacementGroup]:
+    """The placement groups of that prefix that exist. By name: one may have been made without being returned."""
+    found = []
+    for number in range(count):
+        try:
+            found.append(get_placement_group(f"{prefix}_{number}"))
+        except ValueError:
+            logger.debug("placement group %s_%d had not been made", prefix, number)
+    return found
+
+
+def _remove(groups: Sequence[PlacementGroup], made_in: str | None) -> None:
     for group in groups if session() == made_in else ():
         try:
             remove_placement_group(group)
@@ -126,124 +207,63 @@ def _remove(groups: list[PlacementGroup], made_in: str | None) -> None:
             logger.debug("placement group %s could not be removed", group.id, exc_info=True)
 
 
-def refuse_impossible(
-    entries: Sequence[int],
-    bundle: dict[str, float],
-    strategy: str,
-    cluster: Sequence[Node],
-    what: str = "the pool",
-) -> None:
-    """Raise if these entries cannot lie on the nodes even when nothing else runs there.
-
-    Raises:
-        PlacementError: with a table by node.
-    """
-    room = [_fits(bundle, node.total) for node in cluster]
-    largest = max(entries) if strategy == "STRICT_PACK" else 1
-    if sum(entries) <= sum(room) and largest <= max(room, default=0):
-        packs = strategy != "STRICT_PACK" or _pack_entries(sorted(entries, reverse=True), room)
-        if packs:
-            return
-    raise PlacementError(f"{what} can never be placed here.\n{explain(entries, bundle, strategy, cluster)}")
-
-
-def explain(entries: Sequence[int], bundle: dict[str, float], strategy: str, cluster: Sequence[Node]) -> str:
-    """What is asked for, what each node has and how many processes fit: a table in plain text."""
-    each = ", ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
-    asked = (
-        f"asked: {_plural(sum(entries), 'process')}, "
-        + (f"{list(entries)} by node" if strategy == "STRICT_PACK" else f"{list(entries)}, {strategy}")
-        + f", each with {each}"
-    )
-    resources = list(bundle)
-    rows = [["node", *(f"{resource} free/total" for resource in resources), "processes now/at most"]]
-    free_room, room = 0, 0
-    for node in cluster:
-        now, most = _fits(bundle, node.free), _fits(bundle, node.total)
-        free_room, room = free_room + now, room + most
-        amounts = [f"{node.free.get(r, 0.0):g}/{node.total.get(r, 0.0):g}" for r in resources]
-        rows.append([f"{node.address} ({node.hostname})", *amounts, f"{now}/{most}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([asked, *table, f"missing: {_missing(entries, bundle, strategy, cluster, room)}"])
-
-
-def _missing(
-    entries: Sequence[int], bundle: dict[str, float], strategy: str, cluster: Sequence[Node], room: int
-) -> str:
-    for resource, amount in bundle.items():
-        total = sum(node.total.get(resource, 0.0) for node in cluster)
-        asked = amount * sum(entries)
-        if total < asked and resource.startswith("accelerator_type:"):
-            return f"nodes whose accelerators are of type {resource.partition(':')[2]} ({resource})"
-        if total < asked:
-            hint = "; use_gpu=False makes CPU-only slots" if resource == "GPU" and total == 0 else ""
-            return f"{asked - total:g} {resource} (asked {asked:g}, there are {total:g}){hint}"
-    most = max((_fits(bundle, node.total) for node in cluster), default=0)
-    if strategy == "STRICT_PACK" and max(entries) > most:
-        return f"a node for {_plural(max(entries), 'process')}; the largest holds {most}"
-    if room < sum(entries):
-        return f"room for {_plural(sum(entries) - room, 'process')}"
-    if strategy == "STRICT_PACK" and not _pack_entries(
-        sorted(entries, reverse=True), [_fits(bundle, node.total) for node in cluster]
-    ):
-        return "nodes that hold whole entries; the entries do not fit side by side"
-    return "nothing, but it is in use now, by other pools of this script or by others"
-
-
-def _pack_entries(entries: list[int], room: list[int], budget: int = 20_000) -> bool:
-    """Whether whole entries, the largest first, fit into the nodes. Gives up, with yes, past its budget."""
-    steps = 0
-
-    def fit(position: int) -> bool:
-        nonlocal steps
-        steps += 1
-        if position == len(entries) or steps > budget:
-            return True
-        tried: set[int] = set()
-        for node, left in enumerate(room):
-            if left < entries[position] or left in tried:
-                continue
-            tried.add(left)
-            room[node] -= entries[position]
-            fits = fit(position + 1)
-            room[node] += entries[position]
-            if fits:
-                return True
-        return False
-
-    return fit(0)
-
-
-def _fits(bundle: dict[str, float], has: dict[str, float]) -> int:
-    return min((int(has.get(r, 0.0) / amount + 1e-6) for r, amount in bundle.items() if amount > 0), default=0)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}es"
-
-
 def wait_placed(refs: Sequence[Any], placements: Sequence[Placement], timeout: float, name: str) -> None:
-    """Wait until the actors of a group have answered once; say every few seconds what they wait for.
+    """Wait until the processes of a group have answered once; say every few seconds what they wait for.
+
+    Args:
+        refs: a reference for each process.
+        placements: what holds their slots.
+        timeout: seconds.
+        name: the group, for messages.
 
     Raises:
         PlacementError: they were not placed within ``timeout`` seconds.
     """
-    start = time.monotonic()
     refs = list(refs)
+
+    def answered(pause: float) -> int:
+        return len(ray.wait(refs, num_returns=len(refs), timeout=pause, fetch_local=False)[1])
+
+    _wait(answered, placements, timeout, name, f"of {len(refs)} workers")
+
+
+def wait_reserved(placement: Placement, timeout: float, name: str) -> None:
+    """Wait until Ray has reserved the slots; say every few seconds what is missing.
+
+    Raises:
+        PlacementError: they were not placed within ``timeout`` seconds.
+        GroupClosedError: they are gone.
+    """
+
+    def reserved(pause: float) -> int:
+        end = time.monotonic() + pause
+        wait, longest = _POLL_SECONDS
+        while not placement.ready():
+            if time.monotonic() >= end:
+                return 1
+            time.sleep(min(wait, max(0.0, end - time.monotonic())))
+            wait = min(2 * wait, longest)
+        return 0
+
+    _wait(reserved, [placement], timeout, name, "of its placements")
+
+
+def _wait(
+    pending: Callable[[float], int], placements: Sequence[Placement], timeout: float, name: str, counted: str
+) -> None:
+    start = time.monotonic()
     first = True
     while True:
-        pause = min(SAY_SECONDS, max(0.0, start + timeout - time.monotonic()))
-        _, pending = ray.wait(refs, num_returns=len(refs), timeout=pause, fetch_local=False)
-        if not pending:
+        left = pending(min(SAY_SECONDS, max(0.0, start + timeout - time.monotonic())))
+        if not left:
             return
         waited = time.monotonic() - start
         unplaced = [placement for placement in placements if not placement.ready()]
         if not unplaced:
             if waited >= timeout:
                 raise PlacementError(
-                    f"{name}: {len(pending)} of {len(refs)} workers did not start within {timeout:g} s, although "
-                    "their slots are reserved: the slots are full, or the nodes start no processes"
+                    f"{name}: {left} {counted} did not start within {timeout:g} s, although their slots are reserved: "
+                    "the slots are full, or the nodes start no processes"
                 )
             continue
         table = "\n".join(placement.explain() for placement in unplaced)

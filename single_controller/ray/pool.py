@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import operator
 import threading
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from single_controller.base.checks import check_amounts, check_seconds
 from single_controller.base.closing import Closing
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
-from single_controller.ray.placement import Placement, Slot
-from single_controller.ray.runtime import ensure_ray
+from single_controller.ray.accelerators import accelerator_names, devices_in
+from single_controller.ray.dry_run import Outlook, PoolPlan, foresee, plan_pool
+from single_controller.ray.order import Seat, Slot, Spot, seated
+from single_controller.ray.packing import Request
+from single_controller.ray.placement import Placement, reserve, wait_reserved
+from single_controller.ray.pool_options import PoolOptions
+from single_controller.ray.runtime import Node, ensure_ray, nodes
+from single_controller.ray.tenants import Occupant, Tenants
 
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
-class Occupant(Protocol):
-    """What a pool needs to know of a group in it."""
+    from single_controller.ray.actor import Location
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def closed(self) -> bool: ...
-
-    def close(self) -> None: ...
+Members = list[tuple["RayResourcePool", int]]
+"""Slots, each by the pool that reserved it and the slot's number there, its rank."""
 
 
 class RayResourcePool(Closing, ResourcePool):
@@ -32,7 +34,12 @@ class RayResourcePool(Closing, ResourcePool):
 
     Starts a local Ray if none is running. The slots are reserved when the first group is made, or by `place`. A
     CPU-only slot reserves one logical CPU; a GPU slot one GPU and one CPU. Up to ``max_colocate_count`` worker
-    processes share a slot, each with its fraction. A pool is a context manager; closing it ends what runs in it.
+    processes share a slot, each with its fraction of the slot's CPU, GPU and memory. A pool is a context manager;
+    closing it ends what runs in it.
+
+    Slot k is rank k of a group on the whole pool: slots stand by (node, device), both as numbers, once Ray has placed
+    them, and in that order as long as the pool lives; before, as declared. ``pool[0:4]``, ``pool[::2]`` and ``pool[3]``
+    are pools of those slots, which stay this pool's.
 
     Args:
         process_on_nodes: processes of each entry, ``[8, 8]``; an entry lies on one node. Entries may differ.
@@ -41,7 +48,17 @@ class RayResourcePool(Closing, ResourcePool):
         max_colocate_count: worker processes per slot.
         detached: whether the placement groups outlive the driver.
         accelerator_type: Ray's name of the accelerator that the nodes must have (``"H100"``).
-        resources: custom resources of each slot, ``{"disk": 1}``.
+        resources: custom resources of each slot, ``{"disk": 1}``. Of those that are devices (``{"NPU": 1}``) each
+            worker takes its fraction too, and is given the device.
+        num_cpus: logical CPUs of each slot.
+        num_gpus: GPUs of each slot: 0.5 puts two slots on a GPU. A worker sees the GPUs of which it takes a part;
+            to see all of a slot with several, it must be alone there (``max_colocate_count=1``).
+        memory: bytes of memory of each slot; 0 reserves none. Ray counts them, and does not enforce them.
+        strategy: Ray's strategy for each placement group: ``"STRICT_PACK"`` (on one node), ``"PACK"`` (on as few as
+            possible), ``"SPREAD"``, ``"STRICT_SPREAD"`` (each slot on another node). By default ``"STRICT_PACK"``, but
+            ``"PACK"`` for ``across_nodes=True``, and where the first group says ``bin_pack=False``.
+        across_nodes: False makes a placement group for each entry, True a single one for all. Entries then only count:
+            the ranks fill them in order.
         placement_timeout: seconds that a group waits for slots that are in use by others.
 
     Raises:
@@ -58,43 +75,193 @@ class RayResourcePool(Closing, ResourcePool):
         accelerator_type: str | None = None,
         *,
         resources: Mapping[str, float] | None = None,
+        num_cpus: float = 1.0,
+        num_gpus: float = 1.0,
+        memory: float = 0,
+        strategy: str | None = None,
+        across_nodes: bool = False,
         placement_timeout: float = 120.0,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
-        if name_prefix is not None and not isinstance(name_prefix, str):
-            raise ValueError(f"name_prefix is a string or None, got {name_prefix!r}")
-        if accelerator_type is not None and not isinstance(accelerator_type, str):
-            raise ValueError(f"accelerator_type is a string or None, got {accelerator_type!r}")
-        self.use_gpu = bool(use_gpu)
-        self.name_prefix = name_prefix or ""
-        self.detached = bool(detached)
-        self.accelerator_type = accelerator_type
-        self.resources = check_amounts("resources", resources or {})
-        self.placement_timeout = check_seconds("placement_timeout", placement_timeout)
-        self._placing = threading.Lock()
-        self._placement: Placement | None = None
-        self._closed = False
-        self._groups: weakref.WeakSet[Occupant] = weakref.WeakSet()
+        options = PoolOptions(
+            use_gpu=bool(use_gpu),
+            name_prefix="" if name_prefix is None else name_prefix,
+            max_colocate_count=max_colocate_count,
+            detached=bool(detached),
+            accelerator_type=accelerator_type,
+            resources={} if resources is None else resources,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            memory=memory,
+            strategy=strategy,
+            across_nodes=across_nodes,
+            placement_timeout=placement_timeout,
+        )
+        self._begin(options)
         ensure_ray()
+
+    def _begin(self, options: PoolOptions) -> None:
+        """What every pool has, whoever reserved its slots."""
+        self.options = options
+        self._placing = threading.Lock()
+        self._settling = threading.RLock()
+        self._placement: Placement | None = None
+        self._seats: tuple[Seat, ...] | None = None
+        self._closed = False
+        self.tenants = Tenants(options.max_colocate_count)
+
+    @classmethod
+    def from_placement_group(
+        cls,
+        pg: PlacementGroup | Sequence[Any],
+        bundle_indices: Sequence[int] | None = None,
+        gpu_ids: Sequence[int | str] | None = None,
+        *,
+        use_gpu: bool | None = None,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        placement_timeout: float = 120.0,
+    ) -> RayResourcePool:
+        """A pool on a placement group that somebody else has made: a slot in each bundle. Waits until it is placed.
+
+        Closing the pool closes its groups and leaves the placement group. The slots that lie on one node are an entry.
+
+        Args:
+            pg: the placement group; or the pair ``(pg, bundle_indices)``, or the triple ``(pg, bundle_indices,
+                gpu_ids)``.
+            bundle_indices: the bundles, in order of rank, whatever their nodes. By default all of them, by node and
+                device as in any pool.
+            gpu_ids: the id of each one's GPU, in the same order, where that is known: for `plan`, until a group tells.
+            use_gpu: whether workers take their share of the GPU; by default whether every bundle has one.
+            name_prefix: a name for messages.
+            max_colocate_count: worker processes per bundle; each takes its fraction of what the bundle has.
+            detached: whether the placement group outlives this driver, so that a group on it may.
+            placement_timeout: seconds to wait, for it to be placed now and for workers later.
+
+        Raises:
+            TypeError: ``pg`` is no placement group.
+            ValueError: an index is not one of a bundle, or given twice; or ``gpu_ids`` has another length.
+            PlacementError: it is not placed within ``placement_timeout``.
+            GroupClosedError: it is removed.
+        """
+        from single_controller.ray.given_group import pool_on
+
+        return pool_on(
+            pg,
+            bundle_indices,
+            gpu_ids,
+            use_gpu=use_gpu,
+            name_prefix=name_prefix,
+            max_colocate_count=max_colocate_count,
+            detached=detached,
+            placement_timeout=placement_timeout,
+        )
+
+    # --- what the pool is -------------------------------------------------------------------------------
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether a slot has a GPU."""
+        return self.options.use_gpu
+
+    @property
+    def name_prefix(self) -> str:
+        """Prefix of the placement groups' names."""
+        return self.options.name_prefix
+
+    @property
+    def detached(self) -> bool:
+        """Whether the slots outlive the driver."""
+        return self.options.detached
+
+    @property
+    def accelerator_type(self) -> str | None:
+        """The accelerator that the nodes must have."""
+        return self.options.accelerator_type
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Custom resources of each slot."""
+        return dict(self.options.resources)
+
+    @property
+    def placement_timeout(self) -> float:
+        """Seconds that a group waits for slots that are in use by others."""
+        return self.options.placement_timeout
 
     @property
     def bundle(self) -> dict[str, float]:
         """What one slot reserves: resource -> amount."""
-        reserved: dict[str, float] = {"CPU": 1, **({"GPU": 1} if self.use_gpu else {}), **self.resources}
-        if self.accelerator_type is not None:
-            reserved[f"accelerator_type:{self.accelerator_type}"] = 0.001
-        return reserved
+        return self.options.bundle
 
     @property
     def closed(self) -> bool:
         """Whether the pool was closed."""
         return self._closed
 
+    def local_world_sizes(self) -> list[int]:
+        """By rank, the number of processes of its entry (on its node): ``[2, 1]`` gives 2, 2, 1. The entries stand as
+        declared until the pool is placed."""
+        homes = [_home(seat) for seat in self.seats()]
+        sizes = Counter(homes)
+        return [sizes[home] for home in homes]
+
+    def local_ranks(self) -> list[int]:
+        """By rank, its rank within its entry (on its node): ``[2, 1]`` gives 0, 1, 0."""
+        seen: Counter[Hashable] = Counter()
+        ranks = []
+        for home in map(_home, self.seats()):
+            ranks.append(seen[home])
+            seen[home] += 1
+        return ranks
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    def __getitem__(self, key: int | slice) -> RayResourcePool:
+        """The pool of one slot, or of a slice of the slots. It shares this pool's placement groups.
+
+        Raises:
+            IndexError: there is no such slot.
+            ValueError: the slice has none.
+            TypeError: neither a number nor a slice.
+        """
+        from single_controller.ray.pool_view import PoolView
+
+        numbers = range(self.world_size)
+        if isinstance(key, slice):
+            chosen = list(numbers[key])
+            if not chosen:
+                words = ":".join("" if part is None else str(part) for part in (key.start, key.stop, key.step))
+                raise ValueError(f"{self!r} has the slots 0 to {self.world_size - 1}; [{words}] leaves none of them")
+        else:
+            try:
+                chosen = [numbers[operator.index(key)]]
+            except IndexError:
+                raise IndexError(f"{self!r} has the slots 0 to {self.world_size - 1}, not {key}") from None
+            except TypeError:
+                raise TypeError(f"a pool takes a number or a slice, pool[0:4], got {key!r}") from None
+        return PoolView([(self, chosen)])
+
+    def plan(self) -> PoolPlan:
+        """Where every rank is, or would be: node, bundle and device; and what is short. Nothing is started by it.
+
+        Raises:
+            GroupClosedError: the pool is closed.
+        """
+        self._check_open()
+        cluster = nodes()
+        outlook = self.outlook(cluster, [dict(node.free) for node in cluster])
+        return plan_pool(repr(self), [outlook], outlook.seats, cluster)
+
+    # --- reserving --------------------------------------------------------------------------------------
+
     def place(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> None:
         """Reserve the slots, if that was not done yet. Does not wait for them.
 
         Args:
-            bin_pack: whether each entry must lie on one node.
+            bin_pack: whether each entry must lie on one node, where the pool has no ``strategy`` of its own.
             resources: custom resources that a slot must have besides the pool's own.
 
         Raises:
@@ -105,11 +272,10 @@ class RayResourcePool(Closing, ResourcePool):
             self._check_open()
             extra = dict(resources or {})
             if self._placement is None:
-                bundle = {**self.bundle, **extra}
-                strategy = "STRICT_PACK" if bin_pack else "PACK"
-                self._placement = Placement(
-                    self._store, bundle, strategy, self.name_prefix, self.detached, what=repr(self)
-                )
+                request = self.request(bin_pack, extra)
+                self._placement = reserve(request, self.name_prefix, self.detached, repr(self))
+                if self.detached:
+                    self._placement.keep()
                 return
             has = self._placement.bundle
             lacking = {name: amount for name, amount in extra.items() if has.get(name, 0.0) < amount}
@@ -119,129 +285,189 @@ class RayResourcePool(Closing, ResourcePool):
                     f"with resources={extra}"
                 )
 
+    def settle(self) -> None:
+        """Wait until the slots lie somewhere, and fix their order.
+
+        Raises:
+            PlacementError: they were not placed within ``placement_timeout``, or can never be.
+            GroupClosedError: the pool is closed.
+        """
+        self.place()
+        with self._settling:
+            placement = self._reserved()
+            if self._seats is None:
+                wait_reserved(placement, self.placement_timeout, repr(self))
+                self._seats = self._seated(self._with_devices(placement.slots, placement.spots()))
+
     def slots(self) -> list[Slot]:
-        """The reserved slots, entry by entry; reserves them if need be.
+        """The reserved slots, by rank where their order is known, else as declared; reserves them if need be.
 
         Raises:
             PlacementError: the cluster could never hold them.
             GroupClosedError: the pool is closed.
         """
         self.place()
-        return [slot for placement in self.placements() for slot in placement.slots]
+        declared = self._reserved().slots
+        return declared if self._seats is None else [seat.slot for seat in self._seats]
 
     def placements(self) -> list[Placement]:
-        """What holds the slots: one, unless this pool was merged."""
+        """What holds the slots: one, unless they are several pools'."""
         return [self._placement] if self._placement is not None else []
 
-    def admit(self, group: Occupant) -> None:
+    def rank_order(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
+        """Which slot holds which rank. The first group that asks fixes the order.
+
+        Args:
+            slots: what `slots` returned.
+            locations: where the process in each found itself.
+
+        Returns:
+            By rank: (index of the slot, location).
+        """
+        found = {(slot.group, slot.bundle): number for number, slot in enumerate(slots)}
+        with self._settling:
+            if self._seats is None:
+                spots = [Spot(where.address, where.hostname, where.node_id, where.devices) for where in locations]
+                if self._device_kinds() and not all(spot.devices for spot in spots):
+                    spots = self._with_devices(slots, spots)  # these processes take no share of the devices
+                self._seats = self._seated(spots)
+            order = [found[seat.slot.group, seat.slot.bundle] for seat in self._seats]
+            self.learn(range(len(order)), [locations[number] for number in order])
+        return [(number, locations[number]) for number in order]
+
+    # --- what views and plans ask -----------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether the order of the slots is known."""
+        return self._seats is not None
+
+    @property
+    def reorders(self) -> bool:
+        """Whether the numbers of `members` change when the slots are placed."""
+        return False
+
+    @property
+    def ordered_by_user(self) -> bool:
+        """Whether the order of the slots was given, rather than found."""
+        return False
+
+    def members(self) -> Members:
+        """The slots by rank, each by the pool that reserved it and its number there."""
+        return [(self, number) for number in range(self.world_size)]
+
+    def seats(self) -> list[Seat]:
+        """The slots by rank, and where they lie if that is known; as declared until then. Waits for nothing."""
+        if self._seats is not None:
+            return list(self._seats)
+        slots = self.request().slots() if self._placement is None else self._placement.declared
+        return [Seat(slot) for slot in slots]
+
+    def request(self, bin_pack: bool = True, extra: Mapping[str, float] | None = None) -> Request:
+        """What Ray is asked for; what it was asked for, once it was.
+
+        Args:
+            bin_pack: as for `place`.
+            extra: as for `place`.
+        """
+        if self._placement is not None:
+            return self._placement.request
+        strategy = self.options.default_strategy(bin_pack)
+        return Request(tuple(self.store), {**self.bundle, **(extra or {})}, strategy, self.options.across_nodes)
+
+    def outlook(self, cluster: Sequence[Node], left: Sequence[dict[str, float]]) -> Outlook:
+        """What becomes of the slots.
+
+        Args:
+            cluster: the nodes.
+            left: what is free on each; what the slots would take is taken off.
+        """
+        if self._placement is None:
+            return foresee(self.request(), cluster, left)
+        outlook = self._placement.outlook(cluster, left)
+        if outlook.state != "placed":
+            return outlook
+        seats = self._seats
+        if seats is None:
+            unknown = None if self._device_kinds() else ()
+            seats = self._seated([spot._replace(devices=unknown) for spot in self._placement.spots()])
+        return Outlook(outlook.request, "placed", seats)
+
+    def learn(self, numbers: Sequence[int], locations: Sequence[Location]) -> None:
+        """Note where processes found themselves: that is newer than what was known. A node may have died since.
+
+        Args:
+            numbers: numbers of their slots.
+            locations: where the process in each found itself.
+        """
+        with self._settling:
+            seats = list(self._seats or ())
+            for number, where in zip(numbers, locations, strict=True):
+                known = seats[number].spot
+                devices = where.devices or (known.devices if known is not None else None)
+                spot = Spot(where.address, where.hostname, where.node_id, devices)
+                seats[number] = seats[number]._replace(spot=spot)
+            self._seats = tuple(seats)
+
+    # --- the groups in it -------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        group: Occupant,
+        bin_pack: bool = True,
+        resources: Mapping[str, float] | None = None,
+        *,
+        counted: bool = True,
+    ) -> None:
         """Note a group that is going to have a worker in every slot.
+
+        Args:
+            group: the group.
+            bin_pack: as for `place`.
+            resources: as for `place`.
+            counted: whether its workers take the share that ``max_colocate_count`` means, so that they count.
 
         Raises:
             PlacementError: as many groups as a slot holds are there already.
         """
-        with self._placing:
-            inside = [other.name for other in self._groups if not other.closed and other is not group]
-            if len(inside) >= self.max_colocate_count:
-                raise PlacementError(
-                    f"{self!r} is full: max_colocate_count={self.max_colocate_count} and it holds "
-                    f"{', '.join(sorted(inside))}. Close one, or make the pool with a larger max_colocate_count"
-                )
-            self._groups.add(group)
+        self.tenants.admit(group, range(self.world_size) if counted else (), repr(self))
 
     def close(self) -> None:
         """Free the slots, and close the groups in them. A second close does nothing."""
         with self._placing:
             self._closed = True
-            for group in list(self._groups):
-                group.close()
+            self.tenants.close()
             for placement in self.placements():
                 placement.close()
 
+    # --- the inside -------------------------------------------------------------------------------------
+
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")
 
-
-class MergedResourcePool(RayResourcePool):
-    """The slots of several pools as one. They stay the parents': closing this pool frees none.
-
-    Args:
-        parents: the pools, in order.
-
-    Raises:
-        ValueError: the pools do not go together.
-    """
-
-    def __init__(self, parents: Sequence[RayResourcePool]) -> None:
-        first = parents[0]
-        for name in ("use_gpu", "accelerator_type", "max_colocate_count", "resources", "detached"):
-            values = [getattr(parent, name) for parent in parents]
-            if any(value != values[0] for value in values):
-                raise ValueError(f"merge_resource_pool(): the pools differ in {name}: {values}")
-        super().__init__(
-            [entry for parent in parents for entry in parent.store],
-            use_gpu=first.use_gpu,
-            name_prefix="_".join(parent.name_prefix for parent in parents if parent.name_prefix),
-            max_colocate_count=first.max_colocate_count,
-            detached=first.detached,
-            accelerator_type=first.accelerator_type,
-            resources=first.resources,
-            placement_timeout=max(parent.placement_timeout for parent in parents),
-        )
-        self.parents = tuple(parents)
-
-    def place(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> None:
-        """Reserve the parents' slots that are not reserved yet."""
+    def _reserved(self) -> Placement:
         self._check_open()
-        for parent in self.parents:
-            parent.place(bin_pack, resources)
+        if self._placement is None:
+            raise PlacementError(f"{self!r} is not reserved")
+        self._placement.check_open()
+        return self._placement
 
-    def slots(self) -> list[Slot]:
-        """The parents' slots; the entries are numbered through."""
-        self.place()
-        slots = []
-        offset = 0
-        for parent in self.parents:
-            slots += [Slot(slot.group, slot.bundle, slot.entry + offset) for slot in parent.slots()]
-            offset += len(parent.store)
-        return slots
+    def _seated(self, spots: Sequence[Spot]) -> tuple[Seat, ...]:
+        entries = self.store if self.options.across_nodes else None
+        return seated(self._reserved().slots, spots, entries)
 
-    def placements(self) -> list[Placement]:
-        """What holds the slots: the parents' placements."""
-        return [placement for parent in self.parents for placement in parent.placements()]
+    def _device_kinds(self) -> set[str]:
+        return {"GPU", *accelerator_names()} & set(self.bundle)
 
-    def admit(self, group: Occupant) -> None:
-        """Note a group in every parent."""
-        for parent in self.parents:
-            parent.admit(group)
-        self._groups.add(group)
-
-    def close(self) -> None:
-        """Close the groups made on this pool; the slots stay reserved until the parents are closed."""
-        self._closed = True
-        for group in list(self._groups):
-            group.close()
+    def _with_devices(self, slots: Sequence[Slot], spots: Sequence[Spot]) -> list[Spot]:
+        kinds = self._device_kinds()
+        if not kinds:
+            return [spot._replace(devices=()) for spot in spots]
+        devices = devices_in(slots, kinds, self.placement_timeout, repr(self))
+        return [spot._replace(devices=ids) for spot, ids in zip(spots, devices, strict=True)]
 
 
-def merge_resource_pool(*pools: RayResourcePool) -> RayResourcePool:
-    """One pool of all the slots of several, in order. It shares their placement groups.
-
-    Args:
-        pools: pools alike in everything but their sizes and names.
-
-    Raises:
-        ValueError: no pool, the same one twice, or pools that differ in GPU use, accelerator type, colocation,
-            resources or detachment.
-        TypeError: something that is no `RayResourcePool`.
-    """
-    if not pools:
-        raise ValueError("merge_resource_pool() takes at least one pool")
-    for pool in pools:
-        if not isinstance(pool, RayResourcePool):
-            raise TypeError(f"merge_resource_pool() takes RayResourcePools, got {pool!r}")
-    parents = [
-        parent for pool in pools for parent in (pool.parents if isinstance(pool, MergedResourcePool) else (pool,))
-    ]
-    if len(set(map(id, parents))) != len(parents):
-        raise ValueError("merge_resource_pool(): the same pool is given twice")
-    return MergedResourcePool(parents)
+def _home(seat: Seat) -> tuple[int, str]:
+    """Ranks of one home count as local to each other: those of one entry, on one node."""
+    return (seat.slot.entry, seat.spot.node_id if seat.spot is not None else "")

@@ -13,8 +13,8 @@ from dispatch.register import method_spec, registered_methods
 from single_controller.base.colocate import Colocated
 from single_controller.base.pool import ClassWithInitArgs
 from single_controller.base.worker import Worker
+from single_controller.ray.carried import refuse_unpicklable
 from single_controller.ray.class_with_args import RayClassWithInitArgs
-from single_controller.ray.packing import refuse_unpicklable
 from single_controller.ray.transport import Packet, pack
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from single_controller.base.errors import PlacementError, WorkerDiedError
 from single_controller.ray.actor import Location, StartOrder, actor_class
 from single_controller.ray.answers import one_line
 from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.placement import Slot, wait_placed
+from single_controller.ray.order import Slot
+from single_controller.ray.placement import wait_placed
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.recipe import Recipe
-from single_controller.ray.runtime import address_key
 
 _BEFORE_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
 """Variables that count only if they exist before the process starts: those need a runtime_env."""
@@ -92,8 +92,11 @@ def start(plan: StartPlan, run: Run, again: bool = False) -> tuple[RayEngine, tu
     names = _names(plan, range(len(slots)))
     with _ended_on_error() as actors:
         locations = _make(plan, slots, names, actors, again=again)
-        order = rank_order(slots, locations)
-        ranks = [Rank(actors[place], names[place], location, slots[place]) for place, location in order]
+        order = plan.pool.rank_order(slots, locations)
+        ranks = [
+            Rank(actors[place], names[place], location, seat.slot)
+            for (place, location), seat in zip(order, plan.pool.seats(), strict=True)
+        ]
         return _run_constructors(plan, ranks, packed, run)
 
 
@@ -160,39 +163,20 @@ def _make(
     return _locations(located, plan.name)
 
 
-def rank_order(slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
-    """Which slot holds which rank: by node, then device, both as numbers; without devices by entry, then bundle.
-
-    Args:
-        slots: the pool's slots.
-        locations: where the actor in each found itself.
-
-    Returns:
-        By rank: (index of the slot, location).
-    """
-
-    def key(place: int) -> tuple[Any, ...]:
-        location, slot = locations[place], slots[place]
-        devices = tuple((0, int(d), "") if d.isdigit() else (1, 0, d) for d in location.devices)
-        return (address_key(location.address), devices, slot.entry, slot.bundle)
-
-    return [(place, locations[place]) for place in sorted(range(len(slots)), key=key)]
-
-
 def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], ActorHandle]:
     """Makes one actor in one bundle. Its constructor does nothing: the rank is not known yet."""
     recipe = plan.recipe
-    share = 1.0 / plan.pool.max_colocate_count
+    share = plan.pool.options.share(plan.use_gpu)
     options: dict[str, Any] = {
-        "num_cpus": share,
-        "num_gpus": share if plan.use_gpu else 0,
-        "resources": recipe.additional_resource or None,
+        **share,
+        "resources": {**share["resources"], **recipe.additional_resource} or None,
         "max_restarts": 0,
         "lifetime": "detached" if plan.detached else None,
         "namespace": plan.namespace,
         **recipe.options,
     }
-    wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options["resources"] or {})}
+    wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], "memory": options["memory"]}
+    wanted |= options["resources"] or {}
     slot = plan.pool.placements()[0].bundle
     beyond = {name: amount for name, amount in wanted.items() if (amount or 0) > slot.get(name, 0)}
     if beyond:
@@ -240,12 +224,16 @@ def _run_constructors(
     world_size = len(ranks)
     master = ranks[0].actor._sc_rendezvous.remote(*plan.master)
     entries = [rank.slot.entry if rank.slot is not None else 0 for rank in ranks]
-    sizes = Counter(entries)
-    placed: Counter[int] = Counter()
+    nodes = [rank.location.node_id for rank in ranks]
+    node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    homes = list(zip(entries, nodes, strict=True))  # an entry may lie on several nodes: local is who shares both
+    sizes = Counter(homes)
+    placed: Counter[tuple[int, str]] = Counter()
     started = []
-    for number, (rank, entry) in enumerate(zip(ranks, entries, strict=True)):
-        order = StartOrder(number, world_size, placed[entry], sizes[entry], plan.environment)
-        placed[entry] += 1
+    for number, (rank, home) in enumerate(zip(ranks, homes, strict=True)):
+        node_rank = node_ranks[nodes[number]]
+        order = StartOrder(number, world_size, placed[home], sizes[home], plan.environment, node_rank)
+        placed[home] += 1
         started.append(replace(rank, order=order))
     engine = RayEngine(started)
     receipts = {rank.actor._sc_start.remote(rank.order, packed, master): k for k, rank in enumerate(started)}

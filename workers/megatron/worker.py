@@ -53,7 +53,7 @@ class MegatronWorker(Worker):
     @cached_property  # a subclass may set its own
     def device(self) -> torch.device:
         """The device of this rank: its CUDA device, or the CPU where there is none."""
-        return device(self.local_rank)
+        return device(self.local_rank, self.device_ids)
 
     def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
         """As `Worker.register_layout`. What is said here counts from then on, whatever megatron says."""
@@ -96,7 +96,7 @@ class MegatronWorker(Worker):
             raise RuntimeError("megatron's model parallelism is initialised already in this process")
         initialize: Callable[..., None] = parallel_state.initialize_model_parallel
         options = _known(initialize, options)
-        mine = take_device(self.local_rank)
+        mine = take_device(self.local_rank, self.device_ids)
         self._initialize_distributed(backend or default_backend(), options.get("distributed_timeout_minutes", 30))
         initialize(tensor_model_parallel_size, pipeline_model_parallel_size, **options)
         seed_everything(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())

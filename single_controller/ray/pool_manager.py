@@ -1,0 +1,132 @@
+"""ResourcePoolManager: pools by name, and which role lives in which."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from single_controller.base.closing import Closing
+from single_controller.base.errors import GroupClosedError, PlacementError
+from single_controller.ray.dry_run import plan_pool
+from single_controller.ray.pool import RayResourcePool
+from single_controller.ray.runtime import nodes
+
+
+class ResourcePoolManager(Closing):
+    """Pools by name, and the pool of each role. Made, all at once, when one is first asked for; reserved by the first
+    group on each. A context manager; closing it closes the pools.
+
+    Args:
+        resource_pool_spec: name of a pool -> its processes on each node, ``{"global": [8, 8]}``.
+        mapping: role -> name of its pool. A role is anything that a dict takes: a string, a member of an Enum.
+        use_gpu: whether a slot has a GPU.
+        options: further options of `RayResourcePool`, for every pool: ``max_colocate_count``, ``detached`` and so on.
+            The pools' names are their ``name_prefix``.
+
+    Attributes:
+        resource_pool_spec: as given.
+        mapping: as given.
+        resource_pool_dict: name -> pool; empty until they are made.
+
+    Raises:
+        ValueError: no pool, or the mapping names one that the spec does not have.
+        TypeError: one of the two is no dict.
+    """
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[Any, str],
+        *,
+        use_gpu: bool = True,
+        **options: Any,
+    ) -> None:
+        if not isinstance(resource_pool_spec, Mapping):
+            raise TypeError(f"resource_pool_spec is a dict of pools ({{'global': [8, 8]}}), got {resource_pool_spec!r}")
+        if not isinstance(mapping, Mapping):
+            raise TypeError(f"mapping is a dict of roles ({{'actor': 'global'}}), got {mapping!r}")
+        if not resource_pool_spec:
+            raise ValueError("resource_pool_spec names no pool; it is a dict like {'global': [8, 8]}")
+        for role, name in mapping.items():
+            if name not in resource_pool_spec:
+                raise ValueError(
+                    f"mapping: {_name(role)} is to live in the pool {name!r}, which resource_pool_spec does not have"
+                    f"{_closest(name, resource_pool_spec)}"
+                )
+        self.resource_pool_spec = {name: list(entries) for name, entries in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        self.resource_pool_dict: dict[str, RayResourcePool] = {}
+        self._options = {"use_gpu": bool(use_gpu), **options}
+        self._closed = False
+
+    def create_resource_pool(self) -> None:
+        """Make the pools, unless they are made. Nothing is reserved yet.
+
+        Raises:
+            PlacementError: each alone or all of them side by side could never be placed here.
+            ValueError: an option that a pool does not take.
+            GroupClosedError: the manager is closed.
+        """
+        if self._closed:
+            raise GroupClosedError("the ResourcePoolManager is closed; make a new one")
+        if self.resource_pool_dict:
+            return
+        made = {
+            name: RayResourcePool(entries, **{"name_prefix": name, **self._options})
+            for name, entries in self.resource_pool_spec.items()
+        }
+        cluster = nodes()
+        whole = [dict(node.total) for node in cluster]
+        outlooks = {name: pool.outlook(cluster, whole) for name, pool in made.items()}
+        for name, outlook in outlooks.items():
+            if outlook.state == "impossible":
+                raise PlacementError(str(plan_pool(f"the pool {name!r}", [outlook], None, cluster)))
+            if outlook.state == "waits":
+                before = ", ".join(f"{other} {self.resource_pool_spec[other]}" for other in made if other != name)
+                raise PlacementError(
+                    f"the pools can never be placed side by side: {name} {self.resource_pool_spec[name]} has no room "
+                    f"beside {before}.\n{plan_pool(f'the pool {name!r} alone', [outlook], None, cluster)}"
+                )
+        self.resource_pool_dict = made
+
+    def get_resource_pool(self, role: Hashable) -> RayResourcePool:
+        """The pool of a role; makes the pools if need be.
+
+        Raises:
+            ValueError: the mapping does not have the role.
+            PlacementError: see `create_resource_pool`.
+        """
+        if role not in self.mapping:
+            names = {_name(known): known for known in self.mapping}
+            raise ValueError(f"no pool is mapped to the role {_name(role)}{_closest(_name(role), names)}")
+        self.create_resource_pool()
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> float:
+        """GPUs of all pools; 0 for CPU-only ones. A whole number is an int."""
+        if not self._options["use_gpu"]:
+            return 0
+        each = self._options.get("num_gpus", 1)
+        gpus = each * sum(sum(entries) for entries in self.resource_pool_spec.values())
+        return int(gpus) if gpus == int(gpus) else float(gpus)
+
+    def close(self) -> None:
+        """Close the pools. A second close does nothing."""
+        self._closed = True
+        for pool in self.resource_pool_dict.values():
+            pool.close()
+
+    def __repr__(self) -> str:
+        return f"ResourcePoolManager({self.resource_pool_spec})"
+
+
+def _name(role: Hashable) -> str:
+    """A role for a message: an Enum's member by its own name."""
+    return str(getattr(role, "name", role))
+
+
+def _closest(name: object, names: Iterable[str]) -> str:
+    known = [str(other) for other in names]
+    found = difflib.get_close_matches(str(name), known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known) or 'none'}"

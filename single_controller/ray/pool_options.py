@@ -1,0 +1,125 @@
+"""PoolOptions: what a pool's slots reserve and how they are placed, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from single_controller.base.checks import check_amounts, check_seconds
+from single_controller.ray.accelerators import RAYS_OWN, accelerator_names
+from single_controller.ray.packing import STRATEGIES
+
+_UNIT = 10_000
+"""Ray counts resources in ten-thousandths."""
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """What each slot of a pool reserves, and how. The meaning of each is in `RayResourcePool`.
+
+    Raises:
+        ValueError: an option that is not possible.
+    """
+
+    use_gpu: bool
+    name_prefix: str
+    max_colocate_count: int
+    detached: bool
+    accelerator_type: str | None
+    resources: Mapping[str, float]
+    num_cpus: float
+    num_gpus: float
+    memory: float
+    strategy: str | None
+    across_nodes: bool
+    placement_timeout: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name_prefix, str):
+            raise ValueError(f"name_prefix is a string or None, got {self.name_prefix!r}")
+        if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
+            raise ValueError(f"accelerator_type is a string or None, got {self.accelerator_type!r}")
+        self._check_resources()
+        self._check_amount("num_cpus", "logical CPUs of each slot", "2, or 0.5")
+        self._check_amount("num_gpus", "GPUs of each slot", "1, or 0.5 for two slots on a GPU")
+        self._check_amount("memory", "bytes of each slot", "8 * 2**30, or 0 to reserve none")
+        self._check_gpus()
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy is None or one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
+        if not isinstance(self.across_nodes, bool):
+            raise ValueError(
+                f"across_nodes is True (one placement group for all entries) or False (one for each), got "
+                f"{self.across_nodes!r}"
+            )
+        check_seconds("placement_timeout", self.placement_timeout)
+        if not self.bundle:
+            raise ValueError("a slot must reserve something: give num_cpus, memory or resources, or use_gpu=True")
+        if self.num_cpus and self.num_cpus * _UNIT < self.max_colocate_count:
+            raise ValueError(
+                f"max_colocate_count={self.max_colocate_count} workers cannot share num_cpus={self.num_cpus:g}: Ray "
+                "counts in ten-thousandths"
+            )
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one slot reserves: resource -> amount."""
+        reserved: dict[str, float] = {"CPU": self.num_cpus, "GPU": self.num_gpus if self.use_gpu else 0}
+        reserved |= {"memory": self.memory, **self.resources}
+        if self.accelerator_type is not None:
+            reserved[f"accelerator_type:{self.accelerator_type}"] = 0.001
+        return {name: amount for name, amount in reserved.items() if amount}
+
+    def share(self, use_gpu: bool) -> dict[str, Any]:
+        """What each worker takes, as Ray's actor options: 1 / max_colocate_count of its slot's CPU, GPU and memory, and
+        of such custom resources as are devices (NPU): Ray gives a process device ids for what it takes only."""
+        devices = accelerator_names() & set(self.resources)
+        return {
+            "num_cpus": self._part(self.num_cpus),
+            "num_gpus": self._part(self.num_gpus) if use_gpu else 0,
+            "memory": int(self.memory // self.max_colocate_count) or None,
+            "resources": {name: self._part(self.resources[name]) for name in sorted(devices)},
+        }
+
+    def default_strategy(self, bin_pack: bool) -> str:
+        """Ray's strategy for the placement groups."""
+        return self.strategy or ("STRICT_PACK" if bin_pack and not self.across_nodes else "PACK")
+
+    def _part(self, amount: float) -> float:
+        """Rounded down, so that max_colocate_count parts always fit."""
+        return math.floor(amount * _UNIT / self.max_colocate_count + 1e-6) / _UNIT
+
+    def _check_amount(self, name: str, what: str, such_as: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is a number, the {what} ({such_as}), got {value!r}")
+
+    def _check_resources(self) -> None:
+        for name in check_amounts("resources", self.resources):
+            if name in RAYS_OWN:
+                option = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}.get(name)
+                way = f"use {option}=" if option else "Ray does not reserve it"
+                raise ValueError(f"resources are custom resources; {name!r} is none: {way}")
+
+    def _check_gpus(self) -> None:
+        gpus = self.num_gpus
+        if not self.use_gpu:
+            if gpus not in (0, 1):
+                raise ValueError(f"num_gpus={gpus!r} with use_gpu=False: leave one of the two out")
+            return
+        if gpus == 0:
+            raise ValueError("num_gpus=0: use_gpu=False makes CPU-only slots")
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"num_gpus is a fraction below 1 or a whole number, got {gpus!r}: Ray has no other shares")
+        part = gpus / self.max_colocate_count
+        if part > 1 and part != int(part):
+            raise ValueError(
+                f"num_gpus={gpus:g} shared by max_colocate_count={self.max_colocate_count} workers gives each "
+                f"{part:g} GPUs: a worker has a fraction below 1 or a whole number of GPUs; change one of the two"
+            )
+        if gpus * _UNIT < self.max_colocate_count:
+            raise ValueError(
+                f"max_colocate_count={self.max_colocate_count} workers cannot share num_gpus={gpus:g}: Ray counts in "
+                "ten-thousandths"
+            )

@@ -1,0 +1,158 @@
+"""Drivers as verl's users write them, changed in their import lines alone: pools, colocated and detached workers."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import ray
+from group_workers import Counter
+from test_other_clusters import run
+
+from single_controller import RayClassWithInitArgs, RayWorkerGroup
+
+WORKERS = """
+import ray
+from enum import Enum
+from single_controller import (
+    ClassWithInitArgs, Dispatch, Execute, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager,
+    Worker, create_colocated_worker_cls, create_colocated_worker_cls_fused, merge_resource_pool, register,
+    split_resource_pool,
+)
+
+@ray.remote
+class Actor(Worker):
+    def __init__(self) -> None:
+        super().__init__()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, data):
+        return data + self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def devices(self):
+        import os
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+@ray.remote
+class Critic(Worker):
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.config = config
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def sub(self, data):
+        return data - self.config["b"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sees(self):
+        found = self.get_fused_worker_by_name("actor")
+        return None if found is None else (type(found).__name__, found.rank)
+
+class Role(Enum):
+    Actor = 0
+    Critic = 1
+"""
+
+
+def test_pools_roles_and_colocated_workers():
+    out = run(
+        WORKERS
+        + textwrap.dedent("""
+        import torch
+        ray.init(num_cpus=16, num_gpus=4, include_dashboard=False)
+        manager = ResourcePoolManager(
+            resource_pool_spec={"global": [2], "other": [2]}, mapping={Role.Actor: "global", Role.Critic: "other"}
+        )
+        manager.create_resource_pool()
+        assert manager.get_n_gpus() == 4
+        actor_pool, critic_pool = (manager.get_resource_pool(role) for role in Role)
+
+        actor_cls = RayClassWithInitArgs(cls=Actor)
+        critic_cls = RayClassWithInitArgs(cls=Critic, config={"b": 10})
+        actor_wg = RayWorkerGroup(resource_pool=actor_pool, ray_cls_with_init=actor_cls)
+        critic_wg = RayWorkerGroup(resource_pool=critic_pool, ray_cls_with_init=critic_cls)
+        batch = torch.zeros(4)
+        expected = critic_wg.sub(actor_wg.add(batch))
+        assert expected.tolist() == [-10, -10, -9, -9], expected
+        assert sorted([*actor_wg.devices(), *RayWorkerGroup(critic_pool, actor_cls).devices()]) == ["0", "1", "2", "3"]
+
+        class_dict = {"actor": actor_cls, "critic": critic_cls}
+        both_cls = create_colocated_worker_cls(class_dict=class_dict)
+        wg_dict = RayWorkerGroup(resource_pool=actor_pool, ray_cls_with_init=both_cls)
+        spawn_wg = wg_dict.spawn(prefix_set=class_dict.keys())
+        assert spawn_wg["critic"].sub(spawn_wg["actor"].add(batch)).tolist() == expected.tolist()
+
+        fused_cls = create_colocated_worker_cls_fused(class_dict=class_dict)
+        fused_wg = RayWorkerGroup(resource_pool=actor_pool, ray_cls_with_init=fused_cls)
+        fused_wg.fuse(class_dict.keys())
+        assert fused_wg.critic.sub(fused_wg.actor.add(batch)).tolist() == expected.tolist()
+        assert fused_wg.critic.sees() == [("Actor", 0), ("Actor", 1)]
+
+        merged = merge_resource_pool(actor_pool, critic_pool)
+        whole = RayWorkerGroup(resource_pool=merged, ray_cls_with_init=actor_cls)
+        assert whole.devices() == ["0", "1", "2", "3"], whole.devices()
+        halves = split_resource_pool(merged, split_size=2)
+        parts = [RayWorkerGroup(resource_pool=half, ray_cls_with_init=actor_cls) for half in halves]
+        assert [part.devices() for part in parts] == [["0", "1"], ["2", "3"]]
+        print("> the same everywhere")
+    """)
+    )
+    assert out == ["> the same everywhere"]
+
+
+def test_a_server_of_detached_workers_and_its_client(ray_cluster, tmp_path):
+    """Two scripts: the first starts the workers and ends, the second finds them by their names."""
+    context = ray.get_runtime_context()
+    scripts = {
+        "server": """
+            resource_pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, detached=True, name_prefix="served_")
+            class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
+            worker_group = RayWorkerGroup(
+                resource_pool=resource_pool, ray_cls_with_init=class_with_args, name_prefix="served_", detached=True
+            )
+            print("answer", ",".join(worker_group.worker_names))
+        """,
+        "client": """
+            worker_names = sys.argv[1].split(",")
+            class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
+            worker_group = RayWorkerGroup.from_detached(worker_names=worker_names, ray_cls_with_init=class_with_args)
+            print("answer", worker_group.add(1), worker_group.world_size)
+        """,
+    }
+    names = []
+    try:
+        for name, code in scripts.items():
+            script = tmp_path / f"{name}.py"
+            script.write_text(
+                "import ray, sys\n"
+                f"ray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)\n"
+                "from group_workers import Counter\n"
+                "from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup\n"
+                + textwrap.dedent(code)
+            )
+            command = [sys.executable, str(script), ",".join(names)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))
+            assert done.returncode == 0, done.stderr
+            answer = next(line for line in done.stdout.splitlines() if line.startswith("answer ")).split(" ", 1)[1]
+            if name == "server":
+                names = answer.split(",")
+        assert answer == "[4, 5] 2"
+    finally:
+        if names:
+            RayWorkerGroup.from_detached(worker_names=names, own=True).close()
+
+
+def test_functions_of_the_driver_and_calls_by_name(pool):
+    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Counter, start=1))
+    with group:
+        assert group.execute_with_func_generator(lambda worker, rows: [row + worker.rank for row in rows], [0] * 4) == [
+            0,
+            1,
+            2,
+            3,
+        ]
+        assert group.execute_func_rank_zero(lambda x, y: x + y, 1, y=2) == 3
+        assert ray.get(group.execute_all_async("plain", x=[1, 2, 3, 4])) == [2, 4, 6, 8]
+        assert ray.get(group.execute_rank_zero_async("plain", 1)) == 2
+        assert group.execute_rank_zero_sync("plain", 1) == 2
