@@ -27,12 +27,8 @@ class LocalAnswers(StaysHere):
         self.method = method
         self._slips = slips
         self._collecting = tuple(collecting)
-
-    @property
-    def stays_because(self) -> str:  # type: ignore[override]
-        """Why it cannot leave the process."""
-        return (
-            f"the answers of {self.method}() are in the driver's process, where a LocalWorkerGroup made them; pass "
+        self.stays_because = (
+            f"the answers of {method}() are in the driver's process, where a LocalWorkerGroup made them; pass "
             "future.result() instead of the future"
         )
 

@@ -6,10 +6,8 @@ import pdb
 import sys
 from typing import Any
 
-OURS = frozenset({"single_controller", "dispatch"})
-"""Frames of these packages are not stopped in, nor are those of the standard library and of what these packages call."""
-
-PLUMBING = OURS | sys.stdlib_module_names | {"ray", "numpy", "torch", "tensordict"}
+PLUMBING = sys.stdlib_module_names | {"single_controller", "dispatch", "ray", "numpy", "torch", "tensordict"}
+"""Modules that ``step`` does not stop in: this library's own, and those that they call on the way."""
 
 
 class WorkerDebugger(pdb.Pdb):

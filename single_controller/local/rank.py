@@ -28,6 +28,7 @@ from single_controller.ray.carried import pack_answer
 
 Outcome = tuple[Receipt | RankLost, Parcel | None]
 Work = Callable[[], Outcome]
+Role = Callable[[], str | None]
 
 WHERE = f"{socket.gethostname()}, in the driver's process"
 """The host of every rank here, for messages."""
@@ -68,7 +69,7 @@ class LocalRank:
             ended = time.time()
             return Receipt(self.place.rank, clock=Clock(begun, begun, ended, ended)), None
 
-        return self._carry_out(work, "__init__", None)
+        return self._carry_out(work, "__init__", lambda: self._crew.making)
 
     def call(self, order: Order, whole: Parcel | None, shard: Parcel | None, *, kept: bool, concurrent: bool) -> Slip:
         """Carry out an order.
@@ -104,7 +105,7 @@ class LocalRank:
             )
             return receipt, parcel if kept else None
 
-        return self._carry_out(work, order.method, order.role, concurrent=concurrent)
+        return self._carry_out(work, order.method, lambda: order.role, concurrent=concurrent)
 
     def standing(self, role: str | None) -> Slip:
         """What the worker of a role says of its coordinates, in the order of calls."""
@@ -113,7 +114,7 @@ class LocalRank:
             standing = copy.deepcopy(self._crew[role].standing)
             return Receipt(self.place.rank, standing.version, value=standing), None
 
-        return self._carry_out(work, "layout", role)
+        return self._carry_out(work, "layout", lambda: role)
 
     def fail(self, error: BaseException, method: str, role: str | None) -> Slip:
         """What a call would have ended in that does not even begin: the error is not the rank's own."""
@@ -133,7 +134,7 @@ class LocalRank:
 
     # --- the inside -----------------------------------------------------------------------------------------------
 
-    def _carry_out(self, work: Work, method: str, role: str | None, *, concurrent: bool = False) -> Slip:
+    def _carry_out(self, work: Work, method: str, role: Role, *, concurrent: bool = False) -> Slip:
         slip = Slip()
         self._slips.add(slip)
 
@@ -148,7 +149,7 @@ class LocalRank:
             self._lane.put(job)
         return slip
 
-    def _attempt(self, work: Work, method: str, role: str | None) -> Outcome:
+    def _attempt(self, work: Work, method: str, role: Role) -> Outcome:
         if self.died is not None:
             return RankLost(self.died), None
         try:
@@ -160,7 +161,7 @@ class LocalRank:
         except BaseException as error:
             if self._lane is None and _is_the_drivers(error):
                 raise
-            return self._failed(error, method, self._crew.making if method == "__init__" else role), None
+            return self._failed(error, method, role()), None
 
     def _failed(self, error: BaseException, method: str, role: str | None) -> Receipt:
         failure = Failure.of(error, self.place.rank, WHERE, method, error, role)
