@@ -18,7 +18,10 @@ class WorkerDebugger(pdb.Pdb):
 
     def is_skipped_module(self, module_name: str | None) -> bool:  # type: ignore[override]
         """See `bdb.Bdb`."""
-        return module_name is not None and module_name.partition(".")[0] in PLUMBING
+        if module_name is None:
+            return False
+        # A named tuple's constructor has a module of its own.
+        return module_name.startswith("namedtuple_") or module_name.partition(".")[0] in PLUMBING
 
 
 def set_trace(*, header: str | None = None) -> None:

@@ -25,10 +25,10 @@ class OnRay:
         self.pool = pool
         self.pools = []
 
-    def make(self, cls, *args, size=4, group_options=None, **kwargs):
+    def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
         pool = self.pool
-        if size != 4:
-            pool = RayResourcePool([size], use_gpu=False)
+        if world_size != 4:
+            pool = RayResourcePool([world_size], use_gpu=False)
             self.pools.append(pool)
         return RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args, **kwargs), **(group_options or {}))
 
@@ -46,9 +46,9 @@ class InThisProcess:
     def __init__(self, threads):
         self.threads = threads
 
-    def make(self, cls, *args, size=4, group_options=None, **kwargs):
+    def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
         made = RayClassWithInitArgs(cls, *args, **kwargs)
-        return LocalWorkerGroup(size, made, threads=self.threads, **(group_options or {}))
+        return LocalWorkerGroup(world_size, made, threads=self.threads, **(group_options or {}))
 
     def get(self, refs):
         return [ref.get() for ref in refs] if isinstance(refs, list) else refs.get()

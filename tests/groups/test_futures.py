@@ -27,7 +27,7 @@ overlapping = pytest.mark.engines("ray", "local-threads")
 @pytest.fixture(scope="module")
 def smaller(engine):
     """Groups of two, three and five ranks."""
-    groups = {size: engine.make(Counter, size=size) for size in (2, 3, 5)}
+    groups = {size: engine.make(Counter, world_size=size) for size in (2, 3, 5)}
     yield groups
     for group in groups.values():
         group.close()

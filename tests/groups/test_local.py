@@ -16,6 +16,7 @@ import torch
 from group_workers import Actor, Counter, Critic, Fragile, Gate, Grid, Log, Model
 
 from single_controller import (
+    Broadcast,
     CallTimeoutError,
     ClassWithInitArgs,
     Dispatch,
@@ -155,9 +156,9 @@ def make(threads):
     """Makes groups of Probes, or of something else, that are closed after the test."""
     groups = []
 
-    def make(cls=Probe, *args, size=4, options=None, **kwargs):
+    def make(cls=Probe, *args, world_size=4, options=None, **kwargs):
         made = ClassWithInitArgs(cls, *args, **kwargs)
-        groups.append(LocalWorkerGroup(size, made, threads=threads, **(options or {})))
+        groups.append(LocalWorkerGroup(world_size, made, threads=threads, **(options or {})))
         return groups[-1]
 
     yield make
@@ -236,9 +237,9 @@ def test_a_step_goes_from_the_drivers_line_into_the_method_of_each_rank(tmp_path
     stops = [line for line in done.stdout.splitlines() if line.startswith("-> ")]
     assert stops == [
         "-> answers = group.work(21)",
-        "-> def work(self, x):",
+        "-> @register(Dispatch.ONE_TO_ALL)",
         "-> return doubled + self.rank",
-        "-> def work(self, x):",
+        "-> @register(Dispatch.ONE_TO_ALL)",
         "-> return doubled + self.rank",
         '-> print("answers", answers)',
     ]
@@ -317,13 +318,13 @@ def test_ray_is_not_started_and_the_environment_stays_as_it_was(tmp_path):
 
 
 def test_a_rank_knows_where_it_stands_and_the_environment_does_not(make):
-    group = make(size=3)
+    group = make(world_size=3)
     assert group.where() == [(rank, 3, rank, 3, ()) for rank in range(3)]
     assert group.environment() == [[name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]] * 3
 
 
 def test_ranks_run_in_the_callers_thread_or_in_one_each(make, threads):
-    group = make(size=2)
+    group = make(world_size=2)
     here = threading.current_thread().name
     assert group.thread() == (["local-rank-0", "local-rank-1"] if threads else [here] * 2)
     assert group.thread_async() == ["worker-loop"] * 2
@@ -375,7 +376,7 @@ def test_no_thread_is_left_after_close_or_when_the_group_is_dropped(make):
 
 
 def test_a_group_in_a_workers_constructor(make):
-    assert make(HasItsOwnGroup, size=2).say() == [(0, [0, 1, 2], 0), (1, [0, 1, 2], 1)]
+    assert make(HasItsOwnGroup, world_size=2).say() == [(0, [0, 1, 2], 0), (1, [0, 1, 2], 1)]
 
 
 # --- What arguments and answers are --------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def test_a_view_is_shared_by_the_ranks_and_not_with_the_driver():
 
 
 def test_what_the_driver_does_after_the_call_reaches_nobody(make):
-    group = make(size=2)
+    group = make(world_size=2)
     tensor = torch.ones(1000)
     group.sleep.remote(0.1)
     future = group.read.remote(tensor)
@@ -404,7 +405,7 @@ def test_what_the_driver_does_after_the_call_reaches_nobody(make):
 
 
 def test_answers_are_the_drivers_own(make):
-    group = make(size=2)
+    group = make(world_size=2)
     now, later = group.share(), group.share.remote()
     later.result()
     group.change(5)
@@ -415,7 +416,7 @@ def test_answers_are_the_drivers_own(make):
 
 def test_constructor_arguments_are_each_ranks_own(make):
     axes = {"dp": [0, 1]}
-    group = make(Grid, axes, size=2)
+    group = make(Grid, axes, world_size=2)
     group.execute_all_sync("stand")
     axes["dp"][0] = 99
     assert group.compute(["a", "b"]) == [(0, "a"), (1, "b")]
@@ -440,7 +441,7 @@ def test_what_ray_could_not_carry_is_refused(kind, threads):
 
 @pytest.mark.engines("ray")
 def test_a_future_of_ray_goes_into_a_group_of_this_process(counters, make):
-    here = make(Counter, size=2)
+    here = make(Counter, world_size=2)
     assert here.double(counters.double.remote(torch.arange(8))).tolist() == [4 * row for row in range(8)]
     assert here.echo(counters.add.remote(0)) == [[100, 101, 102, 103]] * 2
     assert here.echo(counters.execute_rank_zero_async("plain", 1)) == [101] * 2
@@ -448,7 +449,7 @@ def test_a_future_of_ray_goes_into_a_group_of_this_process(counters, make):
 
 @pytest.mark.engines("ray")
 def test_a_future_of_this_process_does_not_go_to_ray(counters, make):
-    future = make(Counter, size=2).add.remote(0)
+    future = make(Counter, world_size=2).add.remote(0)
     told = r"LocalEngineError: the answers of add\(\) are in the driver's process.*pass future\.result\(\)"
     with pytest.raises(DispatchError, match=told):
         counters.echo(future)
@@ -476,12 +477,12 @@ def test_a_future_that_never_comes_ends_a_call_that_runs_in_turn():
 
 def test_a_reference_waits_for_its_own_rank_alone():
     with LocalWorkerGroup(2, ClassWithInitArgs(Probe), threads=True) as group:
-        fast, slow = group.execute_all_async("sleep", 0.5, [1])
+        fast, slow = group.execute_all_async("sleep", 0.5, Broadcast([1]))
         assert fast.get(0.3) == 0
         with pytest.raises(CallTimeoutError):
             slow.get(0)
         assert slow.get() == 1
-        failing = group.execute_all_async("stop", ValueError, [0])
+        failing = group.execute_all_async("stop", ValueError, Broadcast([0]))
         with pytest.raises(ValueError, match="of the method"):
             failing[0].get()
 
@@ -514,7 +515,7 @@ def test_sys_exit_is_the_death_of_a_rank(make):
 
 
 def test_a_death_reaches_who_has_its_future(make):
-    producer, consumer = make(size=2), make(Counter, size=2)
+    producer, consumer = make(world_size=2), make(Counter, world_size=2)
     with pytest.raises(WorkerDiedError, match=r"rank 0 died during stop\(\)"):
         consumer.echo(producer.stop.remote("exit", [0]))
     assert consumer.add(0) == [0, 1]
@@ -534,7 +535,7 @@ def test_restart_replays(make):
 
 
 def test_some_ranks_alone_only_where_ray_would(make):
-    group = make(size=2)
+    group = make(world_size=2)
     with pytest.raises(ValueError, match=r"restart\(ranks=\[1\]\).*collectives=False"):
         group.restart(ranks=[1])
     with pytest.raises(ValueError, match="distinct ranks of the group"):
@@ -606,7 +607,7 @@ def test_a_role_whose_constructor_raises_is_named(threads):
 
 class TestCollectives:
     def test_between_ranks_they_are_refused_at_once(self, make):
-        group = make(size=2)
+        group = make(world_size=2)
         original = torch.distributed.init_process_group
         begin = time.monotonic()
         for call in (
@@ -616,9 +617,7 @@ class TestCollectives:
             group.join_in_a_coroutine,
             group.address,
         ):
-            with pytest.raises(
-                WorkerError, match=r"in one process, so there are no collectives.*world_size=1"
-            ) as error:
+            with pytest.raises(WorkerError, match=r"in one process, so there are no.*world_size=1") as error:
                 call()
             assert isinstance(error.value.__cause__, LocalEngineError)
         assert time.monotonic() - begin < 2
@@ -632,14 +631,14 @@ class TestCollectives:
             LocalWorkerGroup(2, ClassWithInitArgs(OnMeshes), threads=threads)
 
     def test_a_group_of_one_has_them(self, make):
-        group = make(size=1)
+        group = make(world_size=1)
         assert group.join_process_group() == [(0, 1, 3.0)]
         assert group.address()[0][0] == "127.0.0.1" and group.address()[0][1] > 0
         group.restart()  # the process group went with the worker that made it
         assert group.join_process_group() == [(0, 1, 3.0)]
         group.close()
         assert not torch.distributed.is_initialized()
-        again = make(size=1)
+        again = make(world_size=1)
         assert again.join_as_torch_imports_it() == [1]
 
 
