@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pdb
 import sys
-from typing import Any
 
 PLUMBING = sys.stdlib_module_names | {"single_controller", "dispatch", "ray", "numpy", "torch", "tensordict"}
 """Modules that ``step`` does not stop in: this library's own, and those that they call on the way."""
@@ -13,10 +12,10 @@ PLUMBING = sys.stdlib_module_names | {"single_controller", "dispatch", "ray", "n
 class WorkerDebugger(pdb.Pdb):
     """pdb, to which the way from a driver's call to the worker's method is one step. Break points count everywhere."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, skip=["single_controller.*"], **kwargs)
+    def __init__(self) -> None:
+        super().__init__(skip=["single_controller.*"])
 
-    def is_skipped_module(self, module_name: str | None) -> bool:  # type: ignore[override]
+    def is_skipped_module(self, module_name: str | None) -> bool:
         """See `bdb.Bdb`."""
         if module_name is None:
             return False

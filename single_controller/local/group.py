@@ -114,9 +114,8 @@ class LocalWorkerGroup(WorkerGroup):
                 "one for all ranks; set os.environ, or give the workers what they need as constructor arguments"
             )
         made = ray_cls_with_init
-        self._made: dict[str | None, ClassWithInitArgs] = (
-            {**made.roles} if isinstance(made, Colocated) else {None: made}
-        )
+        roles: Mapping[Any, ClassWithInitArgs] = made.roles if isinstance(made, Colocated) else {None: made}
+        self._made: dict[str | None, ClassWithInitArgs] = dict(roles)
         what = made.name if isinstance(made, Colocated) else made.cls.__name__
         super().__init__(self._roles_classes(), f"group {name_prefix or ''}{what}", error_grace)
         self._size = world_size

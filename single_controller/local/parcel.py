@@ -50,7 +50,8 @@ class Parcel:
     def of(cls, make: Callable[[], Packet | None]) -> Parcel | None:
         """A parcel of what ``make`` packs; None if that is nothing."""
         before = getattr(_passing, "packing", None)
-        _passing.packing = passed = []
+        passed: list[StaysHere] = []
+        _passing.packing = passed
         try:
             packet = make()
         finally:

@@ -28,7 +28,7 @@ class LocalPlace(Place):
             object.__setattr__(self, name, value)  # the class is frozen
 
     @property
-    def master_addr(self) -> str:  # type: ignore[override]
+    def master_addr(self) -> str:
         """This machine, for a group of one rank.
 
         Raises:
@@ -38,7 +38,7 @@ class LocalPlace(Place):
         return "127.0.0.1"
 
     @property
-    def master_port(self) -> int:  # type: ignore[override]
+    def master_port(self) -> int:
         """A port that is held, bound and not listening, for a group of one rank.
 
         Raises:

@@ -150,6 +150,7 @@ class TestExecute:
 
 
 class TestOrder:
+    @overlapping
     def test_calls_run_in_the_order_in_which_they_were_sent(self, make_group):
         group = make_group(Log)
         futures = [
@@ -269,6 +270,7 @@ def test_another_group_of_the_same_class(engine, counters):
         assert counters.add(0) == [100, 101, 102, 103]
 
 
+@overlapping
 def test_a_mesh_that_a_call_under_way_is_about_to_register(make_group):
     group = make_group(Nested)
     group.join_mesh_later("early", 0)
