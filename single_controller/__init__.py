@@ -1,7 +1,7 @@
 """Drive many workers from one script: pools, groups, and everything that a driver needs of `dispatch`.
 
-`base` has the groups, futures and errors without any engine; `ray` runs them as Ray actors. A module is imported when a
-name of it is asked for: a worker's process never needs the driver's half.
+`base` has the groups, futures and errors without any engine; `ray` runs them as Ray actors, `local` in the driver's own
+process. A module is imported when a name of it is asked for: a worker's process never needs the driver's half.
 """
 
 from typing import TYPE_CHECKING
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         CallTimeoutError,
         GroupBrokenError,
         GroupClosedError,
+        LocalEngineError,
         PlacementError,
         StartError,
         WorkerDiedError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from single_controller.base.group import WorkerGroup
     from single_controller.base.pool import ClassWithInitArgs, ResourcePool
     from single_controller.base.worker import Worker
+    from single_controller.local.group import LocalWorkerGroup
     from single_controller.ray.class_with_args import RayClassWithInitArgs
     from single_controller.ray.group import RayWorkerGroup, attach
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
@@ -64,6 +66,8 @@ __all__ = [
     "GroupBrokenError",
     "GroupClosedError",
     "Layout",
+    "LocalEngineError",
+    "LocalWorkerGroup",
     "Mesh",
     "NVMegatronRayWorkerGroup",
     "PlacementError",
@@ -104,6 +108,8 @@ _HOMES = {
     "GroupBrokenError": "single_controller.base.errors",
     "GroupClosedError": "single_controller.base.errors",
     "Layout": "dispatch",
+    "LocalEngineError": "single_controller.base.errors",
+    "LocalWorkerGroup": "single_controller.local.group",
     "Mesh": "dispatch",
     "NVMegatronRayWorkerGroup": "single_controller.ray.megatron_group",
     "PlacementError": "single_controller.base.errors",

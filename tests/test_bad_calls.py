@@ -38,6 +38,7 @@ from single_controller import (
     GroupBrokenError,
     GroupClosedError,
     Layout,
+    LocalWorkerGroup,
     PlacementError,
     RayClassWithInitArgs,
     RayResourcePool,
@@ -101,9 +102,15 @@ def bad(id, error, says, call, *, within=2.0, then=Then.NOTHING, **has):
 
 
 class Stage:
-    """The groups and pools that the rows share; all made when first asked for."""
+    """The groups and pools that the rows share; all made when first asked for.
 
-    def __init__(self):
+    Args:
+        threads: None for groups on Ray; for groups in this process, whether their ranks have threads.
+    """
+
+    def __init__(self, threads=None):
+        self.on_ray = threads is None
+        self._threads = threads
         self._made = {}
         self.begun = 0.0
         self.to_close = []
@@ -129,6 +136,12 @@ class Stage:
     def pool(self, size):
         return self.once(f"pool {size}", lambda: RayResourcePool([size], use_gpu=False))
 
+    def workers(self, size, made, **options):
+        """A group, on the shared pool of its size or in this process."""
+        if self.on_ray:
+            return RayWorkerGroup(self.pool(size), made, **options)
+        return LocalWorkerGroup(size, made, threads=self._threads, **options)
+
     def own_pool(self, entries, **options):
         """A pool for one row."""
         pool = RayResourcePool(entries, **{"use_gpu": False, **options})
@@ -137,14 +150,14 @@ class Stage:
 
     def group(self, made, pool=None, **options):
         """A group for one row."""
-        group = RayWorkerGroup(pool or self.pool(2), made, **options)
+        group = self.workers(2, made, **options) if pool is None else RayWorkerGroup(pool, made, **options)
         self.to_close.append(group)
         return group
 
     @property
     def kit(self):
         """Four workers, dp 4, whose processes no row may end."""
-        group = self.once("kit", lambda: RayWorkerGroup(self.pool(4), RayClassWithInitArgs(Kit)))
+        group = self.once("kit", lambda: self.workers(4, RayClassWithInitArgs(Kit)))
         if group.broken is not None:  # a row that failed: the others shall be heard all the same
             group.restart()
             self._made.pop("kit is warm")
@@ -154,7 +167,7 @@ class Stage:
     @property
     def frail(self):
         """Two workers that rows may kill: it is restarted when a row left it broken."""
-        group = self.once("frail", lambda: RayWorkerGroup(self.pool(2), RayClassWithInitArgs(Kit, 10), error_grace=1.0))
+        group = self.once("frail", lambda: self.workers(2, RayClassWithInitArgs(Kit, 10), error_grace=1.0))
         if group.broken is not None:
             group.restart()
         return group
@@ -164,7 +177,7 @@ class Stage:
         """Two workers that say where they stand: dp 2, and the mesh "actor" of two."""
 
         def make():
-            return RayWorkerGroup(self.pool(2), RayClassWithInitArgs(Kit))
+            return self.workers(2, RayClassWithInitArgs(Kit))
 
         group = self.once("grid", make)
         group.stand({"dp": [0, 1]})
@@ -174,7 +187,7 @@ class Stage:
     @property
     def half(self):
         """Two workers of which only rank 0 says where it stands."""
-        group = self.once("half", lambda: RayWorkerGroup(self.pool(2), RayClassWithInitArgs(Kit)))
+        group = self.once("half", lambda: self.workers(2, RayClassWithInitArgs(Kit)))
         group.stand({"dp": [0, 1]}, ranks=[0])
         group.join_mesh("actor", [0, 1], [True, True], ranks=[0])
         return group
@@ -182,7 +195,7 @@ class Stage:
     @property
     def closed(self):
         """A closed group."""
-        group = self.once("closed", lambda: RayWorkerGroup(self.pool(2), RayClassWithInitArgs(Kit)))
+        group = self.once("closed", lambda: self.workers(2, RayClassWithInitArgs(Kit)))
         group.close()
         return group
 
@@ -190,7 +203,7 @@ class Stage:
         """The frail group, broken by a death."""
         group = self.frail
         with pytest.raises(WorkerDiedError):
-            group.leave("kill", ranks=[1])
+            group.leave("kill" if self.on_ray else "sys.exit", ranks=[1])
         return group
 
     def leave_row(self):
@@ -368,7 +381,7 @@ bad("mesh-a-generator", DispatchError, r"on_mesh\(\).*'batch' is a generator.*Di
 def _half_with_layout(s):
     """Only the mesh is reported by one rank alone."""
     made = RayClassWithInitArgs(Kit)
-    group = s.once("half mesh", lambda: RayWorkerGroup(s.pool(2), made))
+    group = s.once("half mesh", lambda: s.workers(2, made))
     group.stand({"dp": [0, 1]})
     group.join_mesh("actor", [0, 1], [True, True], ranks=[0])
     s.now()
@@ -857,7 +870,7 @@ def _(s):
 
 @partial(bad, "closed-by-its-context", GroupClosedError, r"is closed")
 def _(s):
-    with RayWorkerGroup(s.pool(2), RayClassWithInitArgs(Kit)) as group:
+    with s.workers(2, RayClassWithInitArgs(Kit)) as group:
         group.add(1)
     s.now()
     group.add(1)
@@ -1260,7 +1273,56 @@ def _with_resource(name):
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in TABLE])
 def test_bad_call(row, row_stage):
-    stage = row_stage
+    check_row(row, row_stage)
+
+
+NO_GROUP = re.compile(
+    "mode-|execute-mode-(unk|is)|new-|update-|register-|mesh-name|batch-type|class-(no|an?|its|option|resource)-"
+    "|constructor-(unk|too-m|mis)|layout-(axes|no)|pool-|merge-|place-"
+)
+"""Rows that make no group, or are about pools."""
+
+ON_RAY_ALONE = re.compile(
+    "env-|master-|group-(arguments|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-(os|kill|abort|future|all)"
+    "|killed|closed-by-its-pool|closed-pool|future-of-a-dead-rank|constructor-(exits|fails|argument-does-not-open)"
+    "|class-of-a-module|(send|answer)-(what-)?does-not-open"
+)
+"""Rows about processes, pools and Ray's references, and about what another process cannot open."""
+
+WITH_THREADS_ALONE = re.compile(
+    "raise-(keyboard|while|then)|closed-under-a-call|timeout-|future-(that-never|of-a-closed)|constructor-too-slow"
+)
+"""Rows whose ranks or calls are under way at the same time; and Ctrl-C, which is the driver's where it runs them."""
+
+HERE = [row for row in TABLE if not NO_GROUP.match(row.id) and not ON_RAY_ALONE.match(row.id)]
+
+
+@pytest.fixture(scope="module")
+def stage_here(request):
+    stage = Stage(threads=request.param)
+    yield stage
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("stage_here", "row"),
+    [
+        pytest.param(threads, row, id=f"{'threads' if threads else 'in-turn'}-{row.id}")
+        for threads in (False, True)
+        for row in HERE
+        if threads or not WITH_THREADS_ALONE.match(row.id)
+    ],
+    indirect=["stage_here"],
+)
+def test_bad_call_in_this_process(stage_here, row):
+    """The same errors, with the same words, from the engine without processes."""
+    try:
+        check_row(row, stage_here)
+    finally:
+        stage_here.leave_row()
+
+
+def check_row(row, stage):
     seen = _make_ready(row.then, stage)
     stage.now()
     with pytest.raises(BaseException) as caught:
@@ -1320,7 +1382,7 @@ def _hold(then, stage, seen):
             assert group.add.options(timeout=10)(1) == [11, 12]
         case Then.NOTHING_LEFT:
             mine = ("Starts", "Alone", "HasClose", "HasStats", "HasWorkers")
-            if stage.to_check:  # the row made a group on purpose
+            if stage.to_check or not stage.on_ray:  # the row made a group on purpose
                 return
             _until(lambda: not [name for name in ray.util.list_named_actors() if name.startswith(mine)], 3.0)
 

@@ -333,7 +333,7 @@ class Call:
         elif failures:
             self._settle_failure(failures, now)
         elif not self._pending:
-            self._settle(None)
+            self._settle_whole()
         elif lost_input and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS:
             self._settle(lost_input)  # a future that never comes: the ranks that wait for it cannot know
         if self._pending:
@@ -348,16 +348,30 @@ class Call:
         if not (first.may_be_echo and self._pending) or waited > DEATH_SHOWS_SECONDS:
             self._settle(first.error(self.engine.open_cause(first.cause), starting=self.starting))
 
+    def _settle_whole(self) -> None:
+        """All ranks have answered: in time, unless they ran where nobody could tell them that the time was over."""
+        late: list[int] = []
+        if self.engine.in_turn and self._timeout is not None:
+            clocks = {rank: receipt.clock for rank, receipt in self._receipts.items()}
+            late = [rank for rank, clock in clocks.items() if clock and clock.packed - clock.received > self._timeout]
+        if late and not self.settled:
+            self._time_out(sorted(late))
+        else:
+            self._settle(None)
+
+    def _time_out(self, late: list[int]) -> None:
+        message = (
+            f"{self.label}() passed its timeout of {self._timeout:g} s; "
+            f"{_ranks(late)} had not ended ({self._hosts(late)})"
+        )
+        self._settle(CallTimeoutError(message, method=self.method, ranks=late))
+        self._state.break_(message)
+
     def _look_at_clock(self, now: float, failures: list[Failure]) -> None:
         running = now - self._started
         late = self.late
         if not self.settled and self._timeout is not None and running >= self._timeout:
-            message = (
-                f"{self.label}() passed its timeout of {self._timeout:g} s; "
-                f"{_ranks(late)} had not ended ({self._hosts(late)})"
-            )
-            self._settle(CallTimeoutError(message, method=self.method, ranks=late))
-            self._state.break_(message)
+            self._time_out(late)
         elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
             self._state.break_(
                 f"{_ranks(late)} had not ended {self.label}() {self._state.error_grace:g} s after an error"

@@ -69,6 +69,12 @@ class Engine(ABC):
     def connected(self) -> bool:
         """Whether what runs the workers can still be asked at all; False once it was shut down."""
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether `send` itself runs the call, rank after rank, in its caller's thread. Nothing interrupts it then; a
+        call's timeout is compared with what each rank took, afterwards."""
+        return False
+
     @abstractmethod
     def host(self, rank: int) -> str:
         """The host that a rank runs on, for messages."""

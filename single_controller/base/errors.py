@@ -114,3 +114,7 @@ class GroupBrokenError(SingleControllerError):
 
 class GroupClosedError(SingleControllerError):
     """The group, or the pool under it, is closed."""
+
+
+class LocalEngineError(SingleControllerError):
+    """What needs processes of their own was asked of a `LocalWorkerGroup`, whose ranks are all in the driver's."""

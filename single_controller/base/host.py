@@ -20,6 +20,9 @@ from dispatch.register import MethodSpec, label, method_spec
 from single_controller.base.later import LaterPart
 from single_controller.base.worker import Place, Standing, Worker, assign
 
+CANCEL_SECONDS = 1.0
+"""How long a task on a worker's event loop may take to end, after it was cancelled."""
+
 MadeOf = tuple[type[Worker], tuple[Any, ...], dict[str, Any]]
 """A worker's class, and the positional and keyword arguments of its constructor."""
 
@@ -146,6 +149,13 @@ class WorkerHost:
         except BatchError as error:
             return Answer(value, None, str(error), empty, began, ended)
 
+    def close(self) -> None:
+        """End the event loop and what runs on it: for an engine whose process outlives the worker."""
+        with self._loop_lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
     def _take_later(self, order: Order, slots: dict[Slot, Any]) -> tuple[int | None, int | None]:
         """Replace what was a future by this rank's part of it. Rows of the shard: in all, and without padding."""
         total, rows, real = order.total, order.rows, order.real
@@ -177,7 +187,7 @@ class WorkerHost:
         with self._loop_lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="worker-loop", daemon=True).start()
+                threading.Thread(target=_run_loop, args=(self._loop,), name="worker-loop", daemon=True).start()
 
         async def outcome() -> tuple[Any, BaseException | None]:
             try:
@@ -223,6 +233,21 @@ class Crew:
             raise RuntimeError("this worker has not been started")
         return self.hosts[role]
 
+    def close(self) -> None:
+        """End what the workers' hosts have started."""
+        for host in self.hosts.values():
+            host.close()
+
     def standing(self, role: str | None) -> int:
         """Version of what the worker of a role says of its coordinates; 0 while there is none."""
         return self.hosts[role].standing.version if role in self.hosts else 0
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_SECONDS))
+    loop.close()

@@ -91,11 +91,13 @@ _assigned = threading.local()
 @contextmanager
 def assign(place: Place, neighbours: Mapping[str, Worker]) -> Iterator[None]:
     """Workers made in this thread, inside the context, stand at ``place``, beside ``neighbours``."""
+    before = dict(vars(_assigned))  # a constructor may make a group in this process, and with it other workers
     _assigned.place, _assigned.neighbours = place, neighbours
     try:
         yield
     finally:
-        del _assigned.place, _assigned.neighbours
+        vars(_assigned).clear()
+        vars(_assigned).update(before)
 
 
 class Worker:

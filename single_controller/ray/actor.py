@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayTaskError
 
-from dispatch.batch import described, register_batch_type, user_batch_types
+from dispatch.batch import register_batch_type, user_batch_types
 from dispatch.plan import Slot
 from single_controller.base.host import Answer, Crew, Order
 from single_controller.base.receipt import Failure, Receipt, remote_traceback
 from single_controller.base.stats import Clock
 from single_controller.base.worker import Place
+from single_controller.ray.carried import pack_answer
 from single_controller.ray.devices import own_devices
 from single_controller.ray.frame import open_order, receipt_frame
 from single_controller.ray.transport import AnswerPacket, Packet, pack
@@ -157,7 +158,7 @@ class RankActor:
         try:
             answer = self._run(order, whole, shard)
             # No packet stands for None, as it does for a rank that does not collect.
-            value = _pack_answer(order, answer, Packet) if answer.value is not None else None
+            value = pack_answer(order.method, answer.value, Packet) if answer.value is not None else None
         except SystemExit:
             raise
         except BaseException as error:
@@ -171,7 +172,7 @@ class RankActor:
         order, whole, shard = open_order(frame, beside)
         try:
             answer = self._run(order, whole, shard)
-            kept = _pack_answer(order, answer, AnswerPacket)
+            kept = pack_answer(order.method, answer.value, AnswerPacket)
             return receipt_frame(self._receipt(order, answer, None, kept, received)), kept
         except SystemExit:
             raise
@@ -219,16 +220,6 @@ def _know_batch_types(packed: list[Packet]) -> None:
             continue
         if cls not in user_batch_types():
             register_batch_type(cls, length=how.length, cut=how.cut, join=how.join)
-
-
-def _pack_answer(order: Order, answer: Answer, kind: type[Packet]) -> Packet:
-    try:
-        return pack(answer.value, kind)
-    except Exception as error:
-        raise TypeError(
-            f"the result of {order.method}(), {described(answer.value)}, cannot be pickled to be sent back: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _carried(error: BaseException) -> Exception:

@@ -10,19 +10,18 @@ from typing import Any, NamedTuple, cast
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
-from dispatch.batch import described
-from dispatch.errors import DispatchError
-from dispatch.plan import CallPlan, Slot
+from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.base.engine import Engine, RankLost, Sent, Token
 from single_controller.base.host import Order
 from single_controller.base.receipt import Receipt
 from single_controller.ray.actor import CONCURRENT, Location, StartOrder, bare
 from single_controller.ray.answers import RayAnswers, one_line, open_cause
+from single_controller.ray.carried import pack_arguments
 from single_controller.ray.frame import BESIDE, open_receipt, order_frame
 from single_controller.ray.order import Slot as PoolSlot
 from single_controller.ray.runtime import death_of, session
-from single_controller.ray.transport import INLINE_BYTES, Packet, pack, packs
+from single_controller.ray.transport import INLINE_BYTES, Packet
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +86,9 @@ class RayEngine(Engine):
 
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
         """See `Engine.send`. Every distinct shard is stored once, however many ranks read it."""
-        packed = [_pack(spec, shard.values) for shard in plan.shards]
+        packed = [pack_arguments(spec, shard.values) for shard in plan.shards]
         inside = max((packet.nbytes for packet in packed if packet is not None and packet.inline), default=0)
-        whole = _carry(_pack(spec, plan.whole), INLINE_BYTES - inside)
+        whole = _carry(pack_arguments(spec, plan.whole), INLINE_BYTES - inside)
         shards = [_carry(packet) for packet in packed]
         collecting = frozenset(plan.answers)
         frames: dict[tuple[int, bool], bytes] = {}
@@ -205,18 +204,3 @@ def _carry(packet: Packet | None, room: int = INLINE_BYTES) -> _Carried:
     if packet.refs:
         return _Carried(BESIDE, (packet,), packet.nbytes)
     return _Carried(packet, (), packet.nbytes)
-
-
-def _pack(spec: MethodSpec, values: dict[Slot, Any]) -> Packet | None:
-    try:
-        return pack(values) if values else None
-    except Exception as error:
-        slot = next((slot for slot, value in values.items() if not packs(value)), None)
-        name = None if slot is None else spec.parameter(slot)
-        what = "an argument" if slot is None else f"argument {name!r}, {described(values[slot])},"
-        raise DispatchError(
-            f"{spec.label}(): {what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
-            "Nothing was sent; pass what it is made from, and make it on the worker",
-            method=spec.name,
-            argument=name,
-        ) from error

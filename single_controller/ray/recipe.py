@@ -8,14 +8,14 @@ from typing import Any
 
 import ray
 
-from dispatch.batch import described, user_batch_types
-from dispatch.errors import DispatchError
+from dispatch.batch import user_batch_types
 from dispatch.register import method_spec, registered_methods
 from single_controller.base.colocate import Colocated
 from single_controller.base.pool import ClassWithInitArgs
 from single_controller.base.worker import Worker
+from single_controller.ray.carried import refuse_unpicklable
 from single_controller.ray.class_with_args import RayClassWithInitArgs
-from single_controller.ray.transport import Packet, pack, packs
+from single_controller.ray.transport import Packet, pack
 
 logger = logging.getLogger(__name__)
 
@@ -101,21 +101,6 @@ class Recipe:
             packet = pack((parts, _batch_types()))
         except Exception as error:
             for made in self.roles.values():
-                _refuse_unpicklable(made, error)
+                refuse_unpicklable(made, error)
             raise
         return packet if packet.inline else ray.put(packet)
-
-
-def _refuse_unpicklable(made: RayClassWithInitArgs, error: Exception) -> None:
-    """Raise, with the name of what does not pickle, if it is in this class or its arguments."""
-    given = {**{f"argument {k}": value for k, value in enumerate(made.args)}, **made.kwargs}
-    name = next((name for name, value in given.items() if not packs(value)), None)
-    if name is None and packs(made.cls):
-        return
-    what = "the class itself" if name is None else f"{name!r}, {described(given[name])},"
-    raise DispatchError(
-        f"{made.cls.__name__}(): {what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
-        "Nothing was sent; pass what it is made from, and make it on the worker",
-        method="__init__",
-        argument=name,
-    ) from error

@@ -1,9 +1,72 @@
-"""Groups that several test files share; none of them changes its worker's processes."""
+"""Groups that several test files share; none of them changes its worker's processes.
+
+A test of what any group does runs on every engine: Ray, and the driver's own process with and without threads. Which
+ones, its file says in ENGINES, or the test with ``@pytest.mark.engines``; without either it is a test of Ray.
+"""
 
 import group_workers as workers
 import pytest
+import ray
 
-from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+
+def pytest_generate_tests(metafunc):
+    if "engine" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("engines")
+        names = mark.args if mark else getattr(metafunc.module, "ENGINES", ("ray",))
+        metafunc.parametrize("engine", names, indirect=True, scope="session")
+
+
+class OnRay:
+    """Groups on the shared pool of four slots, or on pools of their own."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.pools = []
+
+    def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
+        pool = self.pool
+        if world_size != 4:
+            pool = RayResourcePool([world_size], use_gpu=False)
+            self.pools.append(pool)
+        return RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args, **kwargs), **(group_options or {}))
+
+    def get(self, refs):
+        return ray.get(refs)
+
+    def close(self):
+        while self.pools:
+            self.pools.pop().close()
+
+
+class InThisProcess:
+    """Groups in the test's own process."""
+
+    def __init__(self, threads):
+        self.threads = threads
+
+    def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
+        made = RayClassWithInitArgs(cls, *args, **kwargs)
+        return LocalWorkerGroup(world_size, made, threads=self.threads, **(group_options or {}))
+
+    def get(self, refs):
+        return [ref.get() for ref in refs] if isinstance(refs, list) else refs.get()
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="session")
+def engine(request):
+    """What makes the groups of a test, and opens their references."""
+    if request.param == "ray":
+        kit = OnRay(request.getfixturevalue("pool"))
+    else:
+        kit = InThisProcess(threads=request.param == "local-threads")
+    kit.name = request.param
+    yield kit
+    kit.close()
 
 
 @pytest.fixture(scope="session")
@@ -14,19 +77,19 @@ def pool(ray_cluster):
 
 
 @pytest.fixture(scope="session")
-def counters(pool):
+def counters(engine):
     """Four counters. Tests leave their values as they found them."""
-    with RayWorkerGroup(pool, RayClassWithInitArgs(cls=workers.Counter, start=100)) as group:
+    with engine.make(workers.Counter, start=100) as group:
         yield group
 
 
 @pytest.fixture
-def make_group(pool):
-    """Makes groups on the shared pool that are closed after the test."""
+def make_group(engine):
+    """Makes groups of four that are closed after the test."""
     groups = []
 
-    def make(cls, *args, group_options=None, **kwargs):
-        group = RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args, **kwargs), **(group_options or {}))
+    def make(cls, *args, **kwargs):
+        group = engine.make(cls, *args, **kwargs)
         groups.append(group)
         return group
 

@@ -1,4 +1,4 @@
-"""What a driver gets from each mode, on real actors."""
+"""What a driver gets from each mode, on every engine."""
 
 import inspect
 import pydoc
@@ -15,8 +15,6 @@ from single_controller import (
     Broadcast,
     Dispatch,
     DispatchError,
-    RayClassWithInitArgs,
-    RayWorkerGroup,
     WorkerError,
     WorkerFuture,
     register,
@@ -24,7 +22,11 @@ from single_controller import (
     update_dispatch_mode,
 )
 from single_controller import Worker as BaseWorker
+from single_controller.local.answers import LocalRef
 
+ENGINES = ("ray", "local", "local-threads")
+overlapping = pytest.mark.engines("ray", "local-threads")
+"""For a test whose ranks or calls have to be under way at the same time."""
 START = 100
 
 
@@ -38,7 +40,11 @@ def test_methods_may_have_names_like_the_librarys_own(make_group):
     group = make_group(Awkward)
     assert group.kept() == group.kept.remote().result() == [("kept", rank) for rank in range(4)]
     assert group.call(x=1) == group.call.remote(1).result() == [("call", rank, 1) for rank in range(4)]
-    assert ray.get(group.workers[2].kept.remote()) == ("kept", 2)
+
+
+@pytest.mark.engines("ray")
+def test_so_may_those_of_an_actor(make_group):
+    assert ray.get(make_group(Awkward).workers[2].kept.remote()) == ("kept", 2)
 
 
 def test_a_class_under_ray_remote(make_group):
@@ -98,6 +104,7 @@ def test_tensordicts_come_back_joined(counters):
     assert torch.equal(out["a"], batch["a"]) and torch.equal(out["nested", "b"], batch["nested", "b"])
 
 
+@pytest.mark.engines("ray")
 def test_object_refs_are_resolved_like_rays_own(counters):
     assert counters.echo(ray.put("stored")) == ["stored"] * 4
 
@@ -120,26 +127,30 @@ class TestExecute:
         assert counters.execute_all_sync("plain", [0, 1, 2, 3], y=[0, 0, 0, 10]) == [100, 102, 104, 116]
         assert counters.execute_all_sync("plain", [0, 1, 2, 3], Broadcast(10)) == [110, 112, 114, 116]
 
-    def test_async_gives_plain_object_refs(self, counters):
+    def test_async_gives_plain_refs(self, engine, counters):
+        kind = ray.ObjectRef if engine.name == "ray" else LocalRef
         for refs in (counters.execute_all_async("plain", 1), counters.execute_all("plain", 1)):
-            assert type(refs) is list and all(isinstance(ref, ray.ObjectRef) for ref in refs)
-            assert ray.get(refs) == [START + 1 + r for r in range(4)]
+            assert type(refs) is list and all(isinstance(ref, kind) for ref in refs)
+            assert engine.get(refs) == [START + 1 + r for r in range(4)]
+            assert counters.echo(refs[1]) == [START + 2] * 4  # as an argument it is its value
 
-    def test_rank_zero(self, counters):
+    def test_rank_zero(self, engine, counters):
         assert counters.execute_rank_zero_sync("plain", 1) == START + 1
-        assert ray.get(counters.execute_rank_zero_async("plain", 1)) == START + 1
-        assert ray.get(counters.execute_rank_zero("plain", [1] and 1)) == START + 1
+        assert engine.get(counters.execute_rank_zero_async("plain", 1)) == START + 1
+        assert engine.get(counters.execute_rank_zero("plain", [1] and 1)) == START + 1
 
-    def test_async_errors_reach_ray_get(self, counters):
+    def test_async_errors_reach_whoever_gets_the_refs(self, engine, counters):
         with pytest.raises(TypeError):
-            ray.get(counters.execute_all_async("plain", "text"))
+            engine.get(counters.execute_all_async("plain", "text"))
 
+    @pytest.mark.engines("ray")
     def test_direct_handles(self, counters):
         assert ray.get([w.plain.remote(1) for w in counters.workers]) == [START + 1 + r for r in range(4)]
         assert ray.get(counters.workers[2].add.remote(0)) == START + 2
 
 
 class TestOrder:
+    @overlapping
     def test_calls_run_in_the_order_in_which_they_were_sent(self, make_group):
         group = make_group(Log)
         futures = [
@@ -158,6 +169,7 @@ class TestOrder:
         group.note("after", 0.6)
         assert group.read() == [["task", "after"]] * 4
 
+    @overlapping
     def test_a_concurrent_method_overtakes(self, make_group):
         group = make_group(Gate)
         waiting = group.wait.remote(20)
@@ -180,6 +192,7 @@ class TestOrder:
         assert len(logs[0]) == 30
         assert all(log == logs[0] for log in logs)
 
+    @pytest.mark.engines("ray")
     def test_methods_run_on_the_main_thread(self, counters):
         assert all(process["main_thread"] for process in counters.process())
 
@@ -227,9 +240,10 @@ class TestLayouts:
         assert [t.tolist() for t in group.last_seen()] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def test_a_mode_of_ones_own(make_group):
+def test_a_mode_of_ones_own(engine, make_group):
+    name = f"REVERSED_TEST_{engine.name.upper()}".replace("-", "_")
     mode = register_dispatch_mode(
-        "REVERSED_TEST", lambda group, x: (([x[-1 - r] for r in range(group.world_size)],), {}), lambda group, out: out
+        name, lambda group, x: (([x[-1 - r] for r in range(group.world_size)],), {}), lambda group, out: out
     )
 
     class Reversing(BaseWorker):
@@ -239,7 +253,7 @@ def test_a_mode_of_ones_own(make_group):
 
     group = make_group(Reversing)
     assert group.get([1, 2, 3, 4]) == [4, 3, 2, 1]
-    update_dispatch_mode("REVERSED_TEST", lambda group, x: ((x,), {}), lambda group, out: sum(out))
+    update_dispatch_mode(name, lambda group, x: ((x,), {}), lambda group, out: sum(out))
     assert group.get([1, 2, 3, 4]) == 10
 
 
@@ -250,12 +264,13 @@ def test_blocking_false_gives_a_future(counters):
     assert counters.padded_later.options(blocking=True)([1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_a_group_on_another_pool_of_the_same_class(pool, counters):
-    with RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 7)) as other:
+def test_another_group_of_the_same_class(engine, counters):
+    with engine.make(Counter, 7) as other:
         assert other.add(0) == [7, 8, 9, 10]
         assert counters.add(0) == [100, 101, 102, 103]
 
 
+@overlapping
 def test_a_mesh_that_a_call_under_way_is_about_to_register(make_group):
     group = make_group(Nested)
     group.join_mesh_later("early", 0)

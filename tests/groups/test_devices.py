@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from single_controller import Broadcast, Dispatch, RayClassWithInitArgs, RayWorkerGroup, WorkerError, register
+from single_controller import Broadcast, Dispatch, WorkerError, register
+
+ENGINES = ("ray", "local", "local-threads")
 
 
 @pytest.fixture(scope="module")
-def group(pool):
-    with RayWorkerGroup(pool, RayClassWithInitArgs(workers.OnDevices)) as group:
+def group(engine):
+    with engine.make(workers.OnDevices) as group:
         yield group
 
 

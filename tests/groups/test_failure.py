@@ -21,6 +21,10 @@ from single_controller import (
     WorkerError,
 )
 
+anywhere = pytest.mark.engines("ray", "local", "local-threads")
+overlapping = pytest.mark.engines("ray", "local-threads")
+"""For a test whose ranks have to be at work at the same time."""
+
 
 class within:
     """Asserts that the block ends within some seconds."""
@@ -52,6 +56,7 @@ def wait_until(condition, seconds=10):
 
 
 class TestErrorsOfMethods:
+    @anywhere
     def test_the_first_cause_with_rank_host_and_traceback(self, make_group):
         group = make_group(Fragile)
         with pytest.raises(WorkerError) as caught:
@@ -65,6 +70,7 @@ class TestErrorsOfMethods:
         copy = pickle.loads(pickle.dumps(error))
         assert (str(copy), copy.rank, copy.remote_traceback) == (str(error), 2, error.remote_traceback)
 
+    @overlapping
     def test_an_error_is_raised_at_once_and_the_group_answers_when_the_others_end(self, make_group):
         group = make_group(Fragile)
         with within(1.5):
@@ -72,6 +78,7 @@ class TestErrorsOfMethods:
                 group.fail([1], others_sleep=2.5)
         assert group.ping() == [0, 1, 2, 3]
 
+    @overlapping
     def test_ranks_that_do_not_end_after_an_error_break_the_group(self, make_group):
         group = make_group(Fragile, group_options={"error_grace": 1.0})
         with pytest.raises(WorkerError):
@@ -162,6 +169,7 @@ class TestDeaths:
 
 
 class TestTimeouts:
+    @overlapping
     def test_a_call_past_its_timeout_names_the_late_ranks(self, make_group):
         group = make_group(Fragile)
         with within(3):
@@ -171,6 +179,7 @@ class TestTimeouts:
         with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) passed its timeout"):
             group.ping()
 
+    @overlapping
     def test_the_timeout_of_a_call_that_nobody_waits_for(self, make_group):
         group = make_group(Fragile)
         future = group.sleep.options(timeout=0.5).remote(60)
@@ -178,10 +187,12 @@ class TestTimeouts:
         with pytest.raises(CallTimeoutError):
             future.result()
 
+    @anywhere
     def test_a_call_within_its_timeout(self, make_group):
         group = make_group(Fragile)
         assert group.sleep.options(timeout=30)(0.2) == [0, 1, 2, 3]
 
+    @overlapping
     def test_late_ranks_are_logged(self, make_group, caplog, monkeypatch):
         monkeypatch.setattr("single_controller.base.call.LATE_LOG_SECONDS", 0.3)
         group = make_group(Fragile)

@@ -5,6 +5,8 @@ import torch
 
 from single_controller import DispatchError, WorkerError
 
+ENGINES = ("ray", "local", "local-threads")
+
 
 def rows_and_rank(worker, batch, scale=1):
     return batch * scale + worker.rank

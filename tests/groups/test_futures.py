@@ -6,7 +6,6 @@ import time
 import weakref
 
 import pytest
-import ray
 import torch
 from group_workers import Counter, Fragile, Grid, Own
 from tensordict import TensorDict
@@ -15,32 +14,32 @@ from single_controller import (
     Broadcast,
     CallTimeoutError,
     DispatchError,
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
     ResultError,
     WorkerError,
     register_batch_type,
 )
 
+ENGINES = ("ray", "local", "local-threads")
+overlapping = pytest.mark.engines("ray", "local-threads")
+"""For a test whose ranks or calls have to be under way at the same time."""
+
 
 @pytest.fixture(scope="module")
-def smaller(ray_cluster):
+def smaller(engine):
     """Groups of two, three and five ranks."""
-    pools = {size: RayResourcePool([size], use_gpu=False) for size in (2, 3, 5)}
-    groups = {size: RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) for size, pool in pools.items()}
+    groups = {size: engine.make(Counter, world_size=size) for size in (2, 3, 5)}
     yield groups
-    for size, pool in pools.items():
-        groups[size].close()
-        pool.close()
+    for group in groups.values():
+        group.close()
+    engine.close()
 
 
-def test_a_future_is_waited_for_once_and_keeps_its_value(counters):
+def test_a_future_is_waited_for_once_and_keeps_its_value(engine, counters):
     future = counters.add.remote(0)
     assert future.result() == [100, 101, 102, 103]
     assert future.get() is future.result()
     assert future.done() and future.exception() is None
-    assert ray.get(future.refs) == [100, 101, 102, 103]
+    assert engine.get(future.refs) == [100, 101, 102, 103]
 
 
 def test_await(counters):
@@ -50,6 +49,7 @@ def test_await(counters):
     assert asyncio.run(main()) == [[100, 101, 102, 103], (0, 1)]
 
 
+@overlapping
 def test_a_wait_with_a_timeout_ends_only_the_wait(make_group):
     group = make_group(Fragile)
     future = group.sleep_on.remote([2], 1.5)
@@ -165,18 +165,19 @@ def test_a_future_may_be_kept_as_it_is(counters, smaller):
     assert got == [("PassedFuture", [100, 101, 102, 103])] * 2
 
 
-def test_the_error_of_the_producer_reaches_the_consumer(make_group, counters):
+def test_the_error_of_the_producer_reaches_the_consumer(engine, make_group, counters):
     group = make_group(Fragile)
     failing = group.fail.remote([1])
     with pytest.raises(WorkerError, match=r"fail\(\) raised ValueError on rank 1.*the true cause"):
         counters.echo(failing)
     assert isinstance(failing.exception(), WorkerError)
     with pytest.raises(ValueError):
-        ray.get(failing.refs[1])
+        engine.get(failing.refs[1])
     assert counters.add(0) == [100, 101, 102, 103]
     assert group.ping() == [0, 1, 2, 3]
 
 
+@overlapping
 def test_a_producer_that_never_ends_does_not_hang_its_consumer(make_group, counters):
     group = make_group(Fragile)
     consumer = make_group(Counter)
@@ -187,6 +188,7 @@ def test_a_producer_that_never_ends_does_not_hang_its_consumer(make_group, count
     assert time.monotonic() - begin < 10
 
 
+@overlapping
 def test_groups_overlap(make_group):
     slow, other = make_group(Fragile), make_group(Fragile)
     begin = time.monotonic()
@@ -209,6 +211,7 @@ def test_a_future_that_ends_in_a_collect_function_is_refused(counters):
     assert future.result() == [106, 109, 108, 111]
 
 
+@overlapping
 def test_a_producer_that_lost_a_rank_does_not_break_its_consumer(make_group):
     """The producer's other ranks are still busy, as they would be in a collective."""
     producer, consumer = make_group(Fragile), make_group(Counter)
@@ -233,6 +236,7 @@ def test_a_chain_does_not_keep_what_came_before(counters):
         gc.collect()
 
 
+@overlapping
 def test_awaiting_can_be_cancelled_and_does_not_queue(make_group, counters):
     group = make_group(Fragile)
 

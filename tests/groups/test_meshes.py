@@ -150,6 +150,7 @@ class TestErrors:
         with pytest.raises(WorkerError, match="this rank is not in the device mesh"):
             group.join_part("part", [0, 1])
 
+    @pytest.mark.engines("ray", "local", "local-threads")
     def test_a_mesh_that_nobody_joined(self, make_group):
         group = make_group(Grid)
         with pytest.raises(DispatchError, match=r"no mesh 'rollout'.*known: none.*register_mesh"):

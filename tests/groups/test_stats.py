@@ -8,6 +8,10 @@ import torch
 
 from single_controller import WorkerError
 
+ENGINES = ("ray", "local", "local-threads")
+overlapping = pytest.mark.engines("ray", "local-threads")
+"""For a test whose ranks or calls have to be under way at the same time."""
+
 
 @pytest.fixture
 def log(make_group):
@@ -51,6 +55,7 @@ def test_only_ranks_that_collect_return_bytes(make_group):
     assert ranks[1].returned == ranks[3].returned == 0
 
 
+@overlapping
 def test_time_goes_to_the_phase_that_took_it(log):
     first = log.note.remote("first", seconds=0.5)
     log.note("second")
@@ -86,6 +91,7 @@ def test_a_refused_call_is_not_counted(log):
     assert "note" not in by_method(log)
 
 
+@overlapping
 def test_the_trace_has_a_row_for_each_rank_and_shows_groups_that_overlap(make_group, tmp_path):
     """While the second group works on step n, the first is at step n + 1."""
     from group_workers import Log
