@@ -83,7 +83,7 @@ def runs(pid: int) -> bool:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether nobody listens on the port. Connections that the kernel keeps for a minute after their end do not count."""
+    """Whether nobody listens on the port. Connections that the kernel keeps for a while after their end don't count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
