@@ -642,6 +642,44 @@ class TestCollectives:
         assert again.join_as_torch_imports_it() == [1]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_worker_that_imports_torch_itself(world_size):
+    """Before the call nobody had imported it; after the call it is as torch made it."""
+    code = f"""
+        import sys
+        from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerError, register
+
+        class Mine(Worker):
+            @register(Dispatch.ONE_TO_ALL)
+            def join(self):
+                import torch.distributed as dist
+                dist.init_process_group("gloo")
+                return dist.get_world_size()
+
+        assert "torch" not in sys.modules
+        with LocalWorkerGroup({world_size}, ClassWithInitArgs(Mine)) as group:
+            try:
+                print(group.join())
+            except WorkerError as error:
+                print("no collectives between them" in str(error), type(error.__cause__).__name__)
+        import torch.distributed as dist
+        from torch.distributed import device_mesh, distributed_c10d
+        left = [dist.init_process_group, device_mesh.init_process_group, distributed_c10d.rendezvous]
+        print([f.__name__ for f in left if "single_controller" in f.__code__.co_filename], dist.is_initialized())
+        print([finder for finder in sys.meta_path if "single_controller" in type(finder).__module__])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:1] == (["[1]"] if world_size == 1 else ["True LocalEngineError"]), done.stderr
+    assert lines[1:] == ["[] False", "[]"]
+
+
 @pytest.mark.parametrize("name", ["workers", "worker_names", "resource_pool", "detached", "master_port"])
 def test_names_that_only_a_group_on_ray_has(make, name):
     with pytest.raises(AttributeError, match=rf"a LocalWorkerGroup has no {name}: "):
