@@ -154,7 +154,7 @@ class WorkerHost:
             return Answer(value, None, str(error), empty, began, ended)
 
     def close(self) -> None:
-        """End the event loop and what runs on it, and let the worker clear up: for an engine whose process outlives it."""
+        """End the event loop and what runs on it, and let the worker clear up, where the process outlives it."""
         with self._loop_lock:
             loop, self._loop = self._loop, None
         if loop is not None:

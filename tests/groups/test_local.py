@@ -534,6 +534,13 @@ def test_restart_replays(make):
     assert logs[3] == [("init", "a"), ("load", [4])] and ("train", None) in logs[0]
 
 
+def test_a_call_without_a_wait_is_replayed_too_where_ranks_run_in_turn():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Model, size=7)) as group:
+        group.init_model.remote("a")
+        group.restart()
+        assert [log for _, _, log in group.read()] == [[("init", "a")]] * 2
+
+
 def test_some_ranks_alone_only_where_ray_would(make):
     group = make(world_size=2)
     with pytest.raises(ValueError, match=r"restart\(ranks=\[1\]\).*collectives=False"):
@@ -593,13 +600,6 @@ def test_roles(threads):
         assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (1, "b")]
         group.critic.restart()
         assert group.actor.add(0) == [1, 1]
-
-
-def test_a_role_whose_constructor_raises_is_named(threads):
-    roles = {"critic": ClassWithInitArgs(Critic), "actor": ClassWithInitArgs(Actor, fail=True)}
-    with pytest.raises(StartError, match=r"actor\.__init__\(\) raised RuntimeError on rank 1") as caught:
-        LocalWorkerGroup(2, colocate(roles), threads=threads)
-    assert caught.value.role == "actor"
 
 
 # --- What it refuses -----------------------------------------------------------------------------------------
