@@ -43,6 +43,7 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    ResourcePoolManager,
     ResultError,
     SingleControllerError,
     StartError,
@@ -53,6 +54,7 @@ from single_controller import (
     register,
     register_batch_type,
     register_dispatch_mode,
+    split_resource_pool,
     update_dispatch_mode,
 )
 
@@ -1160,8 +1162,23 @@ for entries in (8, "8", [], [0], [2, -1], [True], [2.0], ["2"], None):
     pool_refused(f"pool-of-{entries!r}", ValueError,
                  rf"process_on_nodes is a list of positive integers.*got {re.escape(repr(entries))}",
                  lambda s, entries=entries: RayResourcePool(entries, use_gpu=False))
-pool_refused("pool-unknown-option", TypeError, r"unexpected keyword argument 'num_gpus'",
-             lambda s: RayResourcePool([1], num_gpus=1))
+pool_refused("pool-unknown-option", TypeError, r"unexpected keyword argument 'gpus'",
+             lambda s: RayResourcePool([1], gpus=1))
+pool_refused("pool-gpus-of-a-cpu-pool", ValueError, r"num_gpus=2 with use_gpu=False",
+             lambda s: RayResourcePool([1], use_gpu=False, num_gpus=2))
+pool_refused("pool-strategy-misspelt", ValueError, r"strategy is None or one of PACK.*got 'PACKED'",
+             lambda s: RayResourcePool([1], strategy="PACKED"))
+pool_refused("split-does-not-divide", ValueError, r"4 slots.*parts of 3", lambda s: split_resource_pool(s.pool(4), 3))
+pool_refused("split-sizes-too-small", ValueError, r"4 slots; the parts \[1, 2\] have 3",
+             lambda s: split_resource_pool(s.pool(4), [1, 2]))
+pool_refused("slice-outside", ValueError, r"slots 0 to 3; \[4:\] leaves none", lambda s: s.pool(4)[4:])
+pool_refused("slot-outside", IndexError, r"slots 0 to 3, not 4", lambda s: s.pool(4)[4])
+pool_refused("merge-of-slices-that-overlap", ValueError, r"share a slot: slot 1",
+             lambda s: merge_resource_pool(s.pool(4)[:2], s.pool(4)[1:]))
+pool_refused("manager-pool-misspelt", ValueError, r"'globl'.*did you mean 'global'",
+             lambda s: ResourcePoolManager({"global": [1]}, {"actor": "globl"}))
+pool_refused("manager-role-misspelt", ValueError, r"role actr; did you mean 'actor'",
+             lambda s: ResourcePoolManager({"global": [1]}, {"actor": "global"}).get_resource_pool("actr"))
 pool_refused("pool-colocate-zero", ValueError, r"max_colocate_count is a positive integer, got 0",
              lambda s: RayResourcePool([1], max_colocate_count=0))
 pool_refused("pool-prefix-number", ValueError, r"name_prefix is a string or None, got 1",

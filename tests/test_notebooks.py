@@ -37,6 +37,15 @@ PROMISED = {
         "(False, False)",
         "run_layer(): argument 'x' is a list of length 2; Dispatch.MEGATRON_COMPUTE takes a list of 1 items",
     ],
+    "5_where_workers_live": [
+        "missing: 12 GPU (asked 16, there are 4)",
+        "(['0', '1', '2', '3'], ['0', '1', '2', '3'])",
+        "(['3'], ['2', '3'])",
+        "([2, 4, 6, 8], [4, 8, 12, 16])",
+        "critic fail ValueError",
+        "dead: (2,) [True, True, False, True]",
+        "([4, 5, 6, 7], [True, True, True, True])",
+    ],
 }
 
 RAY_LOG_LINE = re.compile(r"^(\x1b\[\d+m)*\((raylet|autoscaler|\w+ pid=)")

@@ -225,10 +225,17 @@ class Call:
             raise RuntimeError(f"{self.label}() was sent without keeping its answers")
         return self._answers
 
-    def absorb(self, tokens: Sequence[Token]) -> None:
+    def absorb_soon(self, seconds: float) -> None:
+        """Take in all receipts, if they come within so many seconds."""
+        tokens = self.pending
+        outcomes = self.engine.read_soon(tokens, seconds)
+        if outcomes is not None:
+            self.absorb(tokens, outcomes)
+
+    def absorb(self, tokens: Sequence[Token], outcomes: Sequence[Receipt | RankLost] | None = None) -> None:
         """Take in receipts that have come, then look at the clock."""
         if tokens:
-            outcomes = self.engine.read(tokens)
+            outcomes = self.engine.read(tokens) if outcomes is None else outcomes
             now = time.time()
             with self._lock:
                 for token, outcome in zip(tokens, outcomes, strict=True):

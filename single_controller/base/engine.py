@@ -105,6 +105,11 @@ class Engine(ABC):
     def read(self, tokens: Sequence[Token]) -> list[Receipt | RankLost]:
         """Receipts that `wait` has reported."""
 
+    def read_soon(self, tokens: Sequence[Token], timeout: float) -> list[Receipt | RankLost] | None:
+        """All receipts, if they are there within ``timeout`` seconds; None if not, or if a rank is lost. For an engine
+        that can do this faster than by `wait` and `read`."""
+        return None
+
     @abstractmethod
     def unpack(self, packed: Any, private: bool) -> Any:
         """The value of an answer that came with a receipt.

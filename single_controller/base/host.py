@@ -130,8 +130,8 @@ class WorkerHost:
             Exception: whatever the method raises.
         """
         slots = {**whole, **shard}
-        rows, real = self._take_later(order, slots)
-        args, kwargs = merge_arguments(slots)
+        rows, real = self._take_later(order, slots) if slots else (order.rows, order.real)
+        args, kwargs = merge_arguments(slots) if slots else ((), {})
         if order.device is not None:
             self.worker._prepare_thread()
             args, kwargs = move((args, kwargs), order.device)
@@ -149,7 +149,7 @@ class WorkerHost:
             except BatchError as error:
                 raise ResultError(f"{order.method}(): {error}", method=order.method) from None
         try:
-            return Answer(value, batch.length(value), None, empty, began, ended)
+            return Answer(value, None if value is None else batch.length(value), None, empty, began, ended)
         except BatchError as error:
             return Answer(value, None, str(error), empty, began, ended)
 

@@ -59,10 +59,11 @@ class Monitor:
         end = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_SLICE_SECONDS
         try:
+            if just_sent:
+                call.absorb_soon(pause)
             while not call.settled:
                 left = pause if end is None else min(pause, end - time.monotonic())
-                self._drive(call, max(0.0, left), sure=just_sent)
-                just_sent = False
+                self._drive(call, max(0.0, left))
                 if not call.settled and end is not None and time.monotonic() >= end:
                     raise timed_out(call, timeout or 0.0)
                 pause = min(2 * pause, LAST_SLICE_SECONDS)
@@ -76,8 +77,8 @@ class Monitor:
             self._keep_or_forget(call)
         return call.settled
 
-    def _drive(self, call: Call, timeout: float, *, sure: bool = False) -> None:
-        if sure or call.engine.connected:
+    def _drive(self, call: Call, timeout: float) -> None:
+        if call.engine.connected:
             call.absorb(call.engine.wait(call.pending, timeout))
         else:
             call.orphan()

@@ -47,7 +47,7 @@ class RoleGroup(WorkerGroup):
         self._whole.restart(ranks)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name not in self._specs and hasattr(type(self._whole), name):
+        if not name.startswith("_") and (hasattr(type(self._whole), name) or name in vars(self._whole)):
             return getattr(self._whole, name)
         return super().__getattr__(name)
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from single_controller.base.errors import PlacementError
 from single_controller.ray import dry_run_drawing
+from single_controller.ray.accelerators import device_kinds
 from single_controller.ray.order import Found, Seat, Slot, Spot, seated
 from single_controller.ray.packing import GaveUp, Request, amount_of, fit, room, take
 from single_controller.ray.runtime import Node
@@ -153,7 +154,7 @@ def foresee(request: Request, cluster: Sequence[Node], left: Sequence[dict[str, 
         return Outlook(request, "waits")
     take(homes, request.bundle, left)
     flat = [cluster[home] for group in homes for home in group]
-    unknown = None if any(name == "GPU" for name in request.bundle) else ()
+    unknown = None if device_kinds(request.bundle) else ()
     spots = [Spot(node.address, node.hostname, node.node_id, unknown) for node in flat]
     return Outlook(request, "fits", seated(request.slots(), spots, request.entries if request.across else None))
 

@@ -61,10 +61,12 @@ class RayEngine(Engine):
 
     Args:
         ranks: the actors, in order of rank.
+        pool: what they live in, which must not be forgotten as long as a call of theirs is not.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], pool: object = None) -> None:
         self.ranks = tuple(ranks)
+        self._pool = pool
         self._session = session()
 
     @property
@@ -148,6 +150,13 @@ class RayEngine(Engine):
             return [open_receipt(receipt) for receipt in ray.get(list(cast(Any, tokens)))]
         except Exception:  # one of them is lost: which one, asking singly tells
             return [_read_one(token) for token in tokens]
+
+    def read_soon(self, tokens: Sequence[Token], timeout: float) -> list[Receipt | RankLost] | None:
+        """See `Engine.read_soon`."""
+        try:
+            return [open_receipt(receipt) for receipt in ray.get(list(cast(Any, tokens)), timeout=timeout)]
+        except Exception:  # late or lost: `wait` and `read` tell which
+            return None
 
     def unpack(self, packed: Packet | None, private: bool) -> Any:
         """See `Engine.unpack`. The answer of a call that was waited for is nobody else's."""

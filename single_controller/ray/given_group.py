@@ -16,6 +16,7 @@ from single_controller.ray.placement import Placement, wait_reserved
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.pool_options import PoolOptions
 from single_controller.ray.runtime import ensure_ray
+from single_controller.ray.seating import Seating
 
 _HOW = "from_placement_group() takes a placement group, (pg, bundle_indices) or (pg, bundle_indices, gpu_ids)"
 
@@ -35,9 +36,8 @@ class PlacementGroupPool(RayResourcePool):
     ) -> None:
         ResourcePool.__init__(self, entries, options.max_colocate_count)
         self._begin(options)
-        self._placement = placement
         self._given = seats is not None
-        self._seats = tuple(seats) if seats is not None else None
+        self._seating = Seating(placement, options.placement_timeout, repr(self), seats)
 
     @property
     def ordered_by_user(self) -> bool:
@@ -74,7 +74,7 @@ def pool_on(
         detached,
         placement_timeout,
     )
-    request = Request((len(numbers),), options.bundle, table["strategy"], across=True)
+    request = Request((len(numbers),), options.bundle, table["strategy"])
     what = f"the placement group {table.get('name') or group.id.hex()}"
     waiting = Placement([group], [Slot(group, number, 0) for number in numbers], request, False, what)
     wait_reserved(waiting, placement_timeout, what)

@@ -151,7 +151,7 @@ class RayWorkerGroup(WorkerGroup):
             WorkerDiedError: one of them does not live.
         """
         recipe = None if ray_cls_with_init is None else Recipe(ray_cls_with_init)
-        found = find_workers(name_prefix, worker_names, worker_handles, recipe and recipe.name, namespace)
+        found = find_workers(name_prefix, worker_names, worker_handles, recipe.name if recipe else None, namespace)
         classes = found.classes() if recipe is None else recipe.classes
         stem = found.engine.ranks[0].name.rpartition("_")[0]
         self = cls._attached(classes, f"group {stem} (attached)", found.engine.ranks, found.master)

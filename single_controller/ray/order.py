@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from single_controller.ray.devices import device_key
 from single_controller.ray.runtime import address_key
@@ -25,6 +26,16 @@ class Slot:
     group: PlacementGroup | None
     bundle: int
     entry: int
+
+    def inside(self) -> PlacementGroupSchedulingStrategy:
+        """Ray's strategy that puts an actor or a task here.
+
+        Raises:
+            RuntimeError: the slot is not reserved.
+        """
+        if self.group is None:
+            raise RuntimeError("a slot that is not reserved holds nothing")
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
 
 
 class Spot(NamedTuple):

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from single_controller.base.closing import Closing
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
-from single_controller.ray.accelerators import accelerator_names, devices_in
 from single_controller.ray.dry_run import Outlook, PoolPlan, foresee, plan_pool
-from single_controller.ray.order import Seat, Slot, Spot, seated
+from single_controller.ray.order import Seat, Slot
 from single_controller.ray.packing import Request
-from single_controller.ray.placement import Placement, reserve, wait_reserved
+from single_controller.ray.placement import Placement, reserve
 from single_controller.ray.pool_options import PoolOptions
-from single_controller.ray.runtime import Node, ensure_ray, nodes
+from single_controller.ray.runtime import Node, ensure_ray, nodes, session
+from single_controller.ray.seating import Seating
 from single_controller.ray.tenants import Occupant, Tenants
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ class RayResourcePool(Closing, ResourcePool):
         """What every pool has, whoever reserved its slots."""
         self.options = options
         self._placing = threading.Lock()
-        self._settling = threading.RLock()
-        self._placement: Placement | None = None
-        self._seats: tuple[Seat, ...] | None = None
+        self._seating: Seating | None = None
         self._closed = False
         self.tenants = Tenants(options.max_colocate_count)
 
@@ -247,10 +245,13 @@ class RayResourcePool(Closing, ResourcePool):
     def plan(self) -> PoolPlan:
         """Where every rank is, or would be: node, bundle and device; and what is short. Nothing is started by it.
 
+        Devices are known when a process has been there: of the first group, or of what asks before a slice is used.
+        Until then the ranks of one node stand in the order of their entries.
+
         Raises:
             GroupClosedError: the pool is closed.
         """
-        self._check_open()
+        self._check_known()
         cluster = nodes()
         outlook = self.outlook(cluster, [dict(node.free) for node in cluster])
         return plan_pool(repr(self), [outlook], outlook.seats, cluster)
@@ -271,13 +272,13 @@ class RayResourcePool(Closing, ResourcePool):
         with self._placing:
             self._check_open()
             extra = dict(resources or {})
-            if self._placement is None:
-                request = self.request(bin_pack, extra)
-                self._placement = reserve(request, self.name_prefix, self.detached, repr(self))
+            if self._seating is None:
+                placement = reserve(self.request(bin_pack, extra), self.name_prefix, self.detached, repr(self))
+                self._seating = Seating(placement, self.placement_timeout, repr(self))
                 if self.detached:
-                    self._placement.keep()
+                    placement.keep()
                 return
-            has = self._placement.bundle
+            has = self._seating.placement.bundle
             lacking = {name: amount for name, amount in extra.items() if has.get(name, 0.0) < amount}
             if lacking:
                 raise PlacementError(
@@ -293,11 +294,7 @@ class RayResourcePool(Closing, ResourcePool):
             GroupClosedError: the pool is closed.
         """
         self.place()
-        with self._settling:
-            placement = self._reserved()
-            if self._seats is None:
-                wait_reserved(placement, self.placement_timeout, repr(self))
-                self._seats = self._seated(self._with_devices(placement.slots, placement.spots()))
+        self._reserved().settle()
 
     def slots(self) -> list[Slot]:
         """The reserved slots, by rank where their order is known, else as declared; reserves them if need be.
@@ -307,12 +304,11 @@ class RayResourcePool(Closing, ResourcePool):
             GroupClosedError: the pool is closed.
         """
         self.place()
-        declared = self._reserved().slots
-        return declared if self._seats is None else [seat.slot for seat in self._seats]
+        return self._reserved().slots()
 
     def placements(self) -> list[Placement]:
         """What holds the slots: one, unless they are several pools'."""
-        return [self._placement] if self._placement is not None else []
+        return [self._seating.placement] if self._seating is not None else []
 
     def rank_order(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
         """Which slot holds which rank. The first group that asks fixes the order.
@@ -324,23 +320,14 @@ class RayResourcePool(Closing, ResourcePool):
         Returns:
             By rank: (index of the slot, location).
         """
-        found = {(slot.group, slot.bundle): number for number, slot in enumerate(slots)}
-        with self._settling:
-            if self._seats is None:
-                spots = [Spot(where.address, where.hostname, where.node_id, where.devices) for where in locations]
-                if self._device_kinds() and not all(spot.devices for spot in spots):
-                    spots = self._with_devices(slots, spots)  # these processes take no share of the devices
-                self._seats = self._seated(spots)
-            order = [found[seat.slot.group, seat.slot.bundle] for seat in self._seats]
-            self.learn(range(len(order)), [locations[number] for number in order])
-        return [(number, locations[number]) for number in order]
+        return self._reserved().rank_order(slots, locations)
 
     # --- what views and plans ask -----------------------------------------------------------------------
 
     @property
     def settled(self) -> bool:
         """Whether the order of the slots is known."""
-        return self._seats is not None
+        return self._seating is not None and self._seating.seats is not None
 
     @property
     def reorders(self) -> bool:
@@ -352,16 +339,19 @@ class RayResourcePool(Closing, ResourcePool):
         """Whether the order of the slots was given, rather than found."""
         return False
 
+    def roots(self) -> list[RayResourcePool]:
+        """The pools that reserved the slots: this one."""
+        return [self]
+
     def members(self) -> Members:
         """The slots by rank, each by the pool that reserved it and its number there."""
         return [(self, number) for number in range(self.world_size)]
 
     def seats(self) -> list[Seat]:
         """The slots by rank, and where they lie if that is known; as declared until then. Waits for nothing."""
-        if self._seats is not None:
-            return list(self._seats)
-        slots = self.request().slots() if self._placement is None else self._placement.declared
-        return [Seat(slot) for slot in slots]
+        if self._seating is None:
+            return [Seat(slot) for slot in self.request().slots()]
+        return list(self._seating.seats or map(Seat, self._seating.placement.declared))
 
     def request(self, bin_pack: bool = True, extra: Mapping[str, float] | None = None) -> Request:
         """What Ray is asked for; what it was asked for, once it was.
@@ -370,8 +360,8 @@ class RayResourcePool(Closing, ResourcePool):
             bin_pack: as for `place`.
             extra: as for `place`.
         """
-        if self._placement is not None:
-            return self._placement.request
+        if self._seating is not None:
+            return self._seating.placement.request
         strategy = self.options.default_strategy(bin_pack)
         return Request(tuple(self.store), {**self.bundle, **(extra or {})}, strategy, self.options.across_nodes)
 
@@ -382,32 +372,18 @@ class RayResourcePool(Closing, ResourcePool):
             cluster: the nodes.
             left: what is free on each; what the slots would take is taken off.
         """
-        if self._placement is None:
+        if self._seating is None:
             return foresee(self.request(), cluster, left)
-        outlook = self._placement.outlook(cluster, left)
-        if outlook.state != "placed":
-            return outlook
-        seats = self._seats
-        if seats is None:
-            unknown = None if self._device_kinds() else ()
-            seats = self._seated([spot._replace(devices=unknown) for spot in self._placement.spots()])
-        return Outlook(outlook.request, "placed", seats)
+        return self._seating.outlook(cluster, left)
 
     def learn(self, numbers: Sequence[int], locations: Sequence[Location]) -> None:
-        """Note where processes found themselves: that is newer than what was known. A node may have died since.
+        """Note where processes found themselves.
 
         Args:
             numbers: numbers of their slots.
             locations: where the process in each found itself.
         """
-        with self._settling:
-            seats = list(self._seats or ())
-            for number, where in zip(numbers, locations, strict=True):
-                known = seats[number].spot
-                devices = where.devices or (known.devices if known is not None else None)
-                spot = Spot(where.address, where.hostname, where.node_id, devices)
-                seats[number] = seats[number]._replace(spot=spot)
-            self._seats = tuple(seats)
+        self._reserved().learn(numbers, locations)
 
     # --- the groups in it -------------------------------------------------------------------------------
 
@@ -446,26 +422,20 @@ class RayResourcePool(Closing, ResourcePool):
         if self.closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")
 
-    def _reserved(self) -> Placement:
+    def _check_known(self) -> None:
+        """Raise where there is nothing to plan with."""
         self._check_open()
-        if self._placement is None:
+        for placement in self.placements():
+            placement.check_open()
+        if session() is None:
+            raise GroupClosedError(f"{self!r}: Ray was shut down; make a new pool")
+
+    def _reserved(self) -> Seating:
+        self._check_open()
+        if self._seating is None:
             raise PlacementError(f"{self!r} is not reserved")
-        self._placement.check_open()
-        return self._placement
-
-    def _seated(self, spots: Sequence[Spot]) -> tuple[Seat, ...]:
-        entries = self.store if self.options.across_nodes else None
-        return seated(self._reserved().slots, spots, entries)
-
-    def _device_kinds(self) -> set[str]:
-        return {"GPU", *accelerator_names()} & set(self.bundle)
-
-    def _with_devices(self, slots: Sequence[Slot], spots: Sequence[Spot]) -> list[Spot]:
-        kinds = self._device_kinds()
-        if not kinds:
-            return [spot._replace(devices=()) for spot in spots]
-        devices = devices_in(slots, kinds, self.placement_timeout, repr(self))
-        return [spot._replace(devices=ids) for spot, ids in zip(spots, devices, strict=True)]
+        self._seating.placement.check_open()
+        return self._seating
 
 
 def _home(seat: Seat) -> tuple[int, str]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from single_controller.base.pool import ResourcePool
-from single_controller.ray.dry_run import PoolPlan, plan_pool
+from single_controller.ray.dry_run import Outlook, PoolPlan, foresee, plan_pool, refuse_impossible
 from single_controller.ray.order import Seat, Slot, rank_key
+from single_controller.ray.packing import Request
 from single_controller.ray.placement import Placement
 from single_controller.ray.pool import Members, RayResourcePool
 from single_controller.ray.runtime import nodes
@@ -45,6 +46,7 @@ class PoolView(RayResourcePool):
             numbers == sorted(numbers) for _, numbers in self._parts
         )
         self._sorts = merged and not self._by_user
+        self._sorted: Members | None = None
         self._size = sum(len(numbers) for _, numbers in self._parts)
         first = self._parts[0][0]
         for source, _ in self._parts:
@@ -88,26 +90,40 @@ class PoolView(RayResourcePool):
 
     def plan(self) -> PoolPlan:
         """See `RayResourcePool.plan`."""
-        self._check_open()
+        self._check_known()
         cluster = nodes()
+        joint = self._joint()
+        if joint is not None and foresee(joint, cluster, [dict(node.total) for node in cluster]).state == "impossible":
+            return plan_pool(repr(self), [Outlook(joint, "impossible")], None, cluster)
         left = [dict(node.free) for node in cluster]
-        outlooks = {root: root.outlook(cluster, left) for root in self._roots()}
+        outlooks = {root: root.outlook(cluster, left) for root in self.roots()}
         seats_of = {root: outlook.seats for root, outlook in outlooks.items() if outlook.seats is not None}
-        seats = self._seats_in(seats_of) if len(seats_of) == len(outlooks) else None
+        seats = None
+        if len(seats_of) == len(outlooks):
+            members = self._by_place(self._listed(), seats_of) if self._sorts and not self.settled else self.members()
+            seats = self._seats_in(members, seats_of)
         return plan_pool(repr(self), list(outlooks.values()), seats, cluster)
 
     # --- reserving --------------------------------------------------------------------------------------
 
     def place(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> None:
-        """Reserve the parents' slots that are not reserved yet."""
+        """Reserve the parents' slots that are not reserved yet.
+
+        Raises:
+            PlacementError: the cluster could never hold them, all the parents' side by side.
+            GroupClosedError: this pool or a parent is closed.
+        """
         self._check_open()
-        for root in self._roots():
+        joint = self._joint(bin_pack, resources)
+        if joint is not None and not all(root.placements() for root in self.roots()):
+            refuse_impossible(joint.entries, joint.bundle, joint.strategy, nodes(), repr(self))
+        for root in self.roots():
             root.place(bin_pack, resources)
 
     def settle(self) -> None:
         """Wait until the parents' slots lie somewhere, and fix their order."""
         self.place()
-        for root in self._roots():
+        for root in self.roots():
             root.settle()
         self._check_once(self.members())
 
@@ -122,11 +138,11 @@ class PoolView(RayResourcePool):
 
     def placements(self) -> list[Placement]:
         """What holds the slots."""
-        return [placement for root in self._roots() for placement in root.placements()]
+        return [placement for root in self.roots() for placement in root.placements()]
 
     def rank_order(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
         """The slots stand by rank already."""
-        for root in self._roots():
+        for root in self.roots():
             mine = [(number, rank) for rank, (pool, number) in enumerate(self.members()) if pool is root]
             root.learn([number for number, _ in mine], [locations[rank] for _, rank in mine])
         return list(enumerate(locations))
@@ -136,7 +152,7 @@ class PoolView(RayResourcePool):
     @property
     def settled(self) -> bool:
         """Whether the order of the parents' slots is known."""
-        return all(root.settled for root in self._roots())
+        return all(root.settled for root in self.roots())
 
     @property
     def reorders(self) -> bool:
@@ -148,17 +164,23 @@ class PoolView(RayResourcePool):
         """Whether the order of the slots was given, rather than found."""
         return self._by_user
 
+    def roots(self) -> list[RayResourcePool]:
+        """The pools that reserved the slots; those that may have, while a merged parent has no order yet."""
+        if any(parent.reorders for parent in self.parents):
+            return list(dict.fromkeys(root for parent in self.parents for root in parent.roots()))
+        return list(dict.fromkeys(root for root, _ in self._listed()))
+
     def members(self) -> Members:
         """The slots by rank, each by the pool that reserved it and its number there."""
-        members = self._listed()
         if not (self._sorts and self.settled):
-            return members
-        seats_of = {root: root.seats() for root in self._roots()}
-        return self._by_place(members, seats_of)
+            return self._listed()
+        if self._sorted is None:
+            self._sorted = self._by_place(self._listed(), {root: root.seats() for root in self.roots()})
+        return list(self._sorted)
 
     def seats(self) -> list[Seat]:
         """The slots by rank, and where they lie if that is known; as declared until then. Waits for nothing."""
-        return self._seats_in({root: root.seats() for root in self._roots()})
+        return self._seats_in(self.members(), {root: root.seats() for root in self.roots()})
 
     def admit(
         self,
@@ -173,7 +195,7 @@ class PoolView(RayResourcePool):
             self.place(bin_pack, resources)  # only then is it known which slots these are
             self.settle()
         members = self.members() if counted else []
-        for root in self._roots():
+        for root in self.roots():
             root.tenants.admit(group, [number for pool, number in members if pool is root], repr(self))
         self._note(group)
 
@@ -194,9 +216,13 @@ class PoolView(RayResourcePool):
             if isinstance(parent, PoolView):
                 parent._note(group)
 
-    def _roots(self) -> list[RayResourcePool]:
-        """The pools that reserved the slots, in order."""
-        return list(dict.fromkeys(root for root, _ in self._listed()))
+    def _joint(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> Request | None:
+        """What the parents ask for as one request; None where it is not of one kind."""
+        requests = [root.request(bin_pack, resources) for root in self.roots()]
+        first = requests[0]
+        if any(other.bundle != first.bundle or other.strategy != first.strategy for other in requests):
+            return None
+        return Request(tuple(size for request in requests for size in request.sizes), first.bundle, first.strategy)
 
     def _listed(self) -> Members:
         members: Members = []
@@ -205,14 +231,11 @@ class PoolView(RayResourcePool):
             members += [of_source[number] for number in numbers]
         return members
 
-    def _seats_in(self, seats_of: Mapping[RayResourcePool, Sequence[Seat]]) -> list[Seat]:
-        """The seats by rank. Entries are numbered through, in the order of the parts."""
-        members = self._listed()
+    def _seats_in(self, members: Members, seats_of: Mapping[RayResourcePool, Sequence[Seat]]) -> list[Seat]:
+        """The members' seats. Entries are numbered through, in the order of the parts."""
         entries: dict[tuple[RayResourcePool, int], int] = {}
-        for root, number in members:
+        for root, number in self._listed():
             entries.setdefault((root, seats_of[root][number].slot.entry), len(entries))
-        if self._sorts:
-            members = self._by_place(members, seats_of)
         seats = []
         for root, number in members:
             slot, spot = seats_of[root][number]

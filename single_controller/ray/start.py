@@ -17,7 +17,6 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dispatch.plan import CallPlan
 from single_controller.base.engine import Sent
@@ -127,9 +126,9 @@ def start_ranks(
     with _ended_on_error() as actors:
         locations = _make(plan, slots, names, actors, again=True)
         ranks = list(engine.ranks)
-        for place, (rank, order) in enumerate(zip(chosen, orders, strict=True)):
-            ranks[rank] = Rank(actors[place], names[place], locations[place], slots[place], order)
-        anew = RayEngine(ranks)
+        for place, (number, order) in enumerate(zip(chosen, orders, strict=True)):
+            ranks[number] = Rank(actors[place], names[place], locations[place], slots[place], order)
+        anew = RayEngine(ranks, plan.pool)
         receipts = {ranks[k].actor._sc_start.remote(ranks[k].order, packed, master): k for k in chosen}
         run(anew, CallPlan.empty(anew.world_size).only(chosen), Sent(receipts))
     return anew
@@ -192,7 +191,7 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
     end = time.monotonic() + (NAME_FREE_SECONDS if again else 0.0)
 
     def make(slot: Slot, name: str) -> ActorHandle:
-        where = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
+        where = slot.inside()
         while True:
             try:
                 actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()
@@ -235,7 +234,7 @@ def _run_constructors(
         order = StartOrder(number, world_size, placed[home], sizes[home], plan.environment, node_rank)
         placed[home] += 1
         started.append(replace(rank, order=order))
-    engine = RayEngine(started)
+    engine = RayEngine(started, plan.pool)
     receipts = {rank.actor._sc_start.remote(rank.order, packed, master): k for k, rank in enumerate(started)}
     run(engine, CallPlan.empty(world_size), Sent(receipts))
     address, port = ray.get(master)

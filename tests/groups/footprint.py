@@ -83,8 +83,9 @@ def runs(pid: int) -> bool:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether the port can be bound, without sharing it."""
+    """Whether nobody listens on the port. Connections that the kernel keeps for a while after their end don't count."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError:

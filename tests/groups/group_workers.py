@@ -473,8 +473,8 @@ class Actor(Worker):
         return self.value
 
     @register(Dispatch.ONE_TO_ALL)
-    def stand(self, dp):
-        self.register_layout(dp=dp[self.rank])
+    def stand(self, dp, tp):
+        self.register_layout(dp=dp[self.rank], tp=tp[self.rank])
 
     @register(Dispatch.MEGATRON_COMPUTE)
     def on_dp(self, x):

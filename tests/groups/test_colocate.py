@@ -65,12 +65,12 @@ def test_batches_async_methods_and_futures(group):
 
 
 def test_each_role_stands_where_it_says(group):
-    group.actor.stand([0, 0, 1, 1])
-    group.critic.stand([0, 1, 2, 3])
+    group.actor.stand(dp=[0, 0, 1, 1], tp=[0, 1, 0, 1])
+    group.critic.stand(dp=[0, 1, 2, 3], tp=[0, 0, 0, 0])
     assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (2, "b")]
     assert group.critic.on_dp(list("abcd")) == list(enumerate("abcd"))
     assert (group.actor.dp_size, group.critic.dp_size) == (2, 4)
-    group.actor.stand([0, 1, 0, 1])  # said anew by one role: heard by that role
+    group.actor.stand(dp=[0, 1, 0, 1], tp=[0, 0, 1, 1])  # said anew by one role: heard by that role
     assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (1, "b")]
 
 
@@ -96,7 +96,7 @@ def test_what_is_no_method_is_explained(group):
         group.execute_all_sync("unregistered")
     with pytest.raises(AttributeError, match="did you mean 'actor'"):
         group.aktor  # noqa: B018
-    with pytest.raises(AttributeError, match="has no method 'twyce'; did you mean 'twice'"):
+    with pytest.raises(AttributeError, match="has no method 'twyce', nor has Critic; did you mean 'twice'"):
         group.critic.twyce(1)
     assert {"actor", "critic"} <= set(dir(group)) and "twice" in dir(group.critic)
 

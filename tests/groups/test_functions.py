@@ -33,7 +33,7 @@ def test_rank_zero_alone_gets_the_arguments_as_they_are(counters):
 
 
 def test_what_is_no_function_and_what_raises(counters):
-    with pytest.raises(DispatchError, match=r"takes a function first, then batches; got 3"):
+    with pytest.raises(DispatchError, match=r"takes a function first, then batches; got an int 3"):
         counters.execute_with_func_generator(3)
     with pytest.raises(WorkerError, match=r"execute_with_func_generator\(\) raised ZeroDivisionError on rank"):
         counters.execute_with_func_generator(lambda worker: 1 / 0)

@@ -1,0 +1,234 @@
+"""Where ranks lie and which devices they have, on logical GPUs and on several nodes, each in a Ray of its own.
+
+The references are what Ray says in the worker (`placed_workers`) and Ray's table of placement groups.
+"""
+
+import pytest
+from test_other_clusters import run
+
+from workers.device import DeviceError, visible_index
+
+PREAMBLE = """
+        from placed_workers import Placed
+        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+        def placed(): return RayClassWithInitArgs(Placed)
+        def refused(make):
+            begin = time.monotonic()
+            try:
+                make()
+            except (PlacementError, ValueError) as error:
+                return str(error) if time.monotonic() - begin < 2 else "too late"
+"""
+
+
+def test_devices_are_shared_ordered_and_known():
+    out = run(
+        PREAMBLE
+        + """
+        ray.init("local", num_cpus=16, num_gpus=12, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
+        def gpus(where): return [",".join(w["gpus"]) for w in where]
+
+        # Two digits: what remains beside nine GPUs in use is 9, 10 and 11.
+        others = placement_group([{"GPU": 9}])
+        assert others.wait(30)
+        with RayResourcePool([3], max_colocate_count=2) as pool:
+            print("> before:", [r.devices for r in pool.plan().ranks], pool.plan().state)
+            with RayWorkerGroup(pool, placed()) as group:
+                where, said = group.where(), group.said()
+                print("> order:", gpus(where), [s["devices"] for s in said])
+                print("> rays list:", [w["visible"] for w in where], group.index())
+                print("> plan:", [r.device for r in pool.plan().ranks], [r.device for r in group.plan().ranks])
+                with RayWorkerGroup(pool[1:3], placed()) as second:
+                    print("> shared:", gpus(second.where()), [w["assigned"]["GPU"] for w in second.where()])
+                    print("> full:", "is full" in refused(lambda: RayWorkerGroup(pool[2:], placed())))
+                bundles = [w["bundle"] for w in where]
+            with RayWorkerGroup(pool, placed()) as again:
+                print("> stable:", [w["bundle"] for w in again.where()] == bundles, gpus(again.where()))
+        remove_placement_group(others)
+
+        # A slice comes first: short tasks ask for the devices. The whole pool sees the same order.
+        with RayResourcePool([4], num_gpus=0.5, max_colocate_count=1) as halves:
+            with RayWorkerGroup(halves[1:3], placed()) as middle:
+                two = gpus(middle.where())
+                with RayWorkerGroup(halves[3], placed()) as last:
+                    four = gpus(last.where())
+            with RayWorkerGroup(halves, placed(), use_gpu=False) as group:
+                print("> without:", [s["devices"] for s in group.said()])
+            with RayWorkerGroup(halves, placed()) as group:
+                all_four = gpus(group.where())
+                print("> halves:", all_four == sorted(all_four, key=int), two == all_four[1:3], four == all_four[3:],
+                      len(set(all_four)), {w["assigned"]["GPU"] for w in group.where()})
+
+        # Whoever asks Ray not to set the list sees all devices, and still knows its own.
+        with RayResourcePool([3], max_colocate_count=1) as pool:
+            noset = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            with RayWorkerGroup(pool[1:], placed(), worker_env=noset) as group:
+                where = group.where()
+                print("> noset:", [w["visible"] for w in where], group.index() == [int(g) for g in gpus(where)],
+                      gpus(where) == [s["devices"][0] for s in group.said()], where[0]["gpus"] != where[1]["gpus"])
+
+        # A custom resource whose units are devices.
+        with RayResourcePool([2], use_gpu=False, resources={"NPU": 1}, max_colocate_count=1) as pool:
+            with RayWorkerGroup(pool, placed()) as group:
+                where = group.where()
+                print("> npu:", [w["npus"] for w in where], [w["ascend"] for w in where],
+                      [s["devices"] for s in group.said()])
+
+        for entries, options in (([16], {}), ([13], {"across_nodes": True}), ([3], {"num_gpus": 5})):
+            print("> short:", refused(RayResourcePool(entries, **options).place).splitlines()[-1])
+    """
+    )
+    assert out == [
+        "> before: [None, None, None] fits",
+        "> order: ['9', '10', '11'] [('9',), ('10',), ('11',)]",
+        "> rays list: ['9', '10', '11'] [0, 0, 0]",
+        "> plan: ['9', '10', '11'] ['9', '10', '11']",
+        "> shared: ['10', '11'] [0.5, 0.5]",
+        "> full: True",
+        "> stable: True ['9', '10', '11']",
+        "> without: [(), (), (), ()]",
+        "> halves: True True True 2 {0.5}",
+        "> noset: [None, None] True True True",
+        "> npu: [['0'], ['1']] ['0', '1'] [('0',), ('1',)]",
+        "> short: missing: 4 GPU (asked 16, there are 12)",
+        "> short: missing: 1 GPU (asked 13, there are 12)",
+        "> short: missing: 3 GPU (asked 15, there are 12)",
+    ]
+
+
+CLUSTER = (
+    PREAMBLE
+    + """
+        from ray.cluster_utils import Cluster
+        cluster = Cluster(initialize_head=True, head_node_args={
+            "num_cpus": 0, "include_dashboard": False, "node_ip_address": "127.0.0.1"})
+        ray.init(cluster.address, log_to_driver=False)
+        # The larger address joins first, and has fewer of everything.
+        ten = cluster.add_node(num_cpus=4, num_gpus=2, node_ip_address="127.0.0.10", resources={"disk": 1})
+        two = cluster.add_node(num_cpus=4, num_gpus=4, node_ip_address="127.0.0.2")
+        cluster.wait_for_nodes()
+        name = {ten.node_id: "ten", two.node_id: "two"}
+        def homes(group): return " ".join(name[w["node"]] for w in group.where())
+        def locals(group): return [s["local"] for s in group.said()], [s["node_rank"] for s in group.said()]
+        def foreseen(pool): return [name[r.node_id] for r in pool.plan().ranks]
+        def tabled(group):
+            "By rank, the node that Ray's table of placement groups gives."
+            table = placement_group_table()
+            return " ".join(name[table[w["group"]]["bundles_to_node_id"][w["bundle"]]] for w in group.where())
+"""
+)
+
+
+def test_several_nodes_in_every_shape():
+    out = run(
+        CLUSTER
+        + """
+        for entries in ([2, 2], [2, 4]):
+            with RayResourcePool(entries, max_colocate_count=1, num_cpus=0.5) as pool:
+                plan = foreseen(pool)
+                with RayWorkerGroup(pool, placed()) as group:
+                    print(">", entries, homes(group), *locals(group))
+                    print("> as foreseen and tabled:", plan == homes(group).split(), tabled(group) == homes(group),
+                          [r.node_id for r in pool.plan().ranks] == [w["node"] for w in group.where()],
+                          [r.device for r in group.plan().ranks] == [s["devices"][0] for s in group.said()])
+                    said = group.said()
+                    print("> master:", {s["master"] for s in said}, sorted({s["NODE_RANK"] for s in said}))
+                if entries == [2, 4]:
+                    first, second = split_resource_pool(pool, [3, 3])
+                    third = merge_resource_pool(second[1:], first[0])
+                    with RayWorkerGroup(second, placed()) as group, RayWorkerGroup(first[::2], placed()) as other:
+                        print("> split:", homes(group), *locals(group), "|", homes(other))
+                    with RayWorkerGroup(third, placed()) as group:  # merged ranks stand by node again
+                        print("> merged:", homes(group), *locals(group), third.store)
+        print("> side by side:", refused(RayResourcePool([3, 3]).place).splitlines()[-1])
+        print("> one node:", refused(RayResourcePool([5]).place).splitlines()[-1])
+        shortage = refused(RayResourcePool([3], resources={"disk": 1}).place)
+        print("> disk:", shortage.splitlines()[-1], "lacks" in shortage)
+        print("> apart:", refused(RayResourcePool([4], strategy="STRICT_SPREAD", use_gpu=False).place).splitlines()[-1])
+    """
+    )
+    assert out == [
+        "> [2, 2] two two ten ten [(0, 2), (1, 2), (0, 2), (1, 2)] [0, 0, 1, 1]",
+        "> as foreseen and tabled: True True True True",
+        "> master: {'127.0.0.2'} ['0', '1']",
+        "> [2, 4] two two two two ten ten [(0, 4), (1, 4), (2, 4), (3, 4), (0, 2), (1, 2)] [0, 0, 0, 0, 1, 1]",
+        "> as foreseen and tabled: True True True True",
+        "> master: {'127.0.0.2'} ['0', '1']",
+        "> split: two ten ten [(0, 1), (0, 2), (1, 2)] [0, 1, 1] | two two",
+        "> merged: two ten ten [(0, 1), (0, 2), (1, 2)] [0, 1, 1] [2, 1]",
+        "> side by side: missing: nodes that hold whole entries; the entries do not fit side by side",
+        "> one node: missing: a node for 5 processes; the largest holds 4",
+        "> disk: missing: 2 disk (asked 3, there are 1) True",
+        "> apart: missing: 4 nodes, one for each process; 2 can hold one",
+    ]
+
+
+def test_strategies_and_given_groups_on_several_nodes():
+    out = run(
+        CLUSTER
+        + """
+        options = {"max_colocate_count": 1, "num_cpus": 0.5}
+        with RayResourcePool([3, 3], across_nodes=True, **options) as pool:  # one placement group; entries fill up
+            plan = foreseen(pool)
+            with RayWorkerGroup(pool, placed()) as group:
+                print("> across:", homes(group), *locals(group), plan == homes(group).split())
+                print("> one group:", len({w["group"] for w in group.where()}))
+        with RayResourcePool([2], strategy="STRICT_SPREAD", **options) as pool, RayWorkerGroup(pool, placed()) as group:
+            print("> apart:", homes(group), *locals(group), pool.local_world_sizes())
+        with RayResourcePool([4], use_gpu=False, strategy="SPREAD") as pool, RayWorkerGroup(pool, placed()) as group:
+            print("> spread:", homes(group), *locals(group))
+
+        pg = placement_group([{"CPU": 0.5, "GPU": 1}] * 4, strategy="SPREAD")
+        assert pg.wait(30)
+        node_of = {index: name[node] for index, node in placement_group_table(pg)["bundles_to_node_id"].items()}
+        ones = [index for index in range(4) if node_of[index] == "ten"]
+        others = [index for index in range(4) if node_of[index] == "two"]
+        order = [ones[0], others[0], ones[1], others[1]]
+        pool = RayResourcePool.from_placement_group((pg, order), max_colocate_count=1)
+        with RayWorkerGroup(pool, placed()) as group:
+            print("> given:", homes(group), [w["bundle"] for w in group.where()] == order, *locals(group), pool.store)
+            devices = [s["devices"] for s in group.said()]
+            print("> devices:", [r.devices for r in pool.plan().ranks] == devices, (), group.said()[0]["master"])
+        every = RayResourcePool.from_placement_group(pg, max_colocate_count=1)
+        with RayWorkerGroup(every, placed()) as group:
+            where = group.where()
+            print("> found:", homes(group), [w["gpus"] for w in where] == sorted([w["gpus"] for w in where[:2]]) +
+                  sorted([w["gpus"] for w in where[2:]]))
+        pool.close()
+        print("> kept:", placement_group_table(pg)["state"])
+    """
+    )
+    assert out == [
+        "> across: two two two two ten ten [(0, 3), (1, 3), (2, 3), (0, 1), (0, 2), (1, 2)] [0, 0, 0, 0, 1, 1] True",
+        "> one group: 1",
+        "> apart: two ten [(0, 1), (0, 1)] [0, 1] [1, 1]",
+        "> spread: two two ten ten [(0, 2), (1, 2), (0, 2), (1, 2)] [0, 0, 1, 1]",
+        "> given: ten two ten two True [(0, 2), (0, 2), (1, 2), (1, 2)] [0, 1, 0, 1] [2, 2]",
+        "> devices: True () 127.0.0.10",
+        "> found: two two ten ten True",
+        "> kept: CREATED",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device_id", "variables", "amd", "index"),
+    [
+        ("3", {}, False, 3),
+        ("3", {"CUDA_VISIBLE_DEVICES": "3"}, False, 0),
+        ("5", {"CUDA_VISIBLE_DEVICES": "4, 5,6"}, False, 1),
+        ("GPU-9f", {"CUDA_VISIBLE_DEVICES": "GPU-1c,GPU-9f"}, False, 1),
+        ("3", {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "3"}, True, 0),
+        ("3", {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "3"}, False, 1),
+        ("3", {"CUDA_VISIBLE_DEVICES": "2,3"}, True, 1),
+        ("3", {"ASCEND_RT_VISIBLE_DEVICES": "0"}, False, 3),
+    ],
+)
+def test_a_devices_index_is_its_place_in_the_list(device_id, variables, amd, index):
+    assert visible_index(device_id, variables, amd) == index
+
+
+def test_a_device_that_is_hidden_is_said():
+    with pytest.raises(DeviceError, match=r"device 4, but CUDA_VISIBLE_DEVICES='0,1' hides it.*worker_env"):
+        visible_index("4", {"CUDA_VISIBLE_DEVICES": "0,1"})
+    with pytest.raises(DeviceError, match="no number"):
+        visible_index("GPU-9f", {})
