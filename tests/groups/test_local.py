@@ -596,8 +596,6 @@ def test_roles(threads):
         assert caught.value.role == "critic"
         with pytest.raises(AttributeError, match="no actors"):
             group.critic.workers  # noqa: B018
-        group.actor.stand([0, 1])
-        assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (1, "b")]
         group.critic.restart()
         assert group.actor.add(0) == [1, 1]
 
@@ -642,10 +640,9 @@ class TestCollectives:
         assert again.join_as_torch_imports_it() == [1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_worker_that_imports_torch_itself(world_size):
+def test_a_worker_that_imports_torch_itself():
     """Before the call nobody had imported it; after the call it is as torch made it."""
-    code = f"""
+    code = """
         import sys
         from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerError, register
 
@@ -657,11 +654,12 @@ def test_a_worker_that_imports_torch_itself(world_size):
                 return dist.get_world_size()
 
         assert "torch" not in sys.modules
-        with LocalWorkerGroup({world_size}, ClassWithInitArgs(Mine)) as group:
-            try:
-                print(group.join())
-            except WorkerError as error:
-                print("no collectives between them" in str(error), type(error.__cause__).__name__)
+        for world_size in (2, 1):
+            with LocalWorkerGroup(world_size, ClassWithInitArgs(Mine)) as group:
+                try:
+                    print(group.join())
+                except WorkerError as error:
+                    print("no collectives between them" in str(error), type(error.__cause__).__name__)
         import torch.distributed as dist
         from torch.distributed import device_mesh, distributed_c10d
         left = [dist.init_process_group, device_mesh.init_process_group, distributed_c10d.rendezvous]
@@ -675,9 +673,7 @@ def test_a_worker_that_imports_torch_itself(world_size):
         timeout=60,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    lines = done.stdout.splitlines()
-    assert lines[:1] == (["[1]"] if world_size == 1 else ["True LocalEngineError"]), done.stderr
-    assert lines[1:] == ["[] False", "[]"]
+    assert done.stdout.splitlines() == ["True LocalEngineError", "[1]", "[] False", "[]"], done.stderr
 
 
 @pytest.mark.parametrize("name", ["workers", "worker_names", "resource_pool", "detached", "master_port"])
