@@ -72,6 +72,24 @@ def test_base_never_imports_ray():
     assert done.stdout.strip() == "fine", done.stderr
 
 
+def test_the_engine_in_this_process_starts_no_ray_and_is_imported_when_asked_for():
+    done = python("""
+        import sys
+        import single_controller
+        print("ray" in sys.modules, "single_controller.local" in sys.modules)
+        from single_controller import LocalWorkerGroup
+        import ray
+        print(ray.is_initialized(), "torch" in sys.modules, "single_controller.ray.group" in sys.modules)
+    """)
+    assert done.stdout.split() == ["False", "False", "False", "False", "False"], done.stderr
+
+
+def test_only_local_and_who_uses_it_know_of_it():
+    for folder in ("base", "ray"):
+        for file in (ROOT / "single_controller" / folder).glob("*.py"):
+            assert "single_controller.local" not in file.read_text(), file
+
+
 def test_the_wheel_has_exactly_the_three_packages():
     top = importlib.metadata.distribution("single-controller").read_text("top_level.txt")
     assert set(top.split()) == {"dispatch", "single_controller", "workers"}
@@ -105,7 +123,9 @@ def test_a_type_checker_still_knows_a_registered_method(tmp_path):
     assert 'incompatible type "str"; expected "int"' in done.stdout
 
 
-@pytest.mark.parametrize("package", ["single_controller", "single_controller.ray", "workers"])
+@pytest.mark.parametrize(
+    "package", ["single_controller", "single_controller.local", "single_controller.ray", "workers"]
+)
 def test_every_name_that_a_package_promises_can_be_imported(package):
     module = importlib.import_module(package)
     assert set(module.__all__) == set(module._HOMES) <= set(dir(module))

@@ -313,7 +313,9 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
                 device=options.device,
                 role=self._role,
             )
-        if future:
+        if future and self._engine.in_turn:
+            monitor.poll(call)  # it has ended
+        elif future:
             monitor.watch(call)
         return call
 

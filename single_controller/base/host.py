@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from dispatch.plan import CallPlan, Shard, Slot, merge_arguments
 from dispatch.register import MethodSpec, label, method_spec
 from single_controller.base.later import LaterPart
 from single_controller.base.worker import Place, Standing, Worker, assign
+
+logger = logging.getLogger(__name__)
 
 CANCEL_SECONDS = 1.0
 """How long a task on a worker's event loop may take to end, after it was cancelled."""
@@ -105,6 +108,7 @@ class WorkerHost:
             self.worker = cls(*args, **kwargs)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
+        self._closed = False
 
     @property
     def standing(self) -> Standing:
@@ -150,11 +154,17 @@ class WorkerHost:
             return Answer(value, None, str(error), empty, began, ended)
 
     def close(self) -> None:
-        """End the event loop and what runs on it: for an engine whose process outlives the worker."""
+        """End the event loop and what runs on it, and let the worker clear up, where the process outlives it."""
         with self._loop_lock:
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
+        if not self._closed:
+            self._closed = True
+            try:
+                self.worker._leave_process()
+            except Exception:
+                logger.warning("%s could not clear up after itself", type(self.worker).__name__, exc_info=True)
 
     def _take_later(self, order: Order, slots: dict[Slot, Any]) -> tuple[int | None, int | None]:
         """Replace what was a future by this rank's part of it. Rows of the shard: in all, and without padding."""

@@ -281,6 +281,9 @@ class Worker:
     def _prepare_thread(self) -> None:
         """Called on the thread that is about to make this worker's next call; for what torch keeps for each thread."""
 
+    def _leave_process(self) -> None:
+        """Called where the process outlives the worker, when its group ends: for what it has set up in the process."""
+
     def _report(self) -> Standing:
         """What this worker says of its coordinates, asked after each call; a subclass may look them up first."""
         return self._standing

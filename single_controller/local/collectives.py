@@ -2,7 +2,7 @@
 
 Ranks that share a process and run one after the other can't wait for each other: a rendezvous would hang. So while a
 worker's code runs, ``init_process_group`` raises at once. In a group of one rank it works, without RANK and the like in
-the environment. Only a torch that was imported before the call can be looked after so.
+the environment.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -36,7 +38,9 @@ _here: ContextVar[LocalPlace | None] = ContextVar("_here", default=None)
 
 _lock = threading.RLock()
 _inside = 0
-_replaced: list[tuple[ModuleType, str, Any]] = []
+_originals: dict[Any, Any] = {}
+"""guard -> torch's function, while a worker's code runs."""
+
 _made_by: LocalPlace | None = None
 
 
@@ -58,7 +62,7 @@ class WorkerCode:
         self._token = _here.set(self._place)
         with _lock:
             _inside += 1
-            if not _replaced:
+            if not _originals:
                 _replace()
 
     def __exit__(
@@ -89,21 +93,54 @@ def end_process_group(place: LocalPlace) -> None:
 
 
 def _replace() -> None:
+    """Put guards in the place of torch's functions, now or as soon as a worker imports torch."""
     if _C10D not in sys.modules:
+        if _at_import not in sys.meta_path:
+            sys.meta_path.insert(0, _at_import)
         return
     for module_name, name in _GUARDED:
         module = sys.modules.get(module_name)
-        original = getattr(module, name, None)
-        if module is not None and original is not None:
-            guarded = _rendezvous if name == "rendezvous" else _init_process_group
-            _replaced.append((module, name, original))
-            setattr(module, name, guarded(original))
+        found = getattr(module, name, None)
+        if module is not None and found is not None and found not in _originals:
+            guard = (_rendezvous if name == "rendezvous" else _init_process_group)(found)
+            _originals[guard] = found
+            setattr(module, name, guard)
 
 
 def _restore() -> None:
-    while _replaced:
-        module, name, original = _replaced.pop()
-        setattr(module, name, original)
+    if _at_import in sys.meta_path:
+        sys.meta_path.remove(_at_import)
+    for module_name, name in _GUARDED:
+        module = sys.modules.get(module_name)
+        original = _originals.get(getattr(module, name, None))
+        if module is not None and original is not None:  # else somebody has wrapped the guard, which lets others pass
+            setattr(module, name, original)
+    _originals.clear()
+
+
+class _AtImport(MetaPathFinder):
+    """Guards torch.distributed when a worker's code imports it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _C10D:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def and_guard(module: ModuleType) -> None:
+                execute(module)
+                with _lock:
+                    if _inside:
+                        _replace()
+
+            spec.loader.exec_module = and_guard  # type: ignore[method-assign]
+        return spec
+
+
+_at_import = _AtImport()
 
 
 def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,19 +18,27 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("engine", names, indirect=True, scope="session")
 
 
-class OnRay:
+class Engine:
+    """Makes groups."""
+
+    def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
+        """A group of one class; it is closed by whoever asked for it."""
+        return self.group(RayClassWithInitArgs(cls, *args, **kwargs), world_size, **(group_options or {}))
+
+
+class OnRay(Engine):
     """Groups on the shared pool of four slots, or on pools of their own."""
 
     def __init__(self, pool):
         self.pool = pool
         self.pools = []
 
-    def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
+    def group(self, made, world_size=4, **options):
         pool = self.pool
         if world_size != 4:
             pool = RayResourcePool([world_size], use_gpu=False)
             self.pools.append(pool)
-        return RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args, **kwargs), **(group_options or {}))
+        return RayWorkerGroup(pool, made, **options)
 
     def get(self, refs):
         return ray.get(refs)
@@ -40,15 +48,14 @@ class OnRay:
             self.pools.pop().close()
 
 
-class InThisProcess:
+class InThisProcess(Engine):
     """Groups in the test's own process."""
 
     def __init__(self, threads):
         self.threads = threads
 
-    def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
-        made = RayClassWithInitArgs(cls, *args, **kwargs)
-        return LocalWorkerGroup(world_size, made, threads=self.threads, **(group_options or {}))
+    def group(self, made, world_size=4, **options):
+        return LocalWorkerGroup(world_size, made, threads=self.threads, **options)
 
     def get(self, refs):
         return [ref.get() for ref in refs] if isinstance(refs, list) else refs.get()

@@ -163,6 +163,7 @@ class TestOrder:
             future.result()
         assert group.read() == [["slow", "async", "fast", "last"]] * 4
 
+    @overlapping
     def test_a_task_left_behind_goes_on_between_calls(self, make_group):
         group = make_group(Log)
         group.leave_task()

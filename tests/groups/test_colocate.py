@@ -20,14 +20,18 @@ from single_controller import (
     create_colocated_worker_cls_fused,
 )
 
+ENGINES = ("ray", "local", "local-threads")
+on_ray = pytest.mark.engines("ray")
+"""For a test of processes."""
+
 
 def both(**actor):
     return {"actor": RayClassWithInitArgs(Actor, start=1, **actor), "critic": RayClassWithInitArgs(Critic, start=100)}
 
 
 @pytest.fixture(scope="module")
-def group(pool):
-    with RayWorkerGroup(pool, colocate(both())) as group:
+def group(engine):
+    with engine.group(colocate(both())) as group:
         yield group
 
 
@@ -37,6 +41,7 @@ def test_methods_of_one_name_do_not_clash(group):
     assert group.roles == ("actor", "critic")
 
 
+@on_ray
 def test_the_roles_share_their_processes(group):
     assert group.actor.pid() == group.critic.pid() and len(set(group.actor.pid())) == 4
     assert group.world_size == group.actor.world_size == 4
@@ -96,6 +101,7 @@ def test_what_is_no_method_is_explained(group):
     assert {"actor", "critic"} <= set(dir(group)) and "twice" in dir(group.critic)
 
 
+@on_ray
 def test_unregistered_methods_handles_and_stats(group):
     assert group.critic.execute_all_sync("unregistered") == [("Critic", rank) for rank in range(4)]
     assert group.actor.execute_rank_zero_sync("unregistered") == ("Actor", 0)
@@ -107,7 +113,7 @@ def test_unregistered_methods_handles_and_stats(group):
     assert "twice" not in group.actor.stats().methods
 
 
-def test_verls_names(pool, group):
+def test_verls_names(group):
     assert isinstance(create_colocated_worker_cls(both()), type(colocate(both())))
     spawned = group.spawn({"actor", "critic"})
     assert set(spawned) == {"actor", "critic"} and spawned["critic"].twice(3) == [6] * 4
@@ -125,20 +131,20 @@ def test_a_group_of_one_class_has_no_roles(counters):
     assert counters.roles == ()
 
 
-def test_neighbours_are_made_in_order(pool):
+def test_neighbours_are_made_in_order(engine):
     late = {"early": RayClassWithInitArgs(Early, "counter"), "counter": RayClassWithInitArgs(Counter)}
     with pytest.raises(
         StartError, match=r"(?s)early\.__init__\(\) raised LookupError.*no neighbour 'counter'"
     ) as caught:
-        RayWorkerGroup(pool, colocate(late))
+        engine.group(colocate(late))
     assert caught.value.role == "early"
-    with RayWorkerGroup(pool, colocate(dict(reversed(late.items())))) as group:
+    with engine.group(colocate(dict(reversed(late.items())))) as group:
         assert group.early.say() == ["Counter"] * 4
 
 
-def test_a_role_whose_constructor_raises_is_named(pool):
+def test_a_role_whose_constructor_raises_is_named(engine):
     with pytest.raises(StartError, match=r"actor\.__init__\(\) raised RuntimeError on rank 1.*cannot begin") as caught:
-        RayWorkerGroup(pool, colocate(both(fail=True)))
+        engine.group(colocate(both(fail=True)))
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
 
 
@@ -172,9 +178,9 @@ def test_what_cannot_be_colocated(roles, error, message):
         colocate(roles)
 
 
-def test_a_role_of_a_name_that_the_group_needs(pool):
+def test_a_role_of_a_name_that_the_group_needs(engine):
     with pytest.raises(DispatchError, match="'restart' is a name that a group needs"):
-        RayWorkerGroup(pool, colocate({"restart": RayClassWithInitArgs(Actor)}))
+        engine.group(colocate({"restart": RayClassWithInitArgs(Actor)}))
 
 
 def test_roles_that_ask_for_different_processes(pool):

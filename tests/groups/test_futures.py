@@ -236,7 +236,7 @@ def test_a_chain_does_not_keep_what_came_before(counters):
         gc.collect()
 
 
-@overlapping
+@pytest.mark.engines("ray")
 def test_awaiting_can_be_cancelled_and_does_not_queue(make_group, counters):
     group = make_group(Fragile)
 

@@ -534,6 +534,13 @@ def test_restart_replays(make):
     assert logs[3] == [("init", "a"), ("load", [4])] and ("train", None) in logs[0]
 
 
+def test_a_call_without_a_wait_is_replayed_too_where_ranks_run_in_turn():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Model, size=7)) as group:
+        group.init_model.remote("a")
+        group.restart()
+        assert [log for _, _, log in group.read()] == [[("init", "a")]] * 2
+
+
 def test_some_ranks_alone_only_where_ray_would(make):
     group = make(world_size=2)
     with pytest.raises(ValueError, match=r"restart\(ranks=\[1\]\).*collectives=False"):
@@ -589,17 +596,8 @@ def test_roles(threads):
         assert caught.value.role == "critic"
         with pytest.raises(AttributeError, match="no actors"):
             group.critic.workers  # noqa: B018
-        group.actor.stand([0, 1])
-        assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (1, "b")]
         group.critic.restart()
         assert group.actor.add(0) == [1, 1]
-
-
-def test_a_role_whose_constructor_raises_is_named(threads):
-    roles = {"critic": ClassWithInitArgs(Critic), "actor": ClassWithInitArgs(Actor, fail=True)}
-    with pytest.raises(StartError, match=r"actor\.__init__\(\) raised RuntimeError on rank 1") as caught:
-        LocalWorkerGroup(2, colocate(roles), threads=threads)
-    assert caught.value.role == "actor"
 
 
 # --- What it refuses -----------------------------------------------------------------------------------------
@@ -640,6 +638,42 @@ class TestCollectives:
         assert not torch.distributed.is_initialized()
         again = make(world_size=1)
         assert again.join_as_torch_imports_it() == [1]
+
+
+def test_a_worker_that_imports_torch_itself():
+    """Before the call nobody had imported it; after the call it is as torch made it."""
+    code = """
+        import sys
+        from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerError, register
+
+        class Mine(Worker):
+            @register(Dispatch.ONE_TO_ALL)
+            def join(self):
+                import torch.distributed as dist
+                dist.init_process_group("gloo")
+                return dist.get_world_size()
+
+        assert "torch" not in sys.modules
+        for world_size in (2, 1):
+            with LocalWorkerGroup(world_size, ClassWithInitArgs(Mine)) as group:
+                try:
+                    print(group.join())
+                except WorkerError as error:
+                    print("no collectives between them" in str(error), type(error.__cause__).__name__)
+        import torch.distributed as dist
+        from torch.distributed import device_mesh, distributed_c10d
+        left = [dist.init_process_group, device_mesh.init_process_group, distributed_c10d.rendezvous]
+        print([f.__name__ for f in left if "single_controller" in f.__code__.co_filename], dist.is_initialized())
+        print([finder for finder in sys.meta_path if "single_controller" in type(finder).__module__])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.splitlines() == ["True LocalEngineError", "[1]", "[] False", "[]"], done.stderr
 
 
 @pytest.mark.parametrize("name", ["workers", "worker_names", "resource_pool", "detached", "master_port"])

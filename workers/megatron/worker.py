@@ -120,6 +120,11 @@ class MegatronWorker(Worker):
     def _prepare_thread(self) -> None:
         cpu.rewrite_thread()
 
+    def _leave_process(self) -> None:
+        parallel_state: Any = sys.modules.get(PARALLEL_STATE)
+        if parallel_state is not None and parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
+
     def _report(self) -> Any:
         if self._reported is SAID_BY_HAND:
             return super()._report()
