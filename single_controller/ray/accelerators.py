@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from single_controller.base.errors import PlacementError
 from single_controller.ray.devices import own_devices
@@ -56,12 +55,7 @@ def devices_in(slots: Sequence[Slot], kinds: Iterable[str], timeout: float, name
         ask = ray.remote(num_cpus=0, num_gpus=each.pop("GPU", 0), resources=each, max_retries=0)(own_devices)
     except ValueError:
         return [None] * len(slots)
-    asked = [
-        ask.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
-        ).remote()
-        for slot in slots
-    ]
+    asked = [ask.options(scheduling_strategy=slot.strategy()).remote() for slot in slots]
     try:
         devices: list[tuple[str, ...] | None] = ray.get(asked, timeout=timeout)
     except GetTimeoutError:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from single_controller.base.errors import PlacementError
 from single_controller.ray.devices import device_key
 from single_controller.ray.runtime import address_key
 
@@ -25,6 +27,16 @@ class Slot:
     group: PlacementGroup | None
     bundle: int
     entry: int
+
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Ray's scheduling strategy for what is to run there.
+
+        Raises:
+            PlacementError: the slot is not reserved.
+        """
+        if self.group is None:
+            raise PlacementError(f"the slot {self} is not reserved")
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
 
 
 class Spot(NamedTuple):

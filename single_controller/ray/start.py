@@ -15,7 +15,6 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dispatch.plan import CallPlan
 from dispatch.register import method_spec, registered_methods
@@ -125,8 +124,7 @@ def _actor_maker(plan: StartPlan) -> Callable[[Slot, str], ActorHandle]:
     ray_class = actor_class(cls.__name__, tuple(names), concurrent)
 
     def make(slot: Slot, name: str) -> ActorHandle:
-        where = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
-        actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()
+        actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=slot.strategy(), **options).remote()
         return actor
 
     return make
