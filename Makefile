@@ -16,13 +16,14 @@ export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint format benchmark clean
+.PHONY: help setup demo test lint format chaos benchmark clean
 
 help:
 	@echo 'make demo        train a small language model on four workers (about a minute)'
 	@echo 'make test        lint, types and tests'
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
+	@echo 'make chaos       kill processes at random moments, fifty times (ten minutes)'
 	@echo 'make benchmark   this library beside plain Ray, verl and Monarch (over an hour, an idle machine and 20 GB)'
 	@echo 'make setup       only make $(VENV), as the targets above do when they need it'
 	@echo 'make clean       remove what the targets above have made, $(VENV) included'
@@ -43,6 +44,9 @@ lint: $(READY)
 format: $(READY)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+chaos: $(READY)
+	@$(PY) tests/chaos.py $(ARGS)
 
 benchmark: $(READY)
 	@$(PY) -m benchmarks $(ARGS)
