@@ -7,8 +7,8 @@ A round makes a group, kills -9 one of its ranks, its driver or its node at a ra
 call, in a collective, during a restart), and then asks three things: was the driver told within its time, did the group
 come back, and is the cluster as it was before. The moments are drawn from a seed, which is printed.
 
-It starts a Ray of its own, with logical GPUs, of which every group takes its fractions, and with one node more where a node
-is to die.
+It starts a Ray of its own, with logical GPUs, of which every group takes its fractions, and with one node more where a
+node is to die.
 """
 
 import argparse
@@ -303,7 +303,13 @@ def processes_of_ray():
 def cluster_of_one():
     """A Ray of our own, with health checks as in one that this library starts."""
     os.environ["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    head = {"num_cpus": 16, "num_gpus": RANKS, "include_dashboard": False, "object_store_memory": 512 << 20, "_system_config": HEALTH}
+    head = {
+        "num_cpus": 16,
+        "num_gpus": RANKS,
+        "include_dashboard": False,
+        "object_store_memory": 512 << 20,
+        "_system_config": HEALTH,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(cluster.address, log_to_driver=False)
     try:

@@ -24,7 +24,7 @@ from single_controller.base.future import WorkerFuture
 from single_controller.base.method import CallOptions, RemoteMethod
 from single_controller.base.method_table import MethodTable, closest
 from single_controller.base.monitor import monitor
-from single_controller.base.restart import Replay, restart
+from single_controller.base.restart import Replay, checked_ranks, restart
 from single_controller.base.standing import layout_of
 from single_controller.base.stats import Accounts, Stats, write_trace
 from single_controller.base.watcher import OnDeath, Watcher
@@ -103,6 +103,7 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         self._sending = threading.RLock()
         self._learned: dict[str | None, Learned] = {role: Learned() for role in (None, *classes)}
         self._running: Engine | None = None
+        self._collectives = True
 
     # --- what a group is --------------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
 
     def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         """The ranks to restart, checked; None for all."""
-        raise NotImplementedError(f"{type(self).__name__} does not restart")
+        return None if ranks is None else checked_ranks(self, ranks)
 
     def _start_again(self, ranks: tuple[int, ...] | None) -> None:
         """End the workers of some ranks, or all, and start them anew."""

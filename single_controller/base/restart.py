@@ -36,6 +36,25 @@ class Replay:
         return self.spec.role, self.spec.name
 
 
+def checked_ranks(group: WorkerGroup, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Some ranks that are to be restarted alone.
+
+    Raises:
+        ValueError: they are not distinct ranks of the group, or ranks may need each other.
+    """
+    chosen = tuple(ranks)
+    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(group.world_size)):
+        raise ValueError(
+            f"restart(ranks={list(chosen)}): distinct ranks of the group, 0 to {group.world_size - 1}, at least one"
+        )
+    if group._collectives:
+        raise ValueError(
+            f"restart(ranks={list(chosen)}): the ranks of {group.name} may need each other in collectives, and a new "
+            "one is not in their process groups. Restart all of them, or make the group with collectives=False"
+        )
+    return chosen
+
+
 def restart(group: WorkerGroup, ranks: Sequence[int] | None) -> None:
     """See `WorkerGroup.restart`."""
     state = group._state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from dispatch.plan import CallPlan
@@ -163,21 +163,6 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _roles_classes(self) -> dict[str | None, Any]:
         return {role: made.cls for role, made in self._made.items()}
-
-    def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-        if ranks is None:
-            return None
-        chosen = tuple(ranks)
-        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(self._size)):
-            raise ValueError(
-                f"restart(ranks={list(chosen)}): distinct ranks of the group, 0 to {self._size - 1}, at least one"
-            )
-        if self._collectives:
-            raise ValueError(
-                f"restart(ranks={list(chosen)}): on Ray the ranks of {self.name} may need each other in collectives. "
-                "Restart all of them, or make the group with collectives=False"
-            )
-        return chosen
 
     def _start_again(self, ranks: tuple[int, ...] | None) -> None:
         """Start the workers of some ranks, or all; those that were there are ended."""

@@ -186,7 +186,6 @@ class RayWorkerGroup(WorkerGroup):
         self._start_timeout = None
         self._start_plan = None
         self._owns, self._owned_placement = False, ()
-        self._collectives = True
         self._running, self._rendezvous = RayEngine(ranks), rendezvous
         return self
 
@@ -255,20 +254,7 @@ class RayWorkerGroup(WorkerGroup):
     def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         if self._start_plan is None:
             raise GroupBrokenError(f"{self.name} was attached to; whoever started its workers can restart them")
-        if ranks is None:
-            return None
-        chosen = tuple(ranks)
-        outside = [rank for rank in chosen if rank not in range(self.world_size)]
-        if outside or not chosen or len(set(chosen)) != len(chosen):
-            raise ValueError(
-                f"restart(ranks={list(chosen)}): distinct ranks of the group, 0 to {self.world_size - 1}, at least one"
-            )
-        if self._collectives:
-            raise ValueError(
-                f"restart(ranks={list(chosen)}): the ranks of {self.name} may need each other in collectives, and a "
-                "new one is not in their process groups. Restart all of them, or make the group with collectives=False"
-            )
-        return chosen
+        return super()._restartable(ranks)
 
     def _start_again(self, ranks: tuple[int, ...] | None) -> None:
         if self._start_plan is None:
