@@ -178,9 +178,23 @@ class Round:
             time.sleep(self.rng.uniform(0, 0.5))
             killed = time.monotonic()
             cluster.remove_node(node, allow_graceful=False)
-            told = seconds_until_told(group.ping if future is None else future.result, [killed], NODE_TOLD)
+
+            def ping_on():  # its processes may answer once more before they notice that their node is gone
+                while time.monotonic() < killed + 2 * NODE_TOLD:
+                    group.ping()
+                    time.sleep(0.05)
+
+            told = seconds_until_told(ping_on if future is None else future.result, [killed], NODE_TOLD)
             assert other.ping() == [0], "a group on another node does not answer"
         return told
+
+
+OUT = sys.stdout
+
+
+def say(line):
+    """Print a line of ours."""
+    print(line, file=OUT, flush=True)
 
 
 def wait(condition, seconds, what):
@@ -236,7 +250,7 @@ def draw(rng, nodes):
 def run(rounds, seed, nodes):
     """Some rounds; 0 if all promises were kept."""
     rng = random.Random(seed)
-    print(f"{rounds} rounds, seed {seed}", flush=True)
+    say(f"{rounds} rounds, seed {seed}")
     worst = {"rank": 0.0, "node": 0.0}
     with cluster_of_one() as cluster:
         before = Footprint.now()
@@ -248,9 +262,10 @@ def run(rounds, seed, nodes):
             before.wait_same(30)
             worst[who] = max(worst.get(who, 0.0), told)
             took = time.monotonic() - begun
-            print(f"{number + 1:3d}  {who:6s}  {moment:10s}  told {told:4.1f} s  round {took:5.1f} s", flush=True)
-    print(f"all {rounds} rounds kept: told of a rank's death within {worst['rank']:.1f} s", end="")
-    print(f", of a node's within {worst['node']:.1f} s" if nodes else "")
+            heard = f"told {told:4.1f} s" if who != "driver" else ""
+            say(f"{number + 1:3d}  {who:6s}  {moment:10s}  {heard:11s}  round {took:5.1f} s")
+    of_node = f", of a node's within {worst['node']:.1f} s" if nodes else ""
+    say(f"all {rounds} rounds kept: told of a rank's death within {worst['rank']:.1f} s{of_node}")
     return 0
 
 
@@ -270,7 +285,7 @@ def churn(times):
         took = time.monotonic() - begun
         before.wait_same(30)
         wait(lambda: processes_of_ray() <= processes + 1, 30, f"{processes_of_ray()} processes, {processes} before")
-    print(f"{times} groups made and closed in {took:.0f} s; actors, processes, placement groups, /dev/shm as before")
+    say(f"{times} groups made and closed in {took:.0f} s; actors, processes, placement groups, /dev/shm as before")
     return 0
 
 
@@ -291,7 +306,11 @@ def cluster_of_one():
     cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(cluster.address, log_to_driver=False)
     try:
-        yield cluster
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+        ):  # Ray is wordy about deaths
+            yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()

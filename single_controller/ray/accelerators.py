@@ -55,7 +55,7 @@ def devices_in(slots: Sequence[Slot], kinds: Iterable[str], timeout: float, name
         ask = ray.remote(num_cpus=0, num_gpus=each.pop("GPU", 0), resources=each, max_retries=0)(own_devices)
     except ValueError:
         return [None] * len(slots)
-    asked = [ask.options(scheduling_strategy=slot.inside()).remote() for slot in slots]
+    asked = [ask.options(scheduling_strategy=slot.strategy()).remote() for slot in slots]
     try:
         devices: list[tuple[str, ...] | None] = ray.get(asked, timeout=timeout)
     except GetTimeoutError:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from single_controller.base.errors import PlacementError
 from single_controller.ray.devices import device_key
 from single_controller.ray.runtime import address_key
 
@@ -27,14 +28,14 @@ class Slot:
     bundle: int
     entry: int
 
-    def inside(self) -> PlacementGroupSchedulingStrategy:
-        """Ray's strategy that puts an actor or a task here.
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Ray's scheduling strategy for what is to run there.
 
         Raises:
-            RuntimeError: the slot is not reserved.
+            PlacementError: the slot is not reserved.
         """
         if self.group is None:
-            raise RuntimeError("a slot that is not reserved holds nothing")
+            raise PlacementError(f"the slot {self} is not reserved")
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
 
 

@@ -116,10 +116,14 @@ def _spread_out(size: int, strategy: str, rooms: Sequence[int]) -> list[int] | N
     homes: list[int] = []
     left = list(rooms)
     while len(homes) < size:
-        for node in _emptiest_first(left):
-            count = min(left[node], size - len(homes)) if strategy == "PACK" else min(1, size - len(homes))
-            homes += [node] * count
-            left[node] -= count
+        nodes = _emptiest_first(left)
+        if strategy == "PACK":
+            chosen = [nodes[0]] * min(left[nodes[0]], size - len(homes))
+        else:  # SPREAD: one on each, then wherever most is left
+            chosen = nodes[: size - len(homes)] if not homes else nodes[:1]
+        for node in chosen:
+            left[node] -= 1
+        homes += chosen
     return homes
 
 

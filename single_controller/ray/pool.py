@@ -231,7 +231,8 @@ class RayResourcePool(Closing, ResourcePool):
         if isinstance(key, slice):
             chosen = list(numbers[key])
             if not chosen:
-                words = ":".join("" if part is None else str(part) for part in (key.start, key.stop, key.step))
+                parts = (key.start, key.stop) if key.step is None else (key.start, key.stop, key.step)
+                words = ":".join("" if part is None else str(part) for part in parts)
                 raise ValueError(f"{self!r} has the slots 0 to {self.world_size - 1}; [{words}] leaves none of them")
         else:
             try:

@@ -191,7 +191,7 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
     end = time.monotonic() + (NAME_FREE_SECONDS if again else 0.0)
 
     def make(slot: Slot, name: str) -> ActorHandle:
-        where = slot.inside()
+        where = slot.strategy()
         while True:
             try:
                 actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()

@@ -13,16 +13,17 @@ class Placed(Worker):
     def where(self):
         context = ray.get_runtime_context()
         assigned = context.get_assigned_resources()
-        bundles = {int(found[1]) for key in assigned if (found := re.search(r"_group_(\d+)_[0-9a-f]+$", key))}
+        held = ray._private.worker.global_worker.core_worker.resource_ids()
+        bundles = {int(found[1]) for key in held if (found := re.search(r"_group_(\d+)_[0-9a-f]+$", key))}
         kinds = context.get_accelerator_ids()
         return {
             "node": context.get_node_id(),
             "address": ray.util.get_node_ip_address(),
             "group": ray.util.get_current_placement_group().id.hex(),
-            "bundle": bundles.pop() if len(bundles) == 1 else sorted(bundles),
+            "bundle": max(bundles, default=None),
             "gpus": sorted(kinds["GPU"], key=int),
             "npus": sorted(kinds["NPU"], key=int),
-            "assigned": {key.partition("_group_")[0]: amount for key, amount in assigned.items()},
+            "assigned": assigned,
             "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "ascend": os.environ.get("ASCEND_RT_VISIBLE_DEVICES"),
             "pid": os.getpid(),

@@ -30,6 +30,7 @@ from single_controller.ray.actor import Location
 from single_controller.ray.dry_run import foresee, plan_pool, refuse_impossible
 from single_controller.ray.order import Slot, Spot, rank_order, seated
 from single_controller.ray.packing import Request, fit, room
+from single_controller.ray.pool_options import PoolOptions
 from single_controller.ray.runtime import Node, address_key
 
 
@@ -348,7 +349,7 @@ class TestImpossible:
         assert str(caught.value).splitlines() == [
             "pool can never be placed here.",
             "asked: 4 processes, [4] by node, each with 1 CPU, 1 GPU",
-            "node                  CPU free/total  GPU free/total  memory free/total  processes now/at most  lacks",
+            "node                   CPU free/total  GPU free/total  memory free/total  processes now/at most  lacks",
             "10.0.0.2 (10.0.0.2)    64/64           2/2             8/8 GiB            2/2                    2 GPU",
             "10.0.0.10 (10.0.0.10)  64/64           2/2             8/8 GiB            2/2                    2 GPU",
             "missing: a node for 4 processes; the largest holds 2",
@@ -515,19 +516,21 @@ def groups_of(pool):
     return {slot.group.id.hex(): placement_group_table(slot.group)["state"] for slot in pool.slots()}
 
 
+@pytest.fixture(scope="class")
+def six(ray_cluster):
+    with RayResourcePool([4, 2], use_gpu=False) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="class")
+def whole(six):
+    """By rank of a group on the whole pool, its placement group and bundle."""
+    with RayWorkerGroup(six, placed()) as group:
+        return bundles(group)
+
+
 class TestViews:
     """Slices, splits and merged pools share their parents' slots."""
-
-    @pytest.fixture(scope="class")
-    def six(self, ray_cluster):
-        with RayResourcePool([4, 2], use_gpu=False) as pool:
-            yield pool
-
-    @pytest.fixture(scope="class")
-    def whole(self, six):
-        """By rank of a group on the whole pool, its placement group and bundle."""
-        with RayWorkerGroup(six, placed()) as group:
-            return bundles(group)
 
     @pytest.mark.parametrize(
         ("cut", "ranks"),
@@ -621,14 +624,15 @@ class TestViews:
             wrong(six)
 
 
+@pytest.fixture(scope="class")
+def pg(ray_cluster):
+    group = placement_group([{"CPU": 1, "crate": 0.25}] * 3 + [{"CPU": 2}], name="theirs")
+    yield group
+    remove_placement_group(group)
+
+
 class TestGivenGroup:
     """A pool on a placement group that somebody else made."""
-
-    @pytest.fixture(scope="class")
-    def pg(self, ray_cluster):
-        group = placement_group([{"CPU": 1, "crate": 0.25}] * 3 + [{"CPU": 2}], name="theirs")
-        yield group
-        remove_placement_group(group)
 
     def test_the_order_of_the_indices_is_the_order_of_the_ranks(self, pg):
         pool = RayResourcePool.from_placement_group((pg, [3, 0, 2]), max_colocate_count=2)
@@ -760,10 +764,14 @@ def test_workers_share_cpus_and_memory_of_their_slot(ray_cluster):
         assert "0.08789 GiB memory" in str(pool.plan())
 
 
-def test_parts_of_a_slot_are_rounded_down_so_that_all_fit(ray_cluster):
-    with RayResourcePool([1], use_gpu=False, max_colocate_count=6, placement_timeout=20) as pool:
-        groups = [RayWorkerGroup(pool, counter()) for _ in range(6)]
-        assert [group.add(0) for group in groups] == [[0]] * 6
+@settings(max_examples=100, deadline=None)
+@given(amount=st.sampled_from([0.25, 0.5, 1, 2, 3.7, 8]), count=st.integers(1, 100))
+def test_parts_of_a_slot_are_rounded_down_so_that_all_fit(amount, count):
+    """Ray rounds to ten-thousandths."""
+    options = PoolOptions(True, "", count, False, None, {"NPU": amount}, amount, 1, 0, None, False, 1.0)
+    share = options.share(use_gpu=True)
+    for part, whole in ((share["num_cpus"], amount), (share["num_gpus"], 1), (share["resources"]["NPU"], amount)):
+        assert 0 <= round(whole * 10_000) - count * round(part * 10_000) < count
 
 
 @pytest.mark.parametrize("detached", [False, True])
