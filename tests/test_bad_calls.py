@@ -1284,7 +1284,7 @@ def test_bad_call(row, row_stage):
 
 NO_GROUP = re.compile(
     "mode-|execute-mode-(unk|is)|new-|update-|register-|mesh-name|batch-type|class-(no|an?|its|option|resource)-"
-    "|constructor-(unk|too-m|mis)|layout-(axes|no)|pool-|merge-|split-|slice-|place-"
+    "|constructor-(unk|too-m|mis)|layout-(axes|no)|pool-|merge-|split-|slice-|slot-|place-"
 )
 """Rows that make no group, or are about pools."""
 

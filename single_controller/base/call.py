@@ -254,6 +254,8 @@ class Call:
                         self._state.standings.setdefault(self.role, {})[rank] = outcome.standing
                         part = self._record.ranks[rank]
                         part.clock, part.returned, part.answered = outcome.clock, outcome.returned, now
+                        if self.engine.in_turn and outcome.clock is not None:  # the call ran while it was being sent
+                            self._record.dispatched = min(self._record.dispatched, outcome.clock.received)
         with self._lock:
             self._decide(time.monotonic())
 

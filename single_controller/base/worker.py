@@ -104,8 +104,8 @@ class Worker:
     """Subclass this; put `@register` on the methods that the driver calls.
 
     In the constructor already the rank and the rest are known, and the environment has RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT. A worker that nobody placed (in a unit
-    test, say) takes its place from the environment, or is rank 0 of 1.
+    LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT; not so in a `LocalWorkerGroup`, whose
+    ranks share one environment. A worker that nobody placed takes its place from the environment, or is rank 0 of 1.
     """
 
     _place: Place

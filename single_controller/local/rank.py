@@ -6,6 +6,7 @@ import asyncio
 import copy
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -48,6 +49,8 @@ class LocalRank:
         self._crew = Crew()
         self._lane = Lane(f"local-rank-{place.rank}") if threads else None
         self._slips: weakref.WeakSet[Slip] = weakref.WeakSet()
+        self._ended = False
+        self._lock = threading.RLock()
         # A group that is dropped without being closed leaves no thread either.
         weakref.finalize(self, _let_go, self._lane, self._crew, place).atexit = False
 
@@ -127,8 +130,11 @@ class LocalRank:
 
     def end(self, reason: str) -> None:
         """Take no more calls. Whoever waits for one hears the reason; a method that runs cannot be stopped."""
-        self.died = self.died or reason
-        for slip in list(self._slips):
+        with self._lock:
+            self._ended = True
+            self.died = self.died or reason
+            slips = list(self._slips)
+        for slip in slips:
             slip.fill(RankLost(self.died))
         _let_go(self._lane, self._crew, self.place, wait=True)
 
@@ -136,17 +142,19 @@ class LocalRank:
 
     def _carry_out(self, work: Work, method: str, role: Role, *, concurrent: bool = False) -> Slip:
         slip = Slip()
-        self._slips.add(slip)
 
         def job() -> None:
             slip.fill(*self._attempt(work, method, role))
 
+        with self._lock:
+            if self._ended:  # in this moment, by another thread of the driver
+                slip.fill(RankLost(self.died or ""))
+                return slip
+            self._slips.add(slip)
+            if self._lane is not None:
+                (self._lane.beside if concurrent else self._lane.put)(job)
         if self._lane is None:
             job()
-        elif concurrent:
-            self._lane.beside(job)
-        else:
-            self._lane.put(job)
         return slip
 
     def _attempt(self, work: Work, method: str, role: Role) -> Outcome:

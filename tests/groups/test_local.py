@@ -346,6 +346,14 @@ def test_one_rank_after_the_other_has_ended_when_the_call_returns():
         assert future.done() and group.read() == [["first", "second"]] * 2
 
 
+def test_time_goes_to_the_phase_that_took_it_where_ranks_run_in_turn():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Probe)) as group:
+        group.sleep(0.1)
+        phases = group.stats().calls[-1].phases()
+    assert phases["dispatch"] < 0.05 and 0.1 <= phases["method"] < 0.2
+    assert phases["queue"] >= 0.1, "the second rank waited for the first"
+
+
 def test_a_concurrent_method_has_its_turn_where_nothing_overlaps():
     with LocalWorkerGroup(2, ClassWithInitArgs(Gate)) as group:
         assert group.open() == [True] * 2 and group.wait(0) == [True] * 2
