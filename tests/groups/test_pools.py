@@ -454,7 +454,12 @@ class TestDryRun:
     def test_the_picture_has_every_rank_and_node(self):
         cluster = [self.node("10.0.0.2", {"CPU": 40.0}), self.node("10.0.0.10", {"CPU": 4.0, "<disk>": 2.0})]
         plan = self.foreseen(cluster, [30, 2])
-        words = [element.text for element in ElementTree.fromstring(plan._repr_svg_()).iter() if element.text]
+        root = ElementTree.fromstring(plan._repr_svg_())
+        words = [element.text for element in root.iter() if element.text]
+        rects = [
+            [float(r.get(key, 0)) for key in ("x", "y", "width", "height")] for r in root.iter() if "rect" in r.tag
+        ]
+        assert all(x + w <= rects[0][2] and y + h <= rects[0][3] for x, y, w, h in rects) and len(rects) == 1 + 2 + 32
         assert [word for word in words if word.startswith("rank ")] == [f"rank {rank}" for rank in range(32)]
         assert "10.0.0.10 (host)" in words and any("<disk> 2 of 2" in word for word in words)
         assert self.foreseen([self.node("10.0.0.2", {"CPU": 900.0})], [600])._repr_svg_() is None
