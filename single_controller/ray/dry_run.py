@@ -160,7 +160,11 @@ def foresee(request: Request, cluster: Sequence[Node], left: Sequence[dict[str, 
 
 
 def plan_pool(
-    what: str, outlooks: Sequence[Outlook], seats: Sequence[Seat] | None, cluster: Sequence[Node]
+    what: str,
+    outlooks: Sequence[Outlook],
+    seats: Sequence[Seat] | None,
+    cluster: Sequence[Node],
+    joint: Request | None = None,
 ) -> PoolPlan:
     """The plan of a pool.
 
@@ -169,6 +173,7 @@ def plan_pool(
         outlooks: those of the pools whose slots it has.
         seats: its own slots by rank, None while nobody can tell.
         cluster: the nodes.
+        joint: what those pools ask for as one request, if it is of one kind.
     """
     state = min((outlook.state for outlook in outlooks), key=_WORST_FIRST.index)
     short = [outlook for outlook in outlooks if outlook.state == state]
@@ -178,7 +183,7 @@ def plan_pool(
         for rank, s in enumerate(seats or ())
         if s.spot is not None
     ]
-    asked = "\n".join(dict.fromkeys(_asked(outlook.request) for outlook in outlooks))
+    asked = "\n".join(map(_asked, [joint] if joint else [outlook.request for outlook in outlooks]))
     nodes = tuple(_node(node, short[0]) for node in cluster)
     return PoolPlan(what, state, tuple(ranks) if state in ("fits", "placed") else (), nodes, asked, missing)
 

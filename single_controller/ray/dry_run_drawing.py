@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,8 @@ def _has(node: NodePlan) -> list[str]:
     lines = ["free: " + ", ".join(free)]
     if node.lacks:
         lines.append("lacks " + ", ".join(f"{amount_of(name, amount)} {name}" for name, amount in node.lacks.items()))
-    return lines
+    letters = int((_WIDTH - 4 * _GAP) / LETTER)
+    return [part for line in lines for part in textwrap.wrap(line, letters)]
 
 
 def _box(parts: list[str], rank: RankPlan, x: int, y: int, width: int) -> None:

@@ -102,7 +102,7 @@ class PoolView(RayResourcePool):
         if len(seats_of) == len(outlooks):
             members = self._by_place(self._listed(), seats_of) if self._sorts and not self.settled else self.members()
             seats = self._seats_in(members, seats_of)
-        return plan_pool(repr(self), list(outlooks.values()), seats, cluster)
+        return plan_pool(repr(self), list(outlooks.values()), seats, cluster, joint)
 
     # --- reserving --------------------------------------------------------------------------------------
 

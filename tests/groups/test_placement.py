@@ -8,6 +8,8 @@ from test_other_clusters import run
 
 from workers.device import DeviceError, visible_index
 
+pytestmark = pytest.mark.timeout(200)  # two scripts with many processes, on a machine that may be busy
+
 PREAMBLE = """
         from placed_workers import Placed
         from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -38,6 +40,8 @@ def test_devices_are_shared_ordered_and_known():
                 print("> order:", gpus(where), [s["devices"] for s in said])
                 print("> rays list:", [w["visible"] for w in where], group.index())
                 print("> plan:", [r.device for r in pool.plan().ranks], [r.device for r in group.plan().ranks])
+                attached = RayWorkerGroup.from_detached(worker_handles=group.workers).plan()
+                print("> attached:", [(r.device, r.entry, r.bundle) for r in attached.ranks])
                 with RayWorkerGroup(pool[1:3], placed()) as second:
                     print("> shared:", gpus(second.where()), [w["assigned"]["GPU"] for w in second.where()])
                     print("> full:", "is full" in refused(lambda: RayWorkerGroup(pool[2:], placed())))
@@ -76,13 +80,15 @@ def test_devices_are_shared_ordered_and_known():
 
         for entries, options in (([16], {}), ([13], {"across_nodes": True}), ([3], {"num_gpus": 5})):
             print("> short:", refused(RayResourcePool(entries, **options).place).splitlines()[-1])
-    """
+    """,
+        timeout=180,
     )
     assert out == [
         "> before: [None, None, None] fits",
         "> order: ['9', '10', '11'] [('9',), ('10',), ('11',)]",
         "> rays list: ['9', '10', '11'] [0, 0, 0]",
         "> plan: ['9', '10', '11'] ['9', '10', '11']",
+        "> attached: [('9', None, None), ('10', None, None), ('11', None, None)]",
         "> shared: ['10', '11'] [0.5, 0.5]",
         "> full: True",
         "> stable: True ['9', '10', '11']",
@@ -173,7 +179,7 @@ def test_several_nodes():
         pool.close()
         print("> kept:", placement_group_table(pg)["state"])
     """,
-        timeout=110,
+        timeout=180,
     )
     assert out == [
         "> whole: two two two two ten ten [(0, 4), (1, 4), (2, 4), (3, 4), (0, 2), (1, 2)] [0, 0, 0, 0, 1, 1]",

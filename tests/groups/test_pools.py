@@ -4,6 +4,7 @@ import enum
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from xml.etree import ElementTree
 
 import group_workers as workers
@@ -454,7 +455,12 @@ class TestDryRun:
     def test_the_picture_has_every_rank_and_node(self):
         cluster = [self.node("10.0.0.2", {"CPU": 40.0}), self.node("10.0.0.10", {"CPU": 4.0, "<disk>": 2.0})]
         plan = self.foreseen(cluster, [30, 2])
-        words = [element.text for element in ElementTree.fromstring(plan._repr_svg_()).iter() if element.text]
+        root = ElementTree.fromstring(plan._repr_svg_())
+        words = [element.text for element in root.iter() if element.text]
+        rects = [
+            [float(r.get(key, 0)) for key in ("x", "y", "width", "height")] for r in root.iter() if "rect" in r.tag
+        ]
+        assert all(x + w <= rects[0][2] and y + h <= rects[0][3] for x, y, w, h in rects) and len(rects) == 1 + 2 + 32
         assert [word for word in words if word.startswith("rank ")] == [f"rank {rank}" for rank in range(32)]
         assert "10.0.0.10 (host)" in words and any("<disk> 2 of 2" in word for word in words)
         assert self.foreseen([self.node("10.0.0.2", {"CPU": 900.0})], [600])._repr_svg_() is None
@@ -602,6 +608,27 @@ class TestViews:
                     RayWorkerGroup(pool[1:3], counter())
             with RayWorkerGroup(pool[1:3], counter()) as group:
                 assert group.add(0) == [0, 1]
+
+    def test_a_view_that_waits_ends_with_its_parent(self, ray_cluster):
+        wait_free(CRATES)
+        with RayResourcePool([CRATES], use_gpu=False, resources=CRATE) as all_of_it:
+            all_of_it.place()
+            wait_free(0)
+            late = RayResourcePool([2], use_gpu=False, resources=CRATE, placement_timeout=60)
+            begin = time.monotonic()
+            threading.Timer(0.5, late.close).start()
+            with pytest.raises(GroupClosedError):
+                RayWorkerGroup(late[0], counter())
+            assert 0.4 < time.monotonic() - begin < 3
+
+    def test_groups_that_start_at_once_agree_on_the_order(self, ray_cluster):
+        with RayResourcePool([2, 1], use_gpu=False) as pool:
+            with ThreadPoolExecutor() as threads:
+                started = [threads.submit(RayWorkerGroup, part, placed()) for part in (pool, pool[1:], pool)]
+                groups = [future.result() for future in started]
+            assert bundles(groups[0]) == bundles(groups[2]) and bundles(groups[1]) == bundles(groups[0])[1:]
+            groups[2].restart()
+            assert bundles(groups[2]) == bundles(groups[0])
 
     @pytest.mark.parametrize(
         ("wrong", "error", "words"),
