@@ -208,7 +208,8 @@ def debug(tmp_path, commands, inside="pass", before="pass", **environment):
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        # Ray, which other tests start in this process, takes breakpoint() for its own debugger by this variable.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONBREAKPOINT": "", **environment},
     )
 
 
