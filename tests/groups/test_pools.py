@@ -611,7 +611,7 @@ class TestViews:
 
     def test_a_view_that_waits_ends_with_its_parent(self, ray_cluster):
         wait_free(CRATES)
-        with RayResourcePool([CRATES], use_gpu=False, resources=CRATE) as all_of_it:
+        with RayResourcePool([4], use_gpu=False, resources={"crate": 2}) as all_of_it:
             all_of_it.place()
             wait_free(0)
             late = RayResourcePool([2], use_gpu=False, resources=CRATE, placement_timeout=60)
