@@ -51,7 +51,8 @@ class LocalWorkerGroup(WorkerGroup):
     below the driver's line, and a debugger steps into it (`single_controller.local.set_trace` in one step). A call has
     ended when it returns, also ``group.m.remote(x)``. Ctrl-C, or "quit" in a debugger, leaves the call at once: ranks
     before have run it, ranks behind have not. Where Ray was started in the same process, ``breakpoint()`` belongs to
-    Ray's debugger: call ``pdb.set_trace()`` or `set_trace`. An ``async def`` method runs on the worker's event loop, in its thread.
+    Ray's debugger: call ``pdb.set_trace()`` or `set_trace`. An ``async def`` method runs on the worker's event loop, in
+    its thread.
 
     With ``threads=True`` each rank has a thread: futures are asynchronous, ranks overlap, ``concurrent=True`` methods
     overtake, and a rank that does not end in time breaks the group. A thread cannot be stopped, so its method goes on
