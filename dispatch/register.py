@@ -129,7 +129,8 @@ def register(
             CPU tensors and stay so by default. With ``inputs="view"`` they go to the device without a copy before.
         replay: ``group.restart()`` makes the latest successful call of this method again, after the constructors:
             for what brings a worker into its state, ``init_model`` or ``load_checkpoint``. The driver keeps that call's
-            arguments, as they are; with replays of several methods they are made in the order of those calls.
+            arguments, as they are; with replays of several methods they are made in the order of those calls. Calls
+            count that were made by the group which restarts: not by its copies in other processes.
 
     Raises:
         ValueError: an unknown mode or option (the message lists the known ones), when the class is defined.

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from single_controller.base.pool import ClassWithInitArgs, ResourcePool
     from single_controller.base.worker import Worker
     from single_controller.local.group import LocalWorkerGroup
+    from single_controller.ray.attach import end_detached
     from single_controller.ray.class_with_args import RayClassWithInitArgs
     from single_controller.ray.group import RayWorkerGroup, attach
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
@@ -89,6 +90,7 @@ __all__ = [
     "colocate",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
+    "end_detached",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "register",
@@ -131,6 +133,7 @@ _HOMES = {
     "colocate": "single_controller.base.colocate",
     "create_colocated_worker_cls": "single_controller.base.colocate",
     "create_colocated_worker_cls_fused": "single_controller.base.colocate",
+    "end_detached": "single_controller.ray.attach",
     "make_nd_compute_dataproto_dispatch_fn": "dispatch",
     "merge_resource_pool": "single_controller.ray.pool_view",
     "register": "dispatch",

@@ -36,18 +36,22 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from single_controller import (  # noqa: E402
     Dispatch,
+    GroupBrokenError,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
     SingleControllerError,
+    WorkerDiedError,
     register,
 )
 
 RANKS = 3
 TOLD = 5.0
 """Seconds within which a driver hears of a rank's death."""
-NODE_TOLD = 8.0
-"""Seconds within which it hears of a node's, with the health checks of this cluster."""
+NODE_TOLD = 5.0
+"""Seconds within which it hears of a node's, with the health checks of a Ray that this library starts."""
+ROUND = 120
+"""Seconds that a round may take: more is a hang."""
 HEALTH = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -121,15 +125,16 @@ class Round:
             time.sleep(self.rng.uniform(0, 1.0))
             pids = started(known)
             if pids:
+                killed.append(time.monotonic())
                 os.kill(self.rng.choice(pids), signal.SIGKILL)
-            killed.append(time.monotonic())
             found.set()
 
         threading.Thread(target=kill, daemon=True).start()
         try:
             made = make()
         except SingleControllerError as error:
-            told = time.monotonic() - killed[0] if killed else 0.0
+            assert killed, f"it raised although nobody was killed: {error}"
+            told = time.monotonic() - killed[0]
             assert told < TOLD, f"told {told:.1f} s after the kill"
             assert "died" in str(error), error
             return group, told
@@ -232,14 +237,20 @@ def seconds_until_told(call, killed=None, limit=TOLD):
     begun = time.monotonic()
     try:
         call()
-    except SingleControllerError:
+    except (WorkerDiedError, GroupBrokenError) as error:
         told = time.monotonic() - (killed[0] if killed else begun)
+        assert "died" in str(error) or "unavailable" in str(error), error
         assert told < limit, f"told {told:.1f} s after the kill"
         return told
     raise AssertionError("the call did not raise")
 
 
 MOMENTS = ("start-up", "idle", "call", "collective", "restart")
+
+
+def hangs(*_):
+    """A round takes too long."""
+    raise AssertionError(f"a round has not ended after {ROUND} s: something hangs")
 
 
 def draw(rng, nodes):
@@ -251,6 +262,7 @@ def draw(rng, nodes):
 def run(rounds, seed, nodes):
     """Some rounds; 0 if all promises were kept."""
     rng = random.Random(seed)
+    signal.signal(signal.SIGALRM, hangs)
     say(f"{rounds} rounds, seed {seed}")
     worst = {"rank": 0.0, "node": 0.0}
     with cluster_of_one() as cluster:
@@ -258,9 +270,11 @@ def run(rounds, seed, nodes):
         for number in range(rounds):
             who, moment = draw(rng, nodes)
             begun = time.monotonic()
+            signal.alarm(ROUND)
             kill = getattr(Round(rng), who)
             told = kill(moment, cluster) if who == "node" else kill(moment)
             before.wait_same(30)
+            signal.alarm(0)
             worst[who] = max(worst.get(who, 0.0), told)
             took = time.monotonic() - begun
             heard = f"told {told:4.1f} s" if who != "driver" else ""

@@ -52,9 +52,11 @@ class GroupState:
         closed: whether it was closed.
         dead: the ranks whose death broke it.
         restarting: whether its workers are being ended and made anew.
+        restarts: how often that went well.
+        sent: number of calls that were sent.
         standings: role -> rank -> version of what the worker last said of its coordinates; the role of a group of one
             class is None.
-        replays: (role, method) -> the latest successful call of a ``replay=True`` method, in the order of those calls.
+        replays: (role, method) -> the latest successful call of a ``replay=True`` method.
     """
 
     def __init__(self, name: str, error_grace: float) -> None:
@@ -65,6 +67,8 @@ class GroupState:
         self.closed = False
         self.dead: tuple[int, ...] = ()
         self.restarting = False
+        self.restarts = 0
+        self.sent = 0
         self.standings: dict[str | None, dict[int, int]] = {}
         self.replays: dict[tuple[str | None, str], Replay] = {}
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
@@ -107,6 +111,7 @@ class GroupState:
         """Take no more calls, and end those under way; they are returned."""
         with self.lock:
             self.closed = True
+            self.replays.clear()  # with the arguments that they hold
             return self._end_calls()
 
     def break_again(self, reason: str) -> None:
@@ -116,10 +121,11 @@ class GroupState:
             self.break_(reason, self.dead)
 
     def remember(self, call: Call, replay: Replay) -> None:
-        """A call of a ``replay=True`` method has an outcome."""
-        if call.error is None:
-            with self.lock:
-                self.replays.pop(replay.key, None)
+        """A call of a ``replay=True`` method has an outcome. Which call is the later one, its number says: outcomes are
+        noticed in any order."""
+        with self.lock:
+            kept = self.replays.get(replay.key)
+            if call.error is None and not self.closed and (kept is None or kept.number < replay.number):
                 self.replays[replay.key] = replay
 
     def reopen(self) -> None:
@@ -151,6 +157,9 @@ class Call:
         begun: when the call began, in seconds since the epoch; now by default.
         device: where the tensors of the result are wanted; None where they are.
         role: the worker that is called, where several are in a process.
+
+    Attributes:
+        number: of the call, among those that its group sent.
     """
 
     def __init__(
@@ -169,6 +178,7 @@ class Call:
         role: str | None = None,
     ) -> None:
         self.engine = engine
+        self.number = 0
         self.method = method
         self.role = role
         self.label = label(role, method)

@@ -55,9 +55,11 @@ class Engine(ABC):
 
     Attributes:
         ended: whether `kill` was called: their end is no news.
+        given_up: ranks that were ended to be restarted; theirs is none either.
     """
 
     ended = False
+    given_up: frozenset[int] = frozenset()
 
     @property
     @abstractmethod

@@ -133,8 +133,11 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         worker has said something new.
 
         Raises:
-            DispatchError: some ranks reported and others did not.
+            DispatchError: some ranks reported and others did not; or this group has roles, which have layouts each.
         """
+        if self._table is None:
+            ways = ", ".join(f"group.{role}" for role in self.roles)
+            raise DispatchError(f"every role of {self.name} has a layout of its own: ask {ways}", method="layout")
         here = self._learned[self._role]
         known = here.layout
         said = self._state.standings.get(self._role, {})
@@ -143,7 +146,10 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         return known[1]
 
     def stats(self) -> Stats:
-        """What the group's calls cost: bytes and seconds by method, and by call and rank. Prints as a table."""
+        """What the group's calls cost: bytes and seconds by method, and by call and rank. Prints as a table. Of a group
+        with roles: all of theirs, by ``<role>.<method>``."""
+        if self._table is None:
+            return Stats.together({role: self._learned[role].accounts.stats() for role in self.roles})
         return self._learned[self._role].accounts.stats()
 
     def trace(self, path: str | Path) -> None:
@@ -243,6 +249,9 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         return self._running
 
     def _check(self) -> None:
+        if self._state.restarting:
+            with self._sending:  # until the restart is over; the thread that restarts goes through
+                pass
         if not self._state.closed and not self._engine.connected:
             self._state.break_(ENGINE_GONE)
         self._state.check()
@@ -253,8 +262,7 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         plan = self._plan(spec, args, kwargs, options)
         call = self._send(spec, plan, future=not blocking, options=options, begun=begun)
-        if spec.registration.replay:
-            call.when_settled(functools.partial(self._state.remember, call, Replay(spec, args, kwargs, options)))
+        self._note_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         return self._wait(call) if blocking else WorkerFuture(call)
 
     def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -269,7 +277,16 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         begun = time.time()
         self._check()
         spec = self._any_method(name)
-        return self._send(spec, plan(spec, self, args, kwargs), future=future, begun=begun)
+        call = self._send(spec, plan(spec, self, args, kwargs), future=future, begun=begun)
+        self._note_replay(call, spec, _AS_DECLARED, lambda group: plan(spec, group, args, kwargs))
+        return call
+
+    def _note_replay(
+        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[WorkerGroup], CallPlan]
+    ) -> None:
+        if spec.registration.replay:
+            replay = Replay(spec, call.number, plan, options)
+            call.when_settled(functools.partial(self._state.remember, call, replay))
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
         return self._knowing(lambda: plan_call(spec, self, args, kwargs, options.uneven), spec.name)
@@ -301,7 +318,13 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
     ) -> Call:
         with self._sending:
             self._state.check()  # once more: it may have been closed while this waited
-            sent = self._engine.send(spec, plan, future=future)
+            try:
+                sent = self._engine.send(spec, plan, future=future)
+            except BaseException as error:
+                if not isinstance(error, Exception) and not self._engine.in_turn:
+                    # Some ranks may have the call and others not: the next collective would hang.
+                    self._state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
+                raise
             call = Call(
                 self._state,
                 self._engine,
@@ -314,6 +337,8 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
                 device=options.device,
                 role=self._role,
             )
+            self._state.sent += 1
+            call.number = self._state.sent
         if future and self._engine.in_turn:
             monitor.poll(call)  # it has ended
         elif future:

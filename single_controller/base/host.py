@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dispatch import batch
@@ -19,7 +18,7 @@ from dispatch.move import move
 from dispatch.plan import CallPlan, Shard, Slot, merge_arguments
 from dispatch.register import MethodSpec, label, method_spec
 from single_controller.base.later import LaterPart
-from single_controller.base.worker import Place, Standing, Worker, assign
+from single_controller.base.worker import Neighbours, Place, Standing, Worker, assign
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class WorkerHost:
         cls: type[Worker],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        neighbours: Mapping[str, Worker] = MappingProxyType({}),
+        neighbours: Neighbours,
     ) -> None:
         self.place = place
         with assign(place, neighbours):
@@ -223,7 +222,7 @@ class Crew:
     def __init__(self) -> None:
         self.hosts: dict[str | None, WorkerHost] = {}
         self.making: str | None = None
-        self._workers: dict[str, Worker] = {}
+        self._workers = Neighbours()
 
     def make(self, place: Place, roles: Mapping[str | None, MadeOf]) -> None:
         """Make the workers, one after the other.
@@ -231,10 +230,9 @@ class Crew:
         Raises:
             Exception: whatever a constructor raises; `making` says whose.
         """
-        neighbours = MappingProxyType(self._workers)
         for role, (cls, args, kwargs) in roles.items():
             self.making = role
-            self.hosts[role] = host = WorkerHost(place, cls, args, kwargs, neighbours)
+            self.hosts[role] = host = WorkerHost(place, cls, args, kwargs, self._workers)
             if role is not None:
                 self._workers[role] = host.worker
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.base.method import CallOptions
 from single_controller.base.monitor import monitor
@@ -20,14 +21,14 @@ class Replay:
 
     Attributes:
         spec: the method.
-        args: the positional arguments, as the driver gave them.
-        kwargs: the keyword arguments.
+        number: the call's number among the calls that its group sent.
+        plan: plans it again, with the same arguments, for the group that it is given.
         options: what held for that call.
     """
 
     spec: MethodSpec
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    number: int
+    plan: Callable[[WorkerGroup], CallPlan]
     options: CallOptions
 
     @property
@@ -58,12 +59,15 @@ def checked_ranks(group: WorkerGroup, ranks: Sequence[int]) -> tuple[int, ...]:
 def restart(group: WorkerGroup, ranks: Sequence[int] | None) -> None:
     """See `WorkerGroup.restart`."""
     state = group._state
+    before, was_broken = state.restarts, state.broken is not None
     with group._sending:
         if state.closed:
             state.check()
         chosen = group._restartable(ranks)
-        state.break_("it is being restarted")
+        if was_broken and state.broken is None and state.restarts > before:
+            return  # another thread has mended what this one was to mend
         state.restarting = True
+        state.break_("it is being restarted")
         try:
             group._start_again(chosen)
             with state.lock:
@@ -75,8 +79,9 @@ def restart(group: WorkerGroup, ranks: Sequence[int] | None) -> None:
                 state.check()
             for learned in group._learned.values():
                 learned.layout = None
-            for replay in list(state.replays.values()):
+            for replay in sorted(state.replays.values(), key=lambda replay: replay.number):
                 _replay(group, replay, chosen)
+            state.restarts += 1
         except BaseException as error:
             first_line = str(error).partition("\n")[0]
             state.break_again(f"its restart failed with {type(error).__name__}: {first_line}")
@@ -89,7 +94,7 @@ def _replay(group: WorkerGroup, replay: Replay, ranks: Collection[int] | None) -
     """Make a call again; on some ranks alone, where they are given. Its result is not wanted."""
     spec = replay.spec
     called = group if spec.role is None else group._role_group(spec.role)
-    plan = called._plan(spec, replay.args, replay.kwargs, replay.options)
+    plan = replay.plan(called)
     if ranks is not None:
         plan = plan.only(ranks)
     if plan.ranks:

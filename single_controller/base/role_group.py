@@ -7,6 +7,7 @@ from typing import Any
 
 from single_controller.base.engine import Engine
 from single_controller.base.group import WorkerGroup
+from single_controller.base.watcher import OnDeath, Watcher
 
 
 class RoleGroup(WorkerGroup):
@@ -45,6 +46,10 @@ class RoleGroup(WorkerGroup):
     def restart(self, ranks: Sequence[int] | None = None) -> None:
         """Restart the processes, which all roles share; see the group's own `restart`."""
         self._whole.restart(ranks)
+
+    def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
+        """Look after the processes, which all roles share; see the group's own `watch`."""
+        return self._whole.watch(on_death, interval)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (hasattr(type(self._whole), name) or name in vars(self._whole)):

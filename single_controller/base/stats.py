@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from dispatch.register import label
 
 KEPT_CALLS = 1000
 """The last calls of a group whose ranks are kept one by one."""
@@ -116,6 +118,17 @@ class Stats:
 
     methods: Mapping[str, MethodStats]
     calls: Sequence[CallRecord]
+
+    @classmethod
+    def together(cls, parts: Mapping[str, Stats]) -> Stats:
+        """Several as one, by ``<name>.<method>``.
+
+        Args:
+            parts: name -> what is known of it.
+        """
+        methods = {label(name, method): stats for name, part in parts.items() for method, stats in part.methods.items()}
+        calls = [replace(call, method=label(name, call.method)) for name, part in parts.items() for call in part.calls]
+        return cls(methods, sorted(calls, key=lambda call: call.begun))
 
     def __str__(self) -> str:
         phases = ("dispatch", "queue", "open", "method", "return", "join")

@@ -70,7 +70,8 @@ class Watcher(Closing):
         if self._told[0] is not engine:  # the first look, or the first after a restart
             self._told = (engine, set())
         told = self._told[1]
-        found = {rank: reason for rank, reason in engine.deaths().items() if rank not in told}
+        deaths = engine.deaths()
+        found = {rank: deaths[rank] for rank in deaths if rank not in told and rank not in engine.given_up}
         if not found or engine.ended or group._state.restarting or group.closed or group._engine is not engine:
             return None
         told.update(found)

@@ -85,11 +85,18 @@ class Standing:
     version: int = 0
 
 
+class Neighbours(dict[str, "Worker"]):
+    """role -> worker, of one process. A worker that is pickled or copied leaves its neighbours behind."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Neighbours, ()
+
+
 _assigned = threading.local()
 
 
 @contextmanager
-def assign(place: Place, neighbours: Mapping[str, Worker]) -> Iterator[None]:
+def assign(place: Place, neighbours: Neighbours) -> Iterator[None]:
     """Workers made in this thread, inside the context, stand at ``place``, beside ``neighbours``."""
     before = dict(vars(_assigned))  # a constructor may make a group in this process, and with it other workers
     _assigned.place, _assigned.neighbours = place, neighbours
@@ -110,14 +117,14 @@ class Worker:
 
     _place: Place
     _standing: Standing
-    _neighbours: Mapping[str, Worker]
+    _neighbours: Neighbours
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
         place = getattr(_assigned, "place", None) or Place.from_environment()
         object.__setattr__(self, "_place", place)
         object.__setattr__(self, "_standing", Standing())
-        object.__setattr__(self, "_neighbours", getattr(_assigned, "neighbours", {}))
+        object.__setattr__(self, "_neighbours", getattr(_assigned, "neighbours", Neighbours()))
         return self
 
     def __init__(self) -> None:

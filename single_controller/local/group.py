@@ -171,6 +171,8 @@ class LocalWorkerGroup(WorkerGroup):
         parcel = self._pack_arguments()
         before = self._running.ranks if isinstance(self._running, LocalEngine) else ()
         chosen = range(self._size) if ranks is None else ranks
+        if self._running is not None:
+            self._running.given_up |= frozenset(chosen)
         for rank in before:
             if rank.place.rank in chosen:
                 rank.end("it was restarted")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import PlacementGroupID
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from single_controller.base.errors import WorkerDiedError
+from single_controller.base.errors import CallTimeoutError, WorkerDiedError
 from single_controller.base.later import unpacked
 from single_controller.base.worker import Worker
 from single_controller.ray.answers import one_line
 from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.runtime import ensure_ray
+from single_controller.ray.runtime import detached_actors, ensure_ray
 from single_controller.ray.transport import Packet
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 30.0
+"""How long workers that are asked who they are may take: they answer after what they are at."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,14 @@ def find_workers(
         if worker_names is None:
             worker_names, namespace = _names_with(str(name_prefix), class_name, namespace)
         worker_handles = [ray.get_actor(name, namespace) for name in worker_names]
+    asked = [handle._sc_identity.remote() for handle in worker_handles]
     try:
-        identities = ray.get([handle._sc_identity.remote() for handle in worker_handles])
+        identities = ray.get(asked, timeout=ANSWER_SECONDS)
+    except GetTimeoutError:
+        raise CallTimeoutError(
+            f"from_detached(): the workers have not said who they are within {ANSWER_SECONDS:g} s: they are at work, "
+            "or wait for each other in a collective. Try again, or end them with end_detached(name)"
+        ) from None
     except RayError as error:
         raise WorkerDiedError(f"from_detached(): a worker does not answer: {one_line(error)}") from error
     found = sorted(zip(identities, worker_handles, strict=True), key=lambda pair: pair[0].place.rank)
@@ -116,7 +128,44 @@ def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> t
     return names, space
 
 
+def end_detached(name: str, namespace: str | None = None) -> int:
+    """End detached workers without asking them, and free the placement groups in which they are.
+
+    For a group whose driver is gone and that cannot be attached to: its workers died, some or all, or wait for each
+    other for ever, or were never started. Whatever else lives in those placement groups ends too.
+
+    Args:
+        name: of the group: its ``name_prefix`` with the name of its class.
+        namespace: Ray's namespace of the name; any by default.
+
+    Returns:
+        How many workers were ended.
+
+    Raises:
+        ValueError: no worker has such a name, or workers of several namespaces have.
+    """
+    ensure_ray()
+    found = [one for one in detached_actors() if one.name.rpartition("_")[0] == name]
+    found = [one for one in found if namespace in (None, one.namespace)]
+    living = [one for one in found if one.alive]
+    found = living or found  # those that died long ago may have been in other placement groups
+    spaces = sorted({one.namespace for one in found})
+    if len(spaces) != 1:
+        where = f"in the namespaces {', '.join(spaces)}: say which" if spaces else "nowhere in this Ray"
+        raise ValueError(f"end_detached(): workers called {name}_<rank> are {where}")
+    for one in living:
+        try:
+            ray.kill(ray.get_actor(one.name, one.namespace), no_restart=True)
+        except ValueError:
+            logger.debug("%s has ended by itself", one.name)
+    remove_placement_groups(sorted({one.placement_group for one in found if one.placement_group}))
+    return len(living)
+
+
 def remove_placement_groups(ids: Sequence[str]) -> None:
     """Remove placement groups by their ids in hex; whatever lives in them ends."""
     for number in ids:
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
+        try:
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
+        except Exception:  # Ray is gone, or has removed it
+            logger.debug("placement group %s could not be removed", number, exc_info=True)

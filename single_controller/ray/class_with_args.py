@@ -31,6 +31,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             # The pool decides how much of a CPU and a GPU a worker has.
             options = {key: value for key, value in declared.items() if key not in ("num_cpus", "num_gpus")}
             cls = cast(Any, cls).__ray_metadata__.modified_class.__ray_actor_class__
+            _refuse_held(f"@ray.remote(...) on {cls.__name__}", options)
         super().__init__(cls, *args, **kwargs)
         self._options = options
         self._additional_resource: dict[str, float] = {}
@@ -51,9 +52,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         Raises:
             ValueError: Ray has no such option, or the group needs it for itself.
         """
-        held = {"name", "scheduling_strategy", "placement_group", "lifetime", "max_concurrency"} & set(options)
-        if held:
-            raise ValueError(f"update_options(): the group sets {sorted(held)} itself")
+        _refuse_held("update_options()", options)
         ray.remote(_Probe).options(**options)  # Ray's own check of names and values
         self._options.update(options)
 
@@ -64,6 +63,28 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             ValueError: an amount that is no positive number.
         """
         self._additional_resource = check_amounts("set_additional_resource()", additional_resource)
+
+
+_HELD = frozenset(
+    {
+        "concurrency_groups",
+        "lifetime",
+        "max_concurrency",
+        "max_restarts",
+        "max_task_retries",
+        "name",
+        "namespace",
+        "placement_group",
+        "scheduling_strategy",
+    }
+)
+"""Options of Ray's that a group needs for itself. An actor that Ray revived, say, would have lost its worker."""
+
+
+def _refuse_held(what: str, options: Mapping[str, Any]) -> None:
+    held = sorted(_HELD & {key for key, value in options.items() if value is not None})
+    if held:
+        raise ValueError(f"{what}: the group sets {held} itself")
 
 
 class _Probe:

@@ -232,7 +232,8 @@ class RayWorkerGroup(WorkerGroup):
         """End the workers; only forget them if another driver started them. A second close does nothing."""
         if self._owns:
             super().close()
-            remove_placement_groups(self._owned_placement)
+            if self._owned_placement and self._ray.connected:
+                remove_placement_groups(self._owned_placement)
             self._owned_placement = ()
         else:
             monitor.forget(self._state.close())

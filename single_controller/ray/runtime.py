@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -65,6 +65,36 @@ def death_of(actor: Any) -> str | None:
     if info["State"] != "DEAD":
         return None
     return exit_detail(info["DeathCause"].actor_died_error_context.error_message) or "its process has ended"
+
+
+class DetachedActor(NamedTuple):
+    """An actor that outlives its driver.
+
+    Attributes:
+        name: its name.
+        namespace: the name's namespace.
+        placement_group: id of the placement group that it is in, in hex; empty without one.
+        alive: whether it has not ended.
+    """
+
+    name: str
+    namespace: str
+    placement_group: str
+    alive: bool
+
+
+def detached_actors() -> list[DetachedActor]:
+    """All detached actors that Ray remembers, started or not. Asks Ray's control store; needs no dashboard."""
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (made at run time, which type checkers do not see)
+    tables = [data.FromString(table) for table in state._connect_and_get_accessor().get_actor_table(None, None)]
+    return [
+        DetachedActor(table.name, table.ray_namespace, table.placement_group_id.hex(), table.state != data.DEAD)
+        for table in tables
+        if table.is_detached
+    ]
 
 
 def exit_detail(text: str) -> str:

@@ -6,6 +6,7 @@ sent their start messages at once; rank 0's address goes along as a reference.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import Counter
@@ -28,6 +29,8 @@ from single_controller.ray.order import Slot
 from single_controller.ray.placement import wait_placed
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 _BEFORE_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
 """Variables that count only if they exist before the process starts: those need a runtime_env."""
@@ -87,9 +90,11 @@ def start(plan: StartPlan, run: Run, again: bool = False) -> tuple[RayEngine, tu
     """
     packed = plan.recipe.pack()
     plan.pool.place(plan.bin_pack, plan.recipe.additional_resource)
+    if plan.detached:
+        plan.pool.settle()  # their names are to end in their ranks
     slots = plan.pool.slots()
     names = _names(plan, range(len(slots)))
-    with _ended_on_error() as actors:
+    with _ended_on_error(plan) as actors:
         locations = _make(plan, slots, names, actors, again=again)
         order = plan.pool.rank_order(slots, locations)
         ranks = [
@@ -119,11 +124,12 @@ def start_ranks(
     before = [engine.ranks[rank] for rank in chosen]
     slots = [rank.slot for rank in before if rank.slot is not None]
     orders = [rank.order for rank in before if rank.order is not None]
+    engine.given_up |= frozenset(chosen)
     for rank in before:
         ray.kill(rank.actor, no_restart=True)
-    # A detached actor keeps its name, which is how it is found; it ends in its slot's number, not in the rank.
+    # A detached actor keeps its name, which is how it is found.
     names = [rank.name for rank in before] if plan.detached else _names(plan, chosen)
-    with _ended_on_error() as actors:
+    with _ended_on_error(plan) as actors:
         locations = _make(plan, slots, names, actors, again=True)
         ranks = list(engine.ranks)
         for place, (number, order) in enumerate(zip(chosen, orders, strict=True)):
@@ -139,24 +145,45 @@ def _names(plan: StartPlan, numbers: Iterable[int]) -> list[str]:
     return [f"{plan.prefix}{plan.recipe.name}{unique}_{number}" for number in numbers]
 
 
+class _Actors(list[ActorHandle]):
+    """Actors that are being made.
+
+    Attributes:
+        making: the name of one that may exist although nobody has its handle yet.
+    """
+
+    making: str | None = None
+
+
 @contextmanager
-def _ended_on_error() -> Iterator[list[ActorHandle]]:
-    actors: list[ActorHandle] = []
+def _ended_on_error(plan: StartPlan) -> Iterator[_Actors]:
+    actors = _Actors()
     try:
         yield actors
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
+        if plan.detached and actors.making is not None:  # an actor that is not detached ends with its handle
+            try:
+                ray.kill(ray.get_actor(actors.making, plan.namespace), no_restart=True)
+            except ValueError:
+                logger.debug("%s had not been made", actors.making)
         raise
 
 
 def _make(
-    plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], actors: list[ActorHandle], *, again: bool
+    plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], actors: _Actors, *, again: bool
 ) -> list[Location]:
     """Make the actors, all at once, and wait until they have said where they are."""
     make = _actor_maker(plan, again=again)
     for slot, name in zip(slots, names, strict=True):
-        actors.append(make(slot, name))
+        actors.making = name
+        try:
+            actors.append(make(slot, name))
+        except ValueError:
+            actors.making = None  # the name is somebody else's
+            raise
+    actors.making = None
     located = [actor._sc_locate.remote() for actor in actors]
     wait_placed(located, plan.pool.placements(), plan.pool.placement_timeout, plan.name)
     return _locations(located, plan.name)

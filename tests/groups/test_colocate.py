@@ -1,6 +1,9 @@
 """Several worker classes in one process per rank."""
 
+import os
 import pickle
+import signal
+import time
 
 import pytest
 import ray
@@ -111,6 +114,41 @@ def test_unregistered_methods_handles_and_stats(group):
     group.critic.twice(1)
     assert group.critic.stats().methods["twice"].calls == calls + 1
     assert "twice" not in group.actor.stats().methods
+
+
+def test_the_whole_groups_stats_and_layout(group):
+    group.critic.twice(1)
+    assert group.stats().methods["critic.twice"].calls == group.critic.stats().methods["twice"].calls
+    assert "critic.twice" in str(group.stats())
+    with pytest.raises(DispatchError, match=r"a layout of its own: ask group\.actor, group\.critic"):
+        group.layout  # noqa: B018
+    with pytest.raises(DispatchError, match="a layout of its own"):
+        group.tp_size  # noqa: B018
+
+
+def test_a_worker_is_copied_without_its_neighbours(group):
+    def copies(worker):
+        import copy
+        import pickle
+
+        one, other = pickle.loads(pickle.dumps(worker)), copy.deepcopy(worker)
+        return worker.rank == one.rank == other.rank, len(one._neighbours), len(other._neighbours)
+
+    assert group.actor.execute_with_func_generator(copies) == [(True, 0, 0)] * 4
+
+
+def test_a_watcher_of_a_role_looks_after_the_whole(pool):
+    with RayWorkerGroup(pool, colocate(both())) as group:
+        told = []
+        watcher = group.critic.watch(told.append, interval=0.05)
+        time.sleep(0.3)
+        assert watcher.watching
+        os.kill(group.actor.pid()[1], signal.SIGKILL)
+        end = time.monotonic() + 5
+        while not told:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert told[0].ranks == (1,)
 
 
 def test_verls_names(group):

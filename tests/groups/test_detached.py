@@ -13,6 +13,7 @@ from group_workers import Counter, Drives, Fragile
 from test_failure import wait_until
 
 from single_controller import (
+    CallTimeoutError,
     GroupBrokenError,
     GroupClosedError,
     RayClassWithInitArgs,
@@ -20,6 +21,7 @@ from single_controller import (
     RayWorkerGroup,
     WorkerDiedError,
     attach,
+    end_detached,
 )
 
 
@@ -111,6 +113,28 @@ def test_a_detached_group_restarts_under_its_own_names(ray_cluster):
             names = group.worker_names
             group.restart()
             assert group.worker_names == names and group.add(0) == [5, 6]
+
+
+def test_detached_workers_of_a_dead_driver_that_hang_are_ended_by_name(another_driver, monkeypatch):
+    pids = another_driver("""
+        import os, signal
+        from group_workers import Fragile
+        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+        pool = RayResourcePool([3], use_gpu=False, detached=True, resources={"crate": 1})
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="stuck_", detached=True)
+        pids = group.pid()
+        group.sleep.remote(600)
+        os.kill(pids[2], signal.SIGKILL)
+        print("answer", *pids)
+    """)
+    monkeypatch.setattr("single_controller.ray.attach.ANSWER_SECONDS", 1.0)
+    with pytest.raises((CallTimeoutError, ValueError), match=r"end_detached|all 3 ranks"):
+        attach("stuck_Fragile")
+    with pytest.raises(ValueError, match="nowhere in this Ray"):
+        end_detached("nobody")
+    assert end_detached("stuck_Fragile") == 2
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in map(int, pids.split())))
+    wait_until(lambda: ray.available_resources().get("crate") == 8)
 
 
 class TestGroupsElsewhere:

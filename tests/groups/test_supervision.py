@@ -72,6 +72,19 @@ def test_a_watcher_may_restart_the_group_and_may_raise(make_group, caplog):
     assert not watcher.watching
 
 
+def test_a_restart_that_fails_is_no_death(make_group):
+    group = make_group(Model, size=1)
+    rows = [1, 2, 3, 4]
+    group.load_checkpoint(rows)
+    told = []
+    with group.watch(told.append, interval=0.05):
+        rows[:] = [-1] * 4
+        with pytest.raises(WorkerError):
+            group.restart()
+        time.sleep(0.5)
+        assert told == [] and group.alive() == [True] * 4
+
+
 def test_a_watcher_does_not_keep_a_dropped_group(pool):
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
     watcher = group.watch(interval=0.05)
@@ -102,6 +115,31 @@ class TestRestart:
             assert size == 7 and log == [("init", "second"), ("load", [5 + rank])]
         group.restart()  # and again, of a group that is well
         assert [log for _, _, log in group.read()] == [log for _, _, log in answers]
+
+    def test_the_latest_is_the_call_that_was_made_last_whoever_sees_its_end_first(self, make_group):
+        group = make_group(Model, size=1)
+        earlier = group.init_model.remote("old")
+        group.init_model("new")
+        earlier.result()
+        later = group.init_model.remote("by future")
+        group.execute_all_sync("init_model", "by name")
+        later.result()
+        group.restart()
+        assert [log for _, _, log in group.read()] == [[("init", "by name")]] * 4
+
+    def test_other_threads_wait_for_it_and_two_restarts_of_one_death_are_one(self, make_group):
+        group = make_group(Model, size=1)
+        os.kill(group.read()[0][1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.train()
+        threads = [threading.Thread(target=group.restart) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        pids = [pid for _, pid, _ in group.read()]  # a call in the middle of it: no error, it waits
+        for thread in threads:
+            thread.join(20)
+        assert [pid for _, pid, _ in group.read()] == pids
 
     def test_some_ranks_alone_where_no_collectives_tie_them(self, make_group):
         group = make_group(Model, size=3, group_options={"collectives": False})
