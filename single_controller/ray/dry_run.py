@@ -5,6 +5,7 @@ The plan's text is a table; the errors of pools that cannot be placed carry the 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from single_controller.base.errors import PlacementError
 from single_controller.ray import dry_run_drawing
 from single_controller.ray.accelerators import device_kinds
 from single_controller.ray.order import Found, Seat, Slot, Spot, seated
-from single_controller.ray.packing import GaveUp, Request, amount_of, fit, room, take
+from single_controller.ray.packing import GaveUp, Request, amount_of, fit, largest_first, room, take
 from single_controller.ray.runtime import Node
 
 State = Literal["placed", "fits", "waits", "impossible"]
@@ -43,7 +44,8 @@ class RankPlan:
         hostname: the node's name.
         entry: number of the pool's entry that it belongs to; None for a worker that was attached to.
         bundle: index of the bundle in its placement group; None likewise.
-        devices: ids of its devices; () without any, None where they cannot be known before a process is there.
+        devices: ids of its devices; () without any, None where they cannot be known before a process is there. Of a
+            slot that is not reserved yet they are those that Ray gives next on a node whose GPUs are all free.
     """
 
     rank: int
@@ -92,8 +94,8 @@ class PoolPlan:
     Attributes:
         what: the pool or group.
         state: ``"placed"``: the slots are reserved, and the ranks stand where they are. ``"fits"``: they stand where
-            they would, by what is free now; somebody else may be quicker, and devices are not known. ``"waits"``: what
-            it needs is in use. ``"impossible"``: these nodes could not hold it if nothing else ran there.
+            they would, by what is free now; somebody else may be quicker. ``"waits"``: what it needs is in use.
+            ``"impossible"``: these nodes could not hold it if nothing else ran there.
         ranks: by rank; () for a pool that waits or is impossible.
         nodes: the living nodes, by address.
         asked: what is asked for, in words.
@@ -152,11 +154,39 @@ def foresee(request: Request, cluster: Sequence[Node], left: Sequence[dict[str, 
         homes = None
     if homes is None:
         return Outlook(request, "waits")
+    devices = _next_devices(request, cluster, left, homes)
     take(homes, request.bundle, left)
     flat = [cluster[home] for group in homes for home in group]
-    unknown = None if device_kinds(request.bundle) else ()
-    spots = [Spot(node.address, node.hostname, node.node_id, unknown) for node in flat]
+    spots = [Spot(node.address, node.hostname, node.node_id, mine) for node, mine in zip(flat, devices, strict=True)]
     return Outlook(request, "fits", seated(request.slots(), spots, request.entries if request.across else None))
+
+
+def _next_devices(
+    request: Request, cluster: Sequence[Node], left: Sequence[Mapping[str, float]], homes: Sequence[Sequence[int]]
+) -> list[tuple[str, ...] | None]:
+    """The devices that each slot would get, as declared. Ray hands out a node's GPUs from the first on, placement group
+    by placement group; of a node where some are in use, nobody can tell which.
+
+    Args:
+        request: what is asked for.
+        cluster: the nodes.
+        left: what is free on each when the request comes.
+        homes: by placement group, the index of each slot's node.
+    """
+    kinds = device_kinds(request.bundle)
+    if not kinds:
+        return [()] * sum(request.sizes)
+    amount = request.bundle.get("GPU", 0.0)
+    found: list[list[tuple[str, ...] | None]] = [[None] * len(nodes) for nodes in homes]
+    given = [node.total.get("GPU", 0.0) - has.get("GPU", 0.0) for node, has in zip(cluster, left, strict=True)]
+    for group in largest_first(request.sizes):
+        for slot, home in enumerate(homes[group]):
+            node = cluster[home]
+            if set(kinds) == {"GPU"} and node.free.get("GPU") == node.total.get("GPU"):
+                first, last = int(given[home] + 1e-6), math.ceil(given[home] + amount - 1e-6)
+                found[group][slot] = tuple(map(str, range(first, last)))
+            given[home] += amount
+    return [devices for group in found for devices in group]
 
 
 def plan_pool(

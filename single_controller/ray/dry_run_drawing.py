@@ -129,7 +129,8 @@ def _rank_table(plan: PoolPlan) -> list[str]:
         return []
     rows = [["rank", "node", "entry", "bundle", "device"]]
     for rank in plan.ranks:
-        device = "?" if rank.devices is None else rank.device or "-"
+        expected = "~" if plan.state == "fits" and rank.devices else ""
+        device = "?" if rank.devices is None else f"{expected}{rank.device or '-'}"
         entry, bundle = ("-" if number is None else str(number) for number in (rank.entry, rank.bundle))
         rows.append([str(rank.rank), f"{rank.address} ({rank.hostname})", entry, bundle, device])
     return _aligned(rows)

@@ -30,6 +30,14 @@ def test_devices_are_shared_ordered_and_known():
         ray.init("local", num_cpus=16, num_gpus=12, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
         def gpus(where): return [",".join(w["gpus"]) for w in where]
 
+        with RayResourcePool([2, 4]) as pool:  # nothing is in use: the dry run says which devices come next
+            foreseen = [(r.entry, r.device) for r in pool.plan().ranks]
+            with RayWorkerGroup(pool, placed()) as group:
+                print("> foreseen:", foreseen == [(r.entry, r.device) for r in group.plan().ranks], foreseen[0])
+        end = time.monotonic() + 20
+        while ray.available_resources().get("GPU") != 12 and time.monotonic() < end:
+            time.sleep(0.1)
+
         # Two digits: what remains beside nine GPUs in use is 9, 10 and 11.
         others = placement_group([{"GPU": 9}])
         assert others.wait(30)
@@ -84,6 +92,7 @@ def test_devices_are_shared_ordered_and_known():
         timeout=180,
     )
     assert out == [
+        "> foreseen: True (1, '0')",
         "> before: [None, None, None] fits",
         "> order: ['9', '10', '11'] [('9',), ('10',), ('11',)]",
         "> rays list: ['9', '10', '11'] [0, 0, 0]",

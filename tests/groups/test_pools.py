@@ -446,11 +446,19 @@ class TestDryRun:
         plan = self.foreseen([self.node("10.0.0.2", {"CPU": 4.0, "disk_group_x": 1.0, **inside})], [1])
         assert set(plan.nodes[0].total) == {"CPU", "disk_group_x"}
 
-    def test_the_devices_of_what_has_gpus_cannot_be_known(self):
-        cluster = [self.node("10.0.0.2", {"CPU": 4.0, "GPU": 2.0})]
-        plan = self.foreseen(cluster, [2], bundle={"CPU": 1, "GPU": 1})
-        assert [(r.devices, r.device) for r in plan.ranks] == [(None, None)] * 2 and str(plan).endswith("?")
-        assert self.foreseen(cluster, [2]).ranks[0].devices == ()
+    def test_the_devices_that_come_next_are_expected_where_all_are_free(self):
+        cluster = [self.node("10.0.0.2", {"CPU": 9.0, "GPU": 6.0})]
+        plan = self.foreseen(cluster, [2, 4], bundle={"CPU": 1, "GPU": 1})
+        # The largest entry is made first, and ranks stand in order of devices.
+        assert [(r.entry, r.device) for r in plan.ranks] == [*((1, k) for k in "0123"), (0, "4"), (0, "5")]
+        assert str(plan).endswith("~5") and self.foreseen(cluster, [2]).ranks[0].devices == ()
+        halves = self.foreseen(cluster, [3], bundle={"CPU": 1, "GPU": 0.5})
+        assert [r.device for r in halves.ranks] == ["0", "0", "1"]
+        pairs = self.foreseen(cluster, [2], bundle={"CPU": 1, "GPU": 2})
+        assert [r.devices for r in pairs.ranks] == [("0", "1"), ("2", "3")]
+        busy = self.node("10.0.0.2", {"CPU": 9.0, "GPU": 6.0}, {"CPU": 9.0, "GPU": 5.0})
+        unknown = self.foreseen([busy], [2], bundle={"CPU": 1, "GPU": 1})
+        assert [r.devices for r in unknown.ranks] == [None, None] and str(unknown).endswith("?")
 
     def test_the_picture_has_every_rank_and_node(self):
         cluster = [self.node("10.0.0.2", {"CPU": 40.0}), self.node("10.0.0.10", {"CPU": 4.0, "<disk>": 2.0})]
