@@ -46,30 +46,32 @@ class Footprint:
             frozenset(os.listdir("/dev/shm")),
         )
 
-    def difference(self, other: "Footprint") -> str:
-        """What is here and not there, and the other way round, in words; empty if they are the same."""
+    def left_behind(self, later: "Footprint") -> str:
+        """What is there later and was not here, or is no longer free, in words; empty if nothing. What has gone in the
+        meantime is somebody else's."""
         parts = []
         for name in ("actors", "processes", "placement_groups", "shared_memory"):
-            mine, others = getattr(self, name), getattr(other, name)
-            if mine != others:
-                parts.append(f"{name}: gone {sorted(mine - others)}, left behind {sorted(others - mine)}")
-        if self.resources != other.resources:
-            parts.append(f"resources: {self.resources} before, {other.resources} now")
-        return "; ".join(parts)
+            new = getattr(later, name) - getattr(self, name)
+            if new:
+                parts.append(f"{name}: {sorted(new)}")
+        free = dict(later.resources)
+        taken = {name: amount - free.get(name, 0.0) for name, amount in self.resources}
+        taken = {name: amount for name, amount in taken.items() if amount > 1e-3}
+        return "; ".join([*parts, *([f"not free: {taken}"] if taken else [])])
 
     def wait_same(self, seconds: float = 15.0) -> None:
-        """Wait until everything is as it was.
+        """Wait until nothing is left behind.
 
         Raises:
-            AssertionError: it was not, in time; the message says what is left behind.
+            AssertionError: something is; the message says what.
         """
         end = time.monotonic() + seconds
         while True:
-            different = self.difference(Footprint.now())
-            if not different:
+            left = self.left_behind(Footprint.now())
+            if not left:
                 return
             if time.monotonic() > end:
-                raise AssertionError(f"after {seconds:g} s it is not as it was: {different}")
+                raise AssertionError(f"after {seconds:g} s there is left behind: {left}")
             time.sleep(0.1)
 
 
