@@ -236,6 +236,7 @@ def test_ctrl_c_during_the_start_leaves_nothing(ray_cluster, tmp_path):
                 super().__init__()
                 time.sleep(60)
         pool = RayResourcePool([2], use_gpu=False)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell of the tests has set
         threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             RayWorkerGroup(pool, RayClassWithInitArgs(Slow), name_prefix="interrupted_")

@@ -144,6 +144,7 @@ def test_a_driver_that_is_killed(before, driver, moment):
 
 def test_ctrl_c_during_the_start(before, driver):
     process = driver("""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell of the tests has set
         threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             RayWorkerGroup(pool, RayClassWithInitArgs(Slow))
