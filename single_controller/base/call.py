@@ -56,6 +56,7 @@ class GroupState:
         sent: number of calls that were sent.
         standings: role -> rank -> version of what the worker last said of its coordinates; the role of a group of one
             class is None.
+        deaths: what calls found out: how many restarts there had been, and the error.
         replays: (role, method) -> the latest successful call of a ``replay=True`` method.
     """
 
@@ -69,6 +70,7 @@ class GroupState:
         self.restarting = False
         self.restarts = 0
         self.sent = 0
+        self.deaths: list[tuple[int, WorkerDiedError]] = []
         self.standings: dict[str | None, dict[int, int]] = {}
         self.replays: dict[tuple[str | None, str], Replay] = {}
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
@@ -104,7 +106,8 @@ class GroupState:
         with self.lock:
             if self.broken is None and not self.closed:
                 self.broken, self.dead = reason, tuple(dead)
-                logger.error("%s is broken: %s", self.name, reason)
+                level = logging.INFO if self.restarting else logging.ERROR  # a restart that was asked for is no error
+                logger.log(level, "%s is broken: %s", self.name, reason)
             self._end_calls()
 
     def close(self) -> list[Call]:
@@ -340,6 +343,7 @@ class Call:
             reason = self._lost[dead[0]]
             self._lost.clear()
             error = self._death(dead, reason)
+            self._state.deaths.append((self._state.restarts, error))
             self._settle(error)
             self._state.break_(str(error), dead)
         elif failures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,15 +43,22 @@ def checked_ranks(group: WorkerGroup, ranks: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ValueError: they are not distinct ranks of the group, or ranks may need each other.
     """
-    chosen = tuple(ranks)
+    chosen = tuple(ranks) if isinstance(ranks, Iterable) else ()
     if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(group.world_size)):
         raise ValueError(
-            f"restart(ranks={list(chosen)}): distinct ranks of the group, 0 to {group.world_size - 1}, at least one"
+            f"restart(ranks={ranks!r}): a list of distinct ranks of the group, 0 to {group.world_size - 1}, at least "
+            "one"
         )
     if group._collectives:
         raise ValueError(
             f"restart(ranks={list(chosen)}): the ranks of {group.name} may need each other in collectives, and a new "
             "one is not in their process groups. Restart all of them, or make the group with collectives=False"
+        )
+    dead = sorted(set(group._engine.deaths()) - set(chosen))
+    if dead:
+        raise ValueError(
+            f"restart(ranks={list(chosen)}): {dead} died too and would stay dead; "
+            f"restart(ranks={sorted({*chosen, *dead})})"
         )
     return chosen
 

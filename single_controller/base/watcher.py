@@ -13,6 +13,7 @@ from single_controller.base.closing import Closing
 from single_controller.base.errors import WorkerDiedError
 
 if TYPE_CHECKING:
+    from single_controller.base.engine import Engine
     from single_controller.base.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class Watcher(Closing):
         self._on_death = on_death
         self._interval = check_seconds("interval", interval)
         self._ended = threading.Event()
-        self._told: tuple[object, set[int]] = (None, set())
+        self._told: set[tuple[int, int]] = set()  # (restarts until then, rank)
+        self._heard = len(group._state.deaths)
         self._thread = threading.Thread(target=self._run, name="worker-watcher", daemon=True)
         self._thread.start()
 
@@ -55,29 +57,41 @@ class Watcher(Closing):
             if group is None or group.closed:
                 return
             try:
-                error = self._look(group)
-                if error is not None and self._on_death is not None:
-                    self._on_death(error)
+                for error in self._look(group):
+                    if self._on_death is not None:
+                        self._on_death(error)
             except Exception:
                 logger.exception("watching %s: a look, or on_death, raised", group.name)
             del group  # or it would live as long as this thread
 
-    def _look(self, group: WorkerGroup) -> WorkerDiedError | None:
-        """The deaths that nobody was told of; the group is broken then."""
-        engine = group._engine
-        if not engine.connected:
-            return None
-        if self._told[0] is not engine:  # the first look, or the first after a restart
-            self._told = (engine, set())
-        told = self._told[1]
+    def _look(self, group: WorkerGroup) -> list[WorkerDiedError]:
+        """The deaths that nobody was told of: those that calls ran into, though the group may be restarted already, and
+        those that the engine knows of, which break it now."""
+        state, engine = group._state, group._engine
+        known = state.deaths[self._heard :]
+        self._heard += len(known)
+        news = []
+        for restarts, error in known:
+            if not self._told.issuperset((restarts, rank) for rank in error.ranks):
+                news.append(error)
+            self._told.update((restarts, rank) for rank in error.ranks)
+        found = self._found(group, engine, state.restarts) if engine.connected else None
+        return news if found is None else [*news, found]
+
+    def _found(self, group: WorkerGroup, engine: Engine, restarts: int) -> WorkerDiedError | None:
+        state = group._state
         deaths = engine.deaths()
-        found = {rank: deaths[rank] for rank in deaths if rank not in told and rank not in engine.given_up}
-        if not found or engine.ended or group._state.restarting or group.closed or group._engine is not engine:
+        new = {rank: why for rank, why in deaths.items() if (restarts, rank) not in self._told}
+        new = {rank: why for rank, why in new.items() if rank not in engine.given_up}
+        if not new or engine.ended or state.restarting or group.closed or group._engine is not engine:
             return None
-        told.update(found)
-        dead = sorted(found)
+        dead = sorted(new)
+        self._told.update((restarts, rank) for rank in dead)
         hosts = "; ".join(dict.fromkeys(engine.host(rank) for rank in dead))
         which = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}"
-        message = f"{which} died ({hosts}): {found[dead[0]]}"
-        group._state.break_(message, dead)
+        message = f"{which} died ({hosts}): {new[dead[0]]}"
+        state.break_(message, dead)
         return WorkerDiedError(message, rank=dead[0], host=engine.host(dead[0]), ranks=dead)
+
+    def __repr__(self) -> str:
+        return f"<Watcher, {'at work' if self.watching else 'ended'}>"

@@ -24,6 +24,7 @@ _ELSEWHERE = {
     "their methods",
     "worker_names": "its workers are no actors, and nobody else can find them by name",
     "resource_pool": "it takes no room in a pool",
+    "plan": "its workers are in this process, and nowhere else",
     "detached": "its workers end with this process",
     "master_address": "its ranks have no rendezvous, being in one process",
     "master_port": "its ranks have no rendezvous, being in one process",
@@ -87,7 +88,7 @@ class LocalWorkerGroup(WorkerGroup):
         ValueError: an option that is not possible.
     """
 
-    workers = worker_names = resource_pool = detached = master_address = master_port = _OnRayOnly()
+    workers = worker_names = resource_pool = plan = detached = master_address = master_port = _OnRayOnly()
 
     def __init__(
         self,

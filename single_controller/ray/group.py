@@ -191,6 +191,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def __reduce__(self) -> Any:
         """In another process (a worker, a Ray task) it is a group that is attached to the same workers."""
+        if self._state.closed:
+            self._state.check()
         classes = {role: table.cls for role, table in self._tables.items()}
         ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
         name = f"{self.name.removesuffix(' (attached)')} (attached)"
@@ -254,7 +256,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         if self._start_plan is None:
-            raise GroupBrokenError(f"{self.name} was attached to; whoever started its workers can restart them")
+            who = "close it and make a new group" if self._owns else "whoever started its workers can restart them"
+            raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here; {who}")
         return super()._restartable(ranks)
 
     def _start_again(self, ranks: tuple[int, ...] | None) -> None:

@@ -54,6 +54,21 @@ def test_a_watcher_tells_of_a_death_while_nothing_is_called(make_group):
     wait_until(lambda: not watcher.watching, 2)
 
 
+def test_a_watcher_tells_of_a_death_that_a_call_ran_into_and_a_restart_has_mended(make_group):
+    group = make_group(Fragile)
+    told = []
+    group.watch(told.append, interval=1.0)
+    for victim in (2, 0):
+        os.kill(group.pid()[victim], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.ping()
+        group.restart()
+    wait_until(lambda: len(told) == 2, 5)
+    assert [error.ranks for error in told] == [(2,), (0,)]
+    time.sleep(1.2)
+    assert len(told) == 2
+
+
 def test_a_watcher_may_restart_the_group_and_may_raise(make_group, caplog):
     group = make_group(Fragile)
     restarted = threading.Event()
@@ -151,6 +166,8 @@ class TestRestart:
         with pytest.raises(WorkerDiedError):
             group.train()
         wait_until(lambda: group.alive() == [True, True, True, False], 5)
+        with pytest.raises(ValueError, match=r"\[3\] died too.*restart\(ranks=\[0, 3\]\)"):
+            group.restart(ranks=[0])
         group.restart(ranks=[3])
         after = group.read()
         assert [pid for _, pid, _ in after[:3]] == [pid for _, pid, _ in before[:3]]  # the others live on
@@ -163,7 +180,7 @@ class TestRestart:
     def test_some_ranks_of_a_group_with_collectives_are_refused(self, counters):
         with pytest.raises(ValueError, match=r"restart\(ranks=\[3\]\).*collectives=False"):
             counters.restart(ranks=[3])
-        for ranks in ([], [4], [1, 1], [-1]):
+        for ranks in ([], [4], [1, 1], [-1], 1):
             with pytest.raises(ValueError, match="distinct ranks of the group"):
                 counters.restart(ranks=ranks)
         assert counters.add(0) == [100, 101, 102, 103]
