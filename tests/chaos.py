@@ -192,6 +192,8 @@ class Round:
 
             told = seconds_until_told(ping_on if future is None else future.result, [killed], NODE_TOLD)
             assert other.ping() == [0], "a group on another node does not answer"
+        # Until Ray counts the node as dead, the next driver may be sent to it.
+        wait(lambda: sum(found["Alive"] for found in ray.nodes()) == 1, 20, "the node is not counted as dead")
         return told
 
 
