@@ -47,7 +47,7 @@ def test_close(before):
     group.close()
     pool.close()
     before.wait_same()
-    assert not any(map(runs, pids))
+    wait_until(lambda: not any(map(runs, pids)), 5)  # Ray calls an actor dead a moment before its process has ended
     wait_until(lambda: port_is_free(port), 5)  # a thread of a process that has ended may hold it a moment longer
 
 
