@@ -1,0 +1,1 @@
+"""FSDP2 training of Hugging Face models."""

@@ -1,0 +1,1 @@
+"""Training of a policy by reinforcement learning: what every backend shares, and the group that drives the ranks."""
