@@ -50,7 +50,7 @@ class Answer:
 
     Attributes:
         token_ids: the tokens, the stop token included.
-        log_probs: of each of them, in nats, under the model at the sampling's temperature (at 1 where that is 0), before
+        log_probs: of each, in nats, under the model at the sampling's temperature (at 1 where that is 0), before
             ``top_p`` and ``top_k`` cut the distribution: what a trainer computes for the same tokens.
         finish_reason: "stop" for a stop token, "length" for ``max_new_tokens``.
     """

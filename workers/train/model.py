@@ -100,7 +100,7 @@ class TrainModel(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that this rank keeps on its device between steps: parameters, gradients' buffers, the optimizer's state."""
+        """All that this rank keeps on its device between steps: parameters, buffers of gradients, optimizer state."""
 
     @abstractmethod
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
