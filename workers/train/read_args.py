@@ -1,0 +1,132 @@
+"""From what users have (an OmegaConf config, a mapping, a Namespace) to a complete and checked configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import warnings
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from single_controller import SingleControllerError
+from workers.train.args import TrainArgs, type_name
+
+
+class TrainArgsError(SingleControllerError, ValueError):
+    """A key of the configuration does not exist, or its value has another type or makes no sense."""
+
+
+def read_args(given: Any = None) -> Any:
+    """A complete and checked configuration.
+
+    Args:
+        given: an OmegaConf config or a mapping, in which every key must exist here; or a Namespace (any object with
+            attributes), whose further attributes pass through, with one warning. None for the defaults.
+
+    Returns:
+        An OmegaConf ``DictConfig`` with every key of `TrainArgs` as an attribute. Asking for another is an error.
+
+    Raises:
+        TrainArgsError: an unknown key, with the closest one; or a value of another type, or one that makes no sense.
+    """
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    known = {item.name: item for item in dataclasses.fields(TrainArgs)}
+    values, extras = _split(given, known)
+    args = OmegaConf.structured(TrainArgs)
+    hints = get_type_hints(TrainArgs)
+    for name, value in values.items():
+        wanted = hints[name]
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        try:
+            args[name] = float(value) if is_number and wanted in (float, float | None) else value
+        except OmegaConfBaseException as error:
+            raise TrainArgsError(f"args.{name}={value!r}: it is {type_name(wanted)} ({_first_line(error)})") from None
+    for name, item in known.items():
+        _check_value(name, item, args[name])
+    _check_together(args)
+    made = DictConfig({**{name: args._get_node(name) for name in known}}, flags={"allow_objects": True})
+    for name, value in extras.items():
+        made[name] = value
+    OmegaConf.set_struct(made, True)
+    OmegaConf.set_struct(made.user, False)
+    return made
+
+
+def role_args(args: Any, role: str) -> Any:
+    """The configuration as a role sees it: for the critic, ``critic_*`` stands in for what it has a key of its own.
+
+    Args:
+        args: what `read_args` returned.
+        role: "actor" or "critic".
+    """
+    from omegaconf import OmegaConf
+
+    seen = OmegaConf.create(args)
+    if role == "critic":
+        with_struct_off = seen.copy()
+        with_struct_off.load, with_struct_off.save = args.critic_load, args.critic_save
+        with_struct_off.lr = args.lr if args.critic_lr is None else args.critic_lr
+        with_struct_off.lr_warmup_iters = args.critic_lr_warmup_iters
+        return with_struct_off
+    return seen
+
+
+def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    from omegaconf import DictConfig, OmegaConf
+
+    if given is None:
+        return {}, {}
+    if isinstance(given, TrainArgs):
+        return {name: getattr(given, name) for name in known}, {}
+    if isinstance(given, (DictConfig, Mapping)):
+        passed = isinstance(given, DictConfig) and given._get_flag("allow_objects")
+        items = {str(key): given[key] for key in given}
+        if unknown := [name for name in items if name not in known]:
+            if passed:  # it has been here before, as a Namespace
+                return {k: v for k, v in items.items() if k in known}, {k: items[k] for k in unknown}
+            close = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "; keys of your own go under 'user'"
+            raise TrainArgsError(f"args has no key {unknown[0]!r}{hint}")
+        return items, {}
+    if isinstance(given, (str, int, float, list, tuple)) or not hasattr(given, "__dict__"):
+        raise TrainArgsError(f"args is an OmegaConf config, a mapping or a Namespace, got {given!r}")
+    items = {name: value for name, value in vars(given).items() if not name.startswith("_")}
+    extras = {name: value for name, value in items.items() if name not in known}
+    if extras:
+        names = ", ".join(sorted(extras))
+        warnings.warn(f"args: not keys of TrainArgs, passed through as they are: {names}", stacklevel=4)
+    plain = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in items.items()}
+    return {name: value for name, value in plain.items() if name in known}, extras
+
+
+def _check_value(name: str, item: dataclasses.Field[Any], value: Any) -> None:
+    choices, least = item.metadata["choices"], item.metadata["least"]
+    if value is None:
+        return
+    if choices and value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TrainArgsError(f"args.{name}={value!r}: it is one of {', '.join(map(repr, choices))}{hint}")
+    if least is not None and not value >= least:
+        raise TrainArgsError(f"args.{name}={value!r}: it is a number from {least}")
+
+
+def _check_together(args: Any) -> None:
+    if args.hf_checkpoint is not None and args.hf_config is not None:
+        raise TrainArgsError("args.hf_checkpoint and args.hf_config are both set: the model comes from one of them")
+    if args.hf_config is not None and "model_type" not in args.hf_config:
+        raise TrainArgsError("args.hf_config has no 'model_type' (such as 'llama'), which says what model it is of")
+    if args.keep_old_actor and not args.enable_weights_backuper:
+        raise TrainArgsError("args.keep_old_actor needs enable_weights_backuper=True: it is a copy of the weights")
+    if args.update_weights_transport == "disk" and not args.update_weights_disk_dir:
+        raise TrainArgsError("args.update_weights_transport='disk' needs update_weights_disk_dir")
+    if (args.profile_step_start is None) != (args.profile_step_end is None):
+        raise TrainArgsError("args.profile_step_start and args.profile_step_end are set together")
+    if args.profile_step_start is not None and not args.profile_dir:
+        raise TrainArgsError("args.profile_step_start needs profile_dir")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
