@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import difflib
 import inspect
 import random
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from single_controller import Worker
 from workers.device import backend as default_backend
 from workers.device import device, take_device
+from workers.distributed import initialize_distributed
 from workers.extras import require
 from workers.megatron import cpu
 
@@ -97,25 +97,10 @@ class MegatronWorker(Worker):
         initialize: Callable[..., None] = parallel_state.initialize_model_parallel
         options = _known(initialize, options)
         mine = take_device(self.local_rank, self.device_ids)
-        self._initialize_distributed(backend or default_backend(), options.get("distributed_timeout_minutes", 30))
+        initialize_distributed(self, backend or default_backend(), options.get("distributed_timeout_minutes", 30))
         initialize(tensor_model_parallel_size, pipeline_model_parallel_size, **options)
         seed_everything(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
         return mine
-
-    def _initialize_distributed(self, backend: str, timeout_minutes: int) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            return
-        timeout = datetime.timedelta(minutes=timeout_minutes)
-        if self.world_size == 1 and not self.master_port:  # made by hand, in no group
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-            return
-        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
-        address = f"tcp://{host}:{self.master_port}"
-        dist.init_process_group(
-            backend, init_method=address, rank=self.rank, world_size=self.world_size, timeout=timeout
-        )
 
     def _prepare_thread(self) -> None:
         cpu.rewrite_thread()

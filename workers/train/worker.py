@@ -1,0 +1,124 @@
+"""TrainWorker: the abstract worker of one training rank, and what its group may call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from dispatch.layout import Routing
+from dispatch.modes import Cut, DispatchMode, Join, Mode, Ranks
+from single_controller import Dispatch, Worker, register
+
+
+def _by_dp_all_answer(ranks: Ranks) -> Routing:
+    by_dp = ranks.layout.by_dp
+    return Routing(by_dp.shards, by_dp.shard_of, tuple(range(ranks.world_size)), by_dp.unit)
+
+
+ROWS_BY_DP = DispatchMode("rows by dp, answers by rank", Mode(_by_dp_all_answer, Cut.ROWS, Join.LIST))
+"""Batches are cut by the plain dp rank, and every rank answers, so that a reference to each rank's answer exists and the
+death of any of them shows there."""
+
+
+class TrainWorker(Worker, ABC):
+    """One rank of a model that is trained. Subclass it, and give the class to a `RayTrainGroup` as ``actor_cls``.
+
+    The methods below are the group's; the ``init`` of a subclass calls ``register_layout(dp=...)`` or is a
+    `MegatronWorker`, so that the group knows how to cut rollout data. An override needs no decorator of its own.
+
+    Attributes:
+        critic: a handle of the critic's rank with this number (a Ray actor), after `connect_actor_critic`.
+        rollout_manager: what `set_rollout_manager` was given.
+    """
+
+    critic: Any = None
+    rollout_manager: Any = None
+
+    @register(Dispatch.ONE_TO_ALL, replay=True)
+    @abstractmethod
+    def init(self, args: Any, role: str, with_ref: bool = False) -> int:
+        """Make the model, and load what ``args`` says.
+
+        Args:
+            args: the configuration, complete and checked (`workers.train.read_args`).
+            role: "actor" or "critic".
+            with_ref: whether a reference's weights are kept too.
+
+        Returns:
+            The rollout id to begin with: 0, or the one after the loaded checkpoint's.
+        """
+
+    @register(ROWS_BY_DP, uneven="ragged")
+    @abstractmethod
+    def train(self, rollout_id: int, rollout_data_ref: Any, **computed: Any) -> dict[str, float]:
+        """Learn from a rollout.
+
+        Args:
+            rollout_id: its number, from 0.
+            rollout_data_ref: this dp rank's rows, see `workers.train.rollout_data`; or a Ray reference to all rows.
+            computed: entries of the rollout data that other ranks have computed: values, old_log_probs, ref_log_probs.
+
+        Returns:
+            Metrics of the whole step, the same on every rank.
+        """
+
+    @register(Dispatch.ONE_TO_ALL)
+    @abstractmethod
+    def save_model(self, step: int, force_sync: bool = False) -> str | None:
+        """Write a checkpoint.
+
+        Args:
+            step: the rollout id after which it is.
+            force_sync: return when it is on disk, whatever ``args.async_save`` says.
+
+        Returns:
+            Its folder; None if ``args.save`` is not set.
+        """
+
+    @register(Dispatch.ONE_TO_ALL)
+    @abstractmethod
+    def update_weights(self, version: int | None = None) -> int:
+        """Send the weights to the rollout workers.
+
+        Args:
+            version: of these weights; by default one more than the last.
+
+        Returns:
+            The version.
+        """
+
+    @register(Dispatch.ONE_TO_ALL)
+    @abstractmethod
+    def sleep(self) -> int:
+        """Give the device's memory away: weights, gradients and optimizer go to the host. Returns the bytes."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    @abstractmethod
+    def wake_up(self) -> int:
+        """Take it back. Returns the bytes."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    @abstractmethod
+    def clear_memory(self) -> None:
+        """Let go of caches: Python's garbage, and what the device's allocator keeps."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    @abstractmethod
+    def get_parallel_config(self) -> dict[str, int]:
+        """The sizes of the axes: dp_size, and those of the backend."""
+
+    @register(Dispatch.ALL_TO_ALL, replay=True)
+    def connect_actor_critic(self, critic: Any) -> None:
+        """Take note of the critic's rank with this number, as `critic`: a Ray actor, whose methods are called with
+        ``.remote()``."""
+        self.critic = critic
+
+    @register(Dispatch.ONE_TO_ALL, replay=True)
+    def set_rollout_manager(self, manager: Any) -> None:
+        """Take note of the rollout workers' manager, for `update_weights`."""
+        self.rollout_manager = manager
+
+    @register(Dispatch.ONE_TO_ALL)
+    def get_master_addr_and_port(self) -> tuple[str, int]:
+        """Where the ranks meet: rank 0 found it, and the others were told."""
+        return self.master_addr, self.master_port
