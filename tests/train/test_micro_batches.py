@@ -1,0 +1,171 @@
+"""Micro-batches: every token once, within the budget, and back where it stood."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from workers.train.micro_batches import cut_by_tokens, restore
+
+
+def batch(spans, tokens):
+    """Rows with real tokens in [start, start + length); every real number is nonzero, and padding is junk."""
+    rows = len(spans)
+    mask = torch.zeros(rows, tokens, dtype=torch.int64)
+    for row, (start, length) in enumerate(spans):
+        mask[row, start : start + length] = 1
+    ids = torch.arange(rows * tokens).reshape(rows, tokens) + 1
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "old_log_probs": torch.where(mask.bool(), -ids.float(), math.nan),
+        "loss_mask": mask.bool(),
+        "rewards": torch.arange(rows).float() + 0.5,
+        "features": torch.arange(rows * 3 * 2).reshape(rows, 3, 2),
+    }
+
+
+@st.composite
+def batches(draw):
+    tokens = draw(st.integers(1, 9))
+    rows = draw(st.integers(0, 8))
+    spans = []
+    for _ in range(rows):
+        length = draw(st.integers(1, tokens))
+        spans.append((draw(st.integers(0, tokens - length)), length))
+    return spans, tokens
+
+
+@settings(deadline=None)
+@given(batches(), st.integers(1, 30), st.integers(0, 5), st.integers(1, 4))
+def test_every_token_once_within_the_budget(spans_tokens, max_tokens, at_least, multiple_of):
+    spans, tokens = spans_tokens
+    data = batch(spans, tokens)
+    cut = cut_by_tokens(data, max_tokens, at_least=at_least, multiple_of=multiple_of)
+    assert len(cut) >= at_least and len(cut) % multiple_of == 0
+    real = [part for part in cut if len(part.rows)]
+    assert cut[: len(real)] == real  # fillers are last
+    if len(cut) > len(real):
+        assert len(cut) - multiple_of < max(at_least, len(real))  # and no more of them than needed
+    assert sorted(row for part in real for row in part.rows.tolist()) == list(range(len(spans)))
+    for part in real:
+        b, s = part.input_ids.shape
+        assert b * s <= max_tokens or b == 1
+        assert s == int(part.lengths.max())
+        for k, row in enumerate(part.rows.tolist()):
+            start, length = spans[row]
+            assert (int(part.starts[k]), int(part.lengths[k])) == (start, length)
+            for name in ("input_ids", "old_log_probs", "loss_mask"):
+                got = part.input_ids if name == "input_ids" else part.others[name]
+                assert got[k, :length].tolist() == data[name][row, start : start + length].tolist()
+                assert not got[k, length:].any()  # junk is gone
+                assert got.dtype == data[name].dtype
+            assert part.others["rewards"][k] == data["rewards"][row]
+            assert torch.equal(part.others["features"][k], data["features"][row])
+            assert part.attention_mask[k].tolist() == [t < length for t in range(s)]
+            assert part.position_ids[k].tolist() == list(range(s))
+        assert set(part.others) == {"old_log_probs", "loss_mask", "rewards", "features"}
+    outputs = [part.input_ids.float() + 1000 * ~part.attention_mask for part in cut]
+    back = restore(outputs, cut, (len(spans), tokens))
+    assert torch.equal(back, data["input_ids"] * data["attention_mask"].float())
+    again = cut_by_tokens(data, max_tokens)
+    assert [part.rows.tolist() for part in again] == [part.rows.tolist() for part in real]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(6, 20))
+def test_no_partition_needs_fewer(lengths, max_tokens):
+    """Against a search over all partitions of the rows."""
+
+    def fewest(rest):
+        if not rest:
+            return 0
+        best = len(rest)
+        first, others = rest[0], rest[1:]
+        for chosen in range(2 ** len(others)):
+            group = [first] + [length for k, length in enumerate(others) if chosen >> k & 1]
+            if len(group) * max(group) <= max_tokens:
+                best = min(best, 1 + fewest([length for k, length in enumerate(others) if not chosen >> k & 1]))
+        return best
+
+    data = batch([(0, length) for length in lengths], 6)
+    assert len(cut_by_tokens(data, max_tokens)) == fewest(lengths)
+
+
+def test_a_filler_is_all_zero():
+    data = batch([(1, 3)], 4)
+    real, filler = cut_by_tokens(data, 100, at_least=2)
+    assert not real.is_filler and filler.is_filler
+    assert filler.input_ids.tolist() == [[0, 0]] and filler.lengths.tolist() == [2]
+    assert filler.attention_mask.tolist() == [[True, True]]
+    assert {name: tuple(value.shape) for name, value in filler.others.items()} == {
+        "old_log_probs": (1, 2),
+        "loss_mask": (1, 2),
+        "rewards": (1,),
+        "features": (1, 3, 2),
+    }
+    assert all(value.dtype == data[name].dtype and not value.any() for name, value in filler.others.items())
+
+
+def test_a_rank_without_rows_joins_in():
+    data = {name: value[:0] for name, value in batch([(0, 2)], 4).items()}
+    assert cut_by_tokens(data, 8) == []
+    fillers = cut_by_tokens(data, 8, at_least=3, multiple_of=2)
+    assert len(fillers) == 4 and all(part.is_filler for part in fillers)
+    assert restore([torch.ones(1, 2)] * 4, fillers, (0, 4)).shape == (0, 4)
+    assert restore([], [], (0, 4)).shape == (0, 4)
+
+
+def test_a_long_row_is_alone():
+    cut = cut_by_tokens(batch([(0, 2), (0, 9), (0, 2)], 9), 4)
+    assert [part.rows.tolist() for part in cut] == [[1], [0, 2]]
+
+
+def test_a_tensordict_serves_and_what_is_no_tensor_is_left_out():
+    data = batch([(2, 2), (0, 4)], 4)
+    whole = TensorDict({**data, "note": ["a", "b"]}, batch_size=[2])
+    cut = cut_by_tokens(whole, 8)
+    assert "note" not in cut[0].others and cut[0].rows.tolist() == [1, 0]
+    assert torch.equal(cut[0].others["rewards"], data["rewards"][[1, 0]])
+
+
+def test_the_budget_holds_for_bool_masks_and_to_moves_all_but_the_rows():
+    data = batch([(0, 2)], 3)
+    data["attention_mask"] = data["attention_mask"].bool()
+    (part,) = cut_by_tokens(data, 3)
+    there = part.to(torch.device("meta"))
+    assert {there.input_ids.device.type, there.lengths.device.type} == {"meta"}
+    assert {value.device.type for value in there.others.values()} == {"meta"}
+    assert {there.rows.device.type, there.starts.device.type} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0; it is from 1"),
+        ({"max_tokens": 3, "at_least": -1}, "at_least=-1"),
+        ({"max_tokens": 3, "multiple_of": 0}, "multiple_of=0"),
+    ],
+)
+def test_numbers_that_make_no_sense(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cut_by_tokens(batch([(0, 2)], 3), **arguments)
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0], [1, 0, 1]])
+def test_masks_that_make_no_sense(mask):
+    data = batch([(0, 2), (0, 3)], 3)
+    data["attention_mask"][1] = torch.tensor(mask)
+    with pytest.raises(ValueError, match="attention_mask of row 1"):
+        cut_by_tokens(data, 8)
+
+
+def test_restore_wants_one_part_for_each():
+    cut = cut_by_tokens(batch([(0, 2), (1, 2)], 3), 2)
+    with pytest.raises(ValueError, match="1 parts for 2 micro-batches"):
+        restore([torch.ones(1, 2)], cut, (2, 3))
+    with pytest.raises(ValueError, match=re.escape("part 1 is (1, 3), its micro-batch (1, 2)")):
+        restore([torch.ones(1, 2), torch.ones(1, 3)], cut, (2, 3))
