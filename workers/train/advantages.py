@@ -1,0 +1,140 @@
+"""Advantages: by how much an answer, or a token of it, was better than was to be expected."""
+
+from __future__ import annotations
+
+import torch
+
+
+def group_advantages(
+    rewards: torch.Tensor, group_ids: torch.Tensor, *, divide_by_std: bool = True, eps: float = 1e-6
+) -> torch.Tensor:
+    """GRPO: an answer's reward beside those of the other answers to the same prompt (Shao et al. 2024, arXiv
+    2402.03300). A group must be whole: where its rows are on several ranks, gather rewards and ids first.
+
+    Args:
+        rewards: (B,), of whole answers.
+        group_ids: (B,) integers, in any order.
+        divide_by_std: divide by the group's standard deviation (of a sample: n - 1) plus ``eps``; otherwise only the
+            group's mean is taken off (Liu et al. 2025, arXiv 2503.20783, say why).
+        eps: keeps groups of equal rewards from dividing by 0, in the unit of the rewards.
+
+    Returns:
+        (B,) float32; 0 in groups of one and in groups of equal rewards.
+
+    Raises:
+        ValueError: the shapes are not (B,) both.
+    """
+    if rewards.dim() != 1 or group_ids.shape != rewards.shape:
+        raise ValueError(
+            f"group_advantages: rewards is {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)}; both are "
+            "(rows,)"
+        )
+    # In float64 the mean of equal rewards is that reward, and what is left over is no signal even after the division.
+    rewards = rewards.double()
+    groups, of_row = group_ids.unique(return_inverse=True)
+    zeros = rewards.new_zeros(len(groups))
+    sizes = zeros.index_add(0, of_row, torch.ones_like(rewards))
+    advantages = rewards - (zeros.index_add(0, of_row, rewards) / sizes)[of_row]
+    if divide_by_std:
+        variances = zeros.index_add(0, of_row, advantages.square()) / (sizes - 1).clamp(min=1)
+        advantages = advantages / (variances.sqrt() + eps)[of_row]
+    return advantages.float()
+
+
+def token_rewards(
+    rewards: torch.Tensor, loss_mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0
+) -> torch.Tensor:
+    """Each token's own reward: the answer's at its last counted token, less what straying from the reference costs.
+
+    Args:
+        rewards: (B,), of whole answers.
+        loss_mask: (B, T), not 0 for tokens that count.
+        kl: (B, T), an estimate of the KL divergence from the reference at each token, see `losses.kl_estimate`.
+        kl_coef: what a nat of it costs, in units of reward.
+
+    Returns:
+        (B, T) float32, 0 at tokens that do not count. A row without any has no reward.
+    """
+    counts = loss_mask != 0
+    last = counts & (counts.flip(1).cumsum(1).flip(1) == 1)
+    whole = torch.where(last, rewards[:, None].float(), 0.0)
+    if kl is None:
+        return whole
+    return whole - kl_coef * torch.where(counts, kl.float(), 0.0)
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, loss_mask: torch.Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) along the tokens that count.
+
+    The value at t is what was expected before token t was chosen, so that after token t the next counted token's value
+    is expected, and 0 after the last. Tokens that do not count between others (a tool's answer) take no part.
+
+    Args:
+        rewards: (B, T), each token's own; see `token_rewards`.
+        values: (B, T).
+        loss_mask: (B, T), not 0 for tokens that count.
+        gamma: discount for each token.
+        lam: how far to trust rewards that came (1) above values (0).
+
+    Returns:
+        Advantages and returns (what the values should have been), both (B, T) float32, 0 at tokens that do not count.
+    """
+    counts = loss_mask != 0
+    # Counted tokens to the front, so that the next one stands next.
+    order = counts.int().argsort(dim=1, descending=True, stable=True)
+    inside = counts.gather(1, order)
+    reward = torch.where(inside, rewards.float().gather(1, order), 0.0)
+    value = torch.where(inside, values.float().gather(1, order), 0.0)
+    after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
+    advantages = discounted_sums(torch.where(inside, reward + gamma * after - value, 0.0), gamma * lam)
+    returns = torch.where(inside, advantages + value, 0.0)
+    zeros = torch.zeros_like(value)
+    return zeros.scatter(1, order, advantages), zeros.scatter(1, order, returns)
+
+
+def discounted_sums(x: torch.Tensor, discount: float) -> torch.Tensor:
+    """Each entry plus the discounted sum of those after it, along dim 1, in log2(T) additions of whole tensors.
+
+    Args:
+        x: (B, T).
+        discount: factor for each step.
+    """
+    reach = 1
+    while reach < x.shape[1]:
+        # x[t] is the sum of `reach` entries from t on; with that of the next `reach` entries it is of twice as many.
+        x = torch.cat([x[:, :-reach] + discount**reach * x[:, reach:], x[:, -reach:]], 1)
+        reach *= 2
+    return x
+
+
+def moments(x: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """(3,) float64: how many entries count, their sum, the sum of their squares. Sum it over ranks for `whiten`."""
+    counted = x[loss_mask != 0].double()
+    return torch.stack([counted.new_tensor(float(len(counted))), counted.sum(), counted.square().sum()])
+
+
+def whiten(
+    x: torch.Tensor, loss_mask: torch.Tensor, sums: torch.Tensor, *, keep_mean: bool = False, eps: float = 1e-8
+) -> torch.Tensor:
+    """Bring the entries that count to mean 0 and variance 1.
+
+    Args:
+        x: this rank's entries.
+        loss_mask: of the same shape, not 0 for entries that count.
+        sums: `moments`, summed over all ranks.
+        keep_mean: change the variance alone.
+        eps: added to the variance (of the population: n).
+
+    Returns:
+        float32, 0 at entries that do not count.
+    """
+    count, total, squares = sums.double().unbind()
+    count = count.clamp(min=1)
+    mean = total / count
+    variance = (squares / count - mean.square()).clamp(min=0)
+    white = (x.double() - mean) / (variance + eps).sqrt()
+    if keep_mean:
+        white = white + mean
+    return torch.where(loss_mask != 0, white, 0.0).float()
