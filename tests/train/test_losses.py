@@ -1,0 +1,247 @@
+"""Losses against loops over tokens, and their gradients against formulas."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from workers.train.losses import clipped_value_loss, kl_estimate, policy_loss, ppo_clip, token_weights, value_loss
+from workers.train.micro_batches import cut_by_tokens
+from workers.train.model import TokenOutputs
+
+ROWS, TOKENS = 5, 9
+
+
+def data(**changes):
+    g = torch.Generator().manual_seed(0)
+    length = torch.tensor([9, 4, 6, 2, 7])
+    first = torch.tensor([0, 5, 2, 3, 1])
+    at = torch.arange(TOKENS)
+    real = (at >= first[:, None]) & (at < (first + length)[:, None])
+    counts = real & (at > first[:, None] + 1)  # two tokens of prompt; the row of two tokens has no answer
+    weights, count = token_weights(counts)
+    batch = {
+        "input_ids": torch.randint(0, 32, (ROWS, TOKENS), generator=g),
+        "attention_mask": real.long(),
+        "loss_weights": weights / count.float(),
+    }
+    for name in ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages", "values", "returns", "new"):
+        batch[name] = torch.randn(ROWS, TOKENS, generator=g).masked_fill(~counts, math.nan)
+    return {**batch, **changes}
+
+
+def run(loss, batch, max_tokens, *, outputs):
+    """The loss of a step and its sums, cut into micro-batches, with a filler; outputs are the batch's own entries."""
+    total, sums = torch.zeros(()), {}
+    cut = cut_by_tokens(batch, max_tokens)
+    for part in [*cut, cut_by_tokens(batch, max_tokens, at_least=len(cut) + 1)[-1]]:
+        given = {name: part.others[key] for name, key in outputs.items()}
+        piece, report = loss(TokenOutputs(**given), part)
+        total = total + piece
+        for name, value in report.items():
+            assert not value.requires_grad and value.dim() == 0
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return total, sums
+
+
+def mean(batch, token):
+    """Of what ``token(entries of that token)`` gives, over the tokens that count."""
+    names = [name for name, value in batch.items() if value.dtype == torch.float32]
+    total = count = 0.0
+    for b in range(ROWS):
+        for t in range(TOKENS):
+            if batch["loss_weights"][b, t]:
+                total += token({name: float(batch[name][b, t].detach()) for name in names})
+                count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("max_tokens", [7, 18, 1000])
+def test_policy_loss_against_a_loop(max_tokens):
+    batch = data()
+    batch["log_probs"] = batch["log_probs"].requires_grad_()
+    loss = policy_loss(eps_clip=0.2, eps_clip_high=0.5, kl_coef=0.3, entropy_coef=0.1)
+    total, sums = run(loss, batch, max_tokens, outputs={"log_probs": "log_probs", "entropy": "entropy"})
+
+    def surrogate(e):
+        ratio = math.exp(e["log_probs"] - e["old_log_probs"])
+        return -min(ratio * e["advantages"], min(max(ratio, 0.8), 1.5) * e["advantages"])
+
+    def clipped(e):
+        ratio = math.exp(e["log_probs"] - e["old_log_probs"])
+        return float((e["advantages"] > 0 and ratio > 1.5) or (e["advantages"] < 0 and ratio < 0.8))
+
+    def k3(e):
+        d = e["ref_log_probs"] - e["log_probs"]
+        return math.exp(d) - d - 1
+
+    expected = {
+        "policy_loss": mean(batch, surrogate),
+        "clip_fraction": mean(batch, clipped),
+        "ratio": mean(batch, lambda e: math.exp(e["log_probs"] - e["old_log_probs"])),
+        "kl": mean(batch, k3),
+        "entropy": mean(batch, lambda e: e["entropy"]),
+    }
+    assert 0 < expected["clip_fraction"] < 1
+    assert sums == pytest.approx(expected, rel=1e-5)
+    whole = expected["policy_loss"] + 0.3 * expected["kl"] - 0.1 * expected["entropy"]
+    assert float(total) == pytest.approx(whole, rel=1e-5)
+
+    # Where the token counts and is not clipped: -A ratio for the surrogate, 1 - exp(ref - lp) for k3.
+    (gradient,) = torch.autograd.grad(total, batch["log_probs"])
+    for b in range(ROWS):
+        for t in range(TOKENS):
+            weight = float(batch["loss_weights"][b, t])
+            e = {name: float(batch[name][b, t].detach()) for name in data() if batch[name].dtype == torch.float32}
+            expected_gradient = 0.0
+            if weight:
+                ratio = math.exp(e["log_probs"] - e["old_log_probs"])
+                expected_gradient = weight * (
+                    -(1 - clipped(e)) * ratio * e["advantages"]
+                    + 0.3 * (1 - math.exp(e["ref_log_probs"] - e["log_probs"]))
+                )
+            assert float(gradient[b, t]) == pytest.approx(expected_gradient, rel=1e-4, abs=1e-7)
+
+
+def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_reinforce():
+    batch = data()
+    del batch["old_log_probs"], batch["ref_log_probs"]
+    batch["log_probs"] = batch["log_probs"].requires_grad_()
+    total, sums = run(policy_loss(), batch, 20, outputs={"log_probs": "log_probs"})
+    assert sums == pytest.approx(
+        {"policy_loss": mean(batch, lambda e: -e["advantages"]), "ratio": 1, "clip_fraction": 0}, rel=1e-5
+    )
+    (gradient,) = torch.autograd.grad(total, batch["log_probs"])
+    torch.testing.assert_close(gradient, -torch.nan_to_num(batch["advantages"]) * batch["loss_weights"])
+
+
+def test_one_micro_batch_of_a_filler_alone_still_has_a_graph():
+    batch = {name: value[:0] for name, value in data().items()}
+    (filler,) = cut_by_tokens(batch, 8, at_least=1)
+    log_probs = torch.full((1, 2), -math.inf, requires_grad=True)
+    total, _ = policy_loss(kl_coef=0.1)(TokenOutputs(log_probs=log_probs), filler)
+    total.backward()
+    assert float(total) == 0 and log_probs.grad.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("eps_clip", [0.4, None])
+@pytest.mark.parametrize("max_tokens", [7, 1000])
+def test_value_loss_against_a_loop(eps_clip, max_tokens):
+    batch = data()
+    total, sums = run(value_loss(eps_clip=eps_clip), batch, max_tokens, outputs={"values": "new"})
+
+    def both(e):
+        clipped = e["values"] + min(max(e["new"] - e["values"], -0.4), 0.4)
+        return (e["new"] - e["returns"]) ** 2, (clipped - e["returns"]) ** 2 if eps_clip else -math.inf
+
+    expected = {
+        "value_loss": mean(batch, lambda e: max(both(e)) / 2),
+        "value_clip_fraction": mean(batch, lambda e: float(both(e)[1] > both(e)[0])),
+        "value": mean(batch, lambda e: e["new"]),
+        "return": mean(batch, lambda e: e["returns"]),
+    }
+    assert sums == pytest.approx(expected, rel=1e-5)
+    assert float(total) == pytest.approx(expected["value_loss"], rel=1e-5)
+    if eps_clip:
+        assert 0 < expected["value_clip_fraction"] < 1
+
+
+def test_estimators_agree_with_the_divergence_itself():
+    """Their expectation over all tokens of two distributions, summed exactly."""
+    g = torch.Generator().manual_seed(3)
+    p = (torch.randn(50, generator=g) * 0.3).log_softmax(0)
+    q = (torch.randn(50, generator=g) * 0.3).log_softmax(0)
+    divergence = float((p.exp() * (p - q)).sum())
+    of = {name: float((p.exp() * kl_estimate(p, q, name)).sum()) for name in ("k1", "k2", "k3")}
+    assert of["k1"] == pytest.approx(divergence, rel=1e-4) and of["k3"] == pytest.approx(divergence, rel=1e-4)
+    assert of["k2"] == pytest.approx(divergence, rel=0.2)
+    assert bool((kl_estimate(p, q, "k3") >= 0).all()) and float(kl_estimate(p, p, "k3").abs().max()) == 0
+
+
+def test_the_gradient_of_k2_is_that_of_the_divergence_and_k1s_has_mean_zero():
+    g = torch.Generator().manual_seed(4)
+    logits = torch.randn(20, generator=g, requires_grad=True)
+    q = torch.randn(20, generator=g).log_softmax(0)
+    p = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
+    drawn = p.detach().exp()  # as a loss has it: the tokens are drawn first, and their weights have no gradient
+    of = {
+        name: torch.autograd.grad((drawn * kl_estimate(p, q, name)).sum(), logits, retain_graph=True)[0]
+        for name in ("k1", "k2")
+    }
+    torch.testing.assert_close(of["k2"], exact, rtol=1e-4, atol=1e-6)
+    assert float(of["k1"].abs().max()) < 1e-6
+
+
+def test_ratios_beyond_measure_stay_finite():
+    log_probs = torch.tensor([0.0, -500.0, -math.inf], requires_grad=True)
+    loss, ratio, _ = ppo_clip(log_probs, torch.tensor([-500.0, 0.0, 0.0]), torch.tensor([-1.0, -1.0, 1.0]))
+    assert bool(loss.isfinite().all()) and bool(ratio.isfinite().all())
+    assert bool(kl_estimate(log_probs, torch.tensor([-500.0, 0.0, 0.0])).isfinite().all())
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5])
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_weights_make_the_mean_that_was_asked_for(aggregation, cut):
+    mask = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]])
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(5))
+    ranks = [token_weights(piece, aggregation) for piece in mask.tensor_split(cut)]
+    count = sum(float(count) for _, count in ranks)
+    got = float((torch.cat([weights for weights, _ in ranks]) / count * x).sum())
+    rows = [[float(x[b, t]) for t in range(4) if mask[b, t]] for b in range(5)]
+    if aggregation == "token":
+        expected = sum(map(sum, rows)) / sum(map(len, rows))
+    else:
+        means = [sum(row) / len(row) for row in rows if row]
+        expected = sum(means) / len(means)
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_clipped_value_loss_alone():
+    loss, clipped = clipped_value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([3.0]), eps_clip=1.0)
+    assert loss.tolist() == [2.0] and clipped.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "without", "message"),
+    [
+        (
+            policy_loss(),
+            {"log_probs": "log_probs"},
+            "loss_weights",
+            "policy_loss: the micro-batch has no 'loss_weights'",
+        ),
+        (policy_loss(), {"log_probs": "log_probs"}, "advantages", "no 'advantages', only entropy, log_probs"),
+        (policy_loss(kl_coef=0.1), {"log_probs": "log_probs"}, "ref_log_probs", "no 'ref_log_probs'"),
+        (policy_loss(), {"values": "values"}, "new", "the model gave no log_probs"),
+        (policy_loss(entropy_coef=0.1), {"log_probs": "log_probs"}, "new", "the model gave no entropy"),
+        (value_loss(), {"values": "new"}, "values", "value_loss: the micro-batch has no 'values'"),
+        (value_loss(), {"values": "new"}, "returns", "no 'returns'"),
+    ],
+)
+def test_what_is_missing_is_named(loss, outputs, without, message):
+    batch = data()
+    del batch[without]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(loss, batch, 100, outputs=outputs)
+
+
+def test_an_entry_of_another_shape_is_named():
+    with pytest.raises(ValueError, match=re.escape("advantages is (5,); it is one number for each token: (5, 9)")):
+        run(policy_loss(), data(advantages=torch.zeros(ROWS)), 100, outputs={"log_probs": "log_probs"})
+
+
+def test_options_that_make_no_sense():
+    with pytest.raises(ValueError, match="eps_clip=-1"):
+        policy_loss(eps_clip=-1)
+    with pytest.raises(ValueError, match="kl_coef=nan"):
+        policy_loss(kl_coef=math.nan)
+    with pytest.raises(ValueError, match="kl_estimator='k4'"):
+        policy_loss(kl_estimator="k4")
+    with pytest.raises(ValueError, match="estimator='k4'"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+    with pytest.raises(ValueError, match=r"eps_clip=-0\.1"):
+        value_loss(eps_clip=-0.1)
+    with pytest.raises(ValueError, match="aggregation='row'; it is one of token, sequence"):
+        token_weights(torch.ones(1, 1), "row")
