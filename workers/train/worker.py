@@ -16,8 +16,8 @@ def _by_dp_all_answer(ranks: Ranks) -> Routing:
 
 
 ROWS_BY_DP = DispatchMode("rows by dp, answers by rank", Mode(_by_dp_all_answer, Cut.ROWS, Join.LIST))
-"""Batches are cut by the plain dp rank, and every rank answers, so that a reference to each rank's answer exists and the
-death of any of them shows there."""
+"""Batches are cut by the plain dp rank, and every rank answers: so there is a reference to each rank's answer, in which
+the death of any of them shows."""
 
 
 class TrainWorker(Worker, ABC):
@@ -29,10 +29,12 @@ class TrainWorker(Worker, ABC):
     Attributes:
         critic: a handle of the critic's rank with this number (a Ray actor), after `connect_actor_critic`.
         rollout_manager: what `set_rollout_manager` was given.
+        weight_version: of the weights that the rollout workers have; 0 before the first update.
     """
 
     critic: Any = None
     rollout_manager: Any = None
+    weight_version: int = 0
 
     @register(Dispatch.ONE_TO_ALL, replay=True)
     @abstractmethod
@@ -117,6 +119,11 @@ class TrainWorker(Worker, ABC):
     def set_rollout_manager(self, manager: Any) -> None:
         """Take note of the rollout workers' manager, for `update_weights`."""
         self.rollout_manager = manager
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_weight_version(self, version: int) -> None:
+        """Go on counting weight versions from this one."""
+        self.weight_version = version
 
     @register(Dispatch.ONE_TO_ALL)
     def get_master_addr_and_port(self) -> tuple[str, int]:

@@ -1,0 +1,95 @@
+"""A training run's configuration: complete, checked, and explained on one page."""
+
+import argparse
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
+
+from workers.train.args import TrainArgs, table
+from workers.train.postprocess import function_at
+from workers.train.read_args import TrainArgsError, read_args, role_args
+
+PAGE = Path(__file__).resolve().parents[2] / "workers" / "train" / "ARGUMENTS.md"
+
+
+def test_the_page_has_every_key_as_it_is():
+    assert PAGE.read_text().endswith(table() + "\n"), "python -m workers.train.args prints the table"
+
+
+def test_defaults_and_what_was_given():
+    args = read_args(OmegaConf.create({"lr": 3, "user": {"mine": [1, {"deep": 2}]}, "rollout_stop_token_ids": [5]}))
+    assert (args.lr, args.train_backend, args.user.mine[1].deep, list(args.rollout_stop_token_ids)) == (
+        3.0,
+        "fsdp",
+        2,
+        [5],
+    )
+    assert read_args(args) == args == pickle.loads(pickle.dumps(args)) == read_args(dict(args))
+    assert read_args(None) == read_args(TrainArgs()) == read_args({})
+    args.user.more = "anything"
+    with pytest.raises(ConfigAttributeError, match="learning_rate"):
+        _ = args.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"clip_gradd": 1}, "no key 'clip_gradd'; did you mean 'clip_grad'?"),
+        ({"zzz": 1}, "no key 'zzz'; keys of your own go under 'user'"),
+        ({"lr": "fast"}, r"args.lr='fast': it is float"),
+        ({"num_rollout": 1.5}, r"args.num_rollout=1.5: it is int"),
+        ({"colocate": "perhaps"}, r"args.colocate='perhaps': it is bool"),
+        ({"rollout_stop_token_ids": 3}, "rollout_stop_token_ids=3: it is list"),
+        ({"lr": -1}, "args.lr=-1.0: it is a number from 0"),
+        ({"train_backend": "megatrn"}, "'fsdp', 'megatron'; did you mean 'megatron'?"),
+        ({"hf_config": {"hidden_size": 3}}, "no 'model_type'"),
+        ({"hf_config": {"model_type": "llama"}, "hf_checkpoint": "x"}, "are both set"),
+        ({"update_weights_transport": "disk"}, "needs update_weights_disk_dir"),
+        ({"keep_old_actor": True, "enable_weights_backuper": False}, "needs enable_weights_backuper"),
+        ({"profile_step_start": 1}, "set together"),
+        ("lr=3", "an OmegaConf config, a mapping or a Namespace"),
+        (argparse.Namespace(lr="fast"), "args.lr='fast'"),
+    ],
+)
+def test_what_is_wrong_is_named(given, message):
+    with pytest.raises(TrainArgsError, match=message) as caught:
+        read_args(given)
+    assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+
+
+def test_a_namespace_may_have_more():
+    thing = object()
+    with pytest.warns(UserWarning, match="passed through as they are: megatron_thing, other") as told:
+        args = read_args(argparse.Namespace(lr=1e-3, megatron_thing=thing, other=3, train_env_vars={"A": "b"}))
+    assert len(told) == 1
+    assert (args.lr, args.megatron_thing, args.other, dict(args.train_env_vars)) == (1e-3, thing, 3, {"A": "b"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = read_args(args)
+    assert again.megatron_thing is thing
+
+
+def test_the_critic_has_keys_of_its_own():
+    args = read_args({"load": "a", "save": "b", "lr": 1.0, "critic_load": "c", "critic_save": "d", "critic_lr": 2.0,
+                      "critic_lr_warmup_iters": 7})  # fmt: skip
+    critic, actor = role_args(args, "critic"), role_args(args, "actor")
+    assert (critic.load, critic.save, critic.lr, critic.lr_warmup_iters) == ("c", "d", 2.0, 7)
+    assert (actor.load, actor.save, actor.lr, actor.lr_warmup_iters) == ("a", "b", 1.0, 0)
+    assert args.load == "a"
+    assert role_args(read_args({"lr": 5.0}), "critic").lr == 5.0
+
+
+def test_a_function_by_its_path():
+    assert function_at("os.path.join", "key") is __import__("os").path.join
+    for path, message in (
+        ("join", "a dotted path such as"),
+        ("os.path.jion", "args.key='os.path.jion' cannot be had: .*jion"),
+        ("no_such_module.f", "No module named 'no_such_module'"),
+        ("os.sep", "is str, not a function"),
+    ):
+        with pytest.raises(TrainArgsError, match=message):
+            function_at(path, "key")

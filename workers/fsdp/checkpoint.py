@@ -1,0 +1,77 @@
+"""Checkpoints of an FSDP model and its optimizer: sharded, read again on any number of ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+
+class Checkpoints:
+    """Saves and loads by torch.distributed.checkpoint.
+
+    Args:
+        model: cut by FSDP.
+        optimizer: of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._writing: Future[Any] | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def save(self, folder: Path, *, background: bool) -> None:
+        """Write model and optimizer; all ranks call it. In the background: return when the state is copied."""
+        self.wait()
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        if not background:
+            dcp.save(state, checkpoint_id=folder)
+            return
+        if self._group is None:
+            # Writing talks among the ranks, beside what training says meanwhile: it needs a group of its own.
+            self._group = dist.new_group(backend="gloo")
+        writing: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
+        self._writing = getattr(writing, "upload_completion", writing)
+
+    def wait(self) -> None:
+        """Wait until a save in the background is on disk."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """Read what `save` wrote, on whatever number of ranks; all ranks call it.
+
+        Raises:
+            FileNotFoundError: there is no complete checkpoint.
+        """
+        if not (folder / ".metadata").exists():
+            raise FileNotFoundError(f"{str(folder)!r} has no complete checkpoint of torch.distributed.checkpoint")
+        options = StateDictOptions()
+        if optimizer:
+            model_state, optimizer_state = get_state_dict(self._model, self._optimizer)
+            state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(
+                self._model,
+                self._optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=options,
+            )
+        else:
+            state = {"model": get_model_state_dict(self._model)}
+            dcp.load(state, checkpoint_id=folder)
+            set_model_state_dict(self._model, state["model"], options=options)

@@ -1,0 +1,262 @@
+"""FSDPTrainModel: any Hugging Face causal language model, or a critic on top of one, trained by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from workers.device import has_cuda
+from workers.fsdp.build import build, mesh_of, shard
+from workers.fsdp.checkpoint import Checkpoints
+from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
+from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """How a model is cut and trained.
+
+    Attributes:
+        param_dtype: what it computes in, float32 or bfloat16.
+        reduce_dtype: what gradients are summed in.
+        shard_size: ranks that share one copy of the model; None for all.
+        cpu_offload: whether parameters and optimizer lie on the host.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+        max_tokens_per_micro_batch: tokens that go through the model at once.
+        betas, eps, weight_decay: AdamW's.
+        clip_grad: largest norm of the whole gradient; 0 for no clipping.
+        seed: of random weights.
+        trust_remote_code: whether code that comes with the weights may run.
+
+    Raises:
+        ValueError: a combination that does not work.
+    """
+
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    shard_size: int | None = None
+    cpu_offload: bool = False
+    gradient_checkpointing: bool = False
+    max_tokens_per_micro_batch: int = 8192
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    seed: int = 1234
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.param_dtype is torch.float16:
+            raise ValueError("param_dtype='fp16' needs a scaled loss, which FSDP here does not have: use 'bf16'")
+
+
+class FSDPTrainModel(TrainModel):
+    """See `TrainModel`. Every rank is a data-parallel rank.
+
+    torch.distributed must be initialised, on CUDA with a CPU backend too (``"cpu:gloo,cuda:nccl"``).
+
+    Args:
+        hf_config: the Hugging Face config.
+        role: "actor" or "critic".
+        device: of this rank.
+        options: see `FSDPOptions`.
+        folder: Hugging Face folder, or name on the hub, of the weights to begin with; None for random ones.
+    """
+
+    def __init__(
+        self, hf_config: Any, role: str, device: torch.device, options: FSDPOptions, folder: str | None = None
+    ) -> None:
+        self.hf_config, self.role, self.options, self.device = hf_config, role, options, device
+        mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
+        trust = options.trust_remote_code
+        self.module: Any = build(hf_config, role, seed=options.seed, folder=folder, trust_remote_code=trust)
+        if options.gradient_checkpointing:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload)
+        self._optimizer = torch.optim.AdamW(
+            self.module.parameters(),
+            lr=0.0,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            foreach=True,
+        )
+        self._checkpoints = Checkpoints(self.module, self._optimizer)
+
+    # --- running ----------------------------------------------------------------------------------------
+
+    def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor:
+        """See `TrainModel`."""
+        return self._every_token(data, lambda part: _present(self._outputs(part, temperature, False).log_probs))
+
+    def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See `TrainModel`."""
+        return self._every_token(data, lambda part: _present(self._outputs(part, 1.0, False).values))
+
+    @torch.no_grad()
+    def _every_token(self, data: Mapping[str, torch.Tensor], run: Any) -> torch.Tensor:
+        self.module.eval()
+        needed = {name: data[name] for name in ("input_ids", "attention_mask")}
+        parts = self._cut(needed)
+        outputs = [run(part.to(self.device)).float().cpu() for part in parts]
+        shape = tuple(data["input_ids"].shape)
+        whole = restore(outputs, parts, (shape[0], shape[1]))
+        return whole.masked_fill_(_first_tokens(data["attention_mask"]), 0.0)
+
+    def train_step(
+        self,
+        data: Mapping[str, torch.Tensor],
+        loss: TokenLoss,
+        *,
+        lr: float,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> StepReport:
+        """See `TrainModel`."""
+        self.module.train()
+        sums: dict[str, torch.Tensor] = {}
+        for part in self._cut(data):
+            here = part.to(self.device)
+            total, reported = loss(self._outputs(here, temperature, entropy), here)
+            # FSDP takes the mean of the ranks' gradients; the loss of a step is their sum.
+            (total * dist.get_world_size()).backward()
+            for name, value in {"loss": total, **reported}.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
+        norm = self._clip()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepReport(self._summed(sums), norm)
+
+    def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
+        # Padding is on the right: the causal mask, which the model makes itself, hides it from real tokens.
+        logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
+        before = logits[:, :-1].float()
+        if self.role == "critic":
+            return TokenOutputs(values=F.pad(before.squeeze(-1), (1, 0)))
+        before = before / temperature
+        normaliser = before.logsumexp(-1)
+        chosen = before.gather(-1, part.input_ids[:, 1:, None]).squeeze(-1)
+        spread = normaliser - (before.softmax(-1) * before).sum(-1) if entropy else None
+        return TokenOutputs(F.pad(chosen - normaliser, (1, 0)), None if spread is None else F.pad(spread, (1, 0)), None)
+
+    def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
+        """Micro-batches, as many on every rank: they gather the model's parts together."""
+        most = self.options.max_tokens_per_micro_batch
+        parts = cut_by_tokens(data, most)
+        count = torch.tensor(len(parts), device=self.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        wanted = max(int(count), 1)
+        return parts if len(parts) == wanted else cut_by_tokens(data, most, at_least=wanted)
+
+    def _clip(self) -> float:
+        parameters = list(self.module.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        whole = _whole(norm)
+        if self.options.clip_grad:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_grad, whole)
+        return float(whole)
+
+    def _summed(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
+        names = sorted(sums)
+        together = torch.stack([sums[name] for name in names]).to(self.device)
+        dist.all_reduce(together)
+        return dict(zip(names, together.tolist(), strict=True))
+
+    # --- weights ----------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainModel`."""
+        self._reshard()
+        for name, parameter in self.module.named_parameters():
+            yield name, _local(parameter.detach())
+
+    def weights_changed(self) -> None:
+        """See `TrainModel`: there are no copies."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See `TrainModel`."""
+        for _, tensor in self.weights():
+            yield tensor
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    yield _local(value)
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainModel`: rank 0 has them all."""
+        self._reshard()
+        tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
+        for name, value in self.module.state_dict().items():
+            if name in tied:
+                continue
+            whole = _whole(value.detach().to(self.device))
+            if not dist.get_rank():
+                yield name, whole.to(self.options.param_dtype)
+
+    def _reshard(self) -> None:
+        # After a forward pass the outermost part is whole, and changes to the parts would not count.
+        self.module.reshard()
+
+    # --- files ------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, *, background: bool) -> None:
+        """See `TrainModel`."""
+        self._reshard()
+        self._checkpoints.save(folder, background=background)
+
+    def wait_for_save(self) -> None:
+        """See `TrainModel`."""
+        self._checkpoints.wait()
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """See `TrainModel`."""
+        self._reshard()
+        self._checkpoints.load(folder, optimizer=optimizer)
+
+    def load_hf(self, folder: str) -> None:
+        """See `TrainModel`."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = self.options
+        trust = options.trust_remote_code
+        other = build(self.hf_config, self.role, seed=options.seed, folder=folder, trust_remote_code=trust)
+        whole = dict(other.state_dict()) if not dist.get_rank() else {}
+        self._reshard()
+        settings = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=options.cpu_offload)
+        set_model_state_dict(self.module, whole, options=settings)
+
+
+def fsdp_backend() -> str:
+    """The backend of torch.distributed that FSDP needs: checkpoints in the background gather on the CPU."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """From the parts of all ranks; every rank calls it."""
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def _first_tokens(attention_mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) bool, true at the first real token of each row, which nothing predicts."""
+    real = attention_mask.bool().cpu()
+    return real & (real.cumsum(1) == 1)
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise TypeError("an actor has log-probabilities, a critic has values")
+    return tensor

@@ -1,0 +1,59 @@
+"""FSDPTrainWorker: a rank of FSDP2 training of a Hugging Face model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.device import take_device
+from workers.distributed import initialize_distributed
+from workers.fsdp.train_model import FSDPOptions, FSDPTrainModel, fsdp_backend
+from workers.train.policy import PolicyTrainWorker
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FSDPTrainWorker(PolicyTrainWorker):
+    """See `TrainWorker`. Every rank is a data-parallel rank; the model is cut over all of them, or over
+    ``args.fsdp_shard_size`` and repeated (HSDP)."""
+
+    def begin(self) -> None:
+        """See `ModelWorker.begin`."""
+        self.device = take_device(self.local_rank, self.device_ids)
+        initialize_distributed(self, fsdp_backend(), self.args.distributed_timeout_minutes)
+        self.register_layout({"dp": self.world_size}, dp=self.rank)
+
+    def make_model(self, hf_config: Any) -> FSDPTrainModel:
+        """See `ModelWorker.make_model`."""
+        args = self.args
+        options = FSDPOptions(
+            param_dtype=DTYPES[args.param_dtype],
+            reduce_dtype=DTYPES[args.fsdp_reduce_dtype],
+            shard_size=args.fsdp_shard_size,
+            cpu_offload=args.fsdp_cpu_offload,
+            gradient_checkpointing=args.gradient_checkpointing,
+            max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_eps,
+            weight_decay=args.weight_decay,
+            clip_grad=args.clip_grad,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
+        )
+        return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint)
+
+    @property
+    def dp_group(self) -> Any:
+        """See `ModelWorker.dp_group`: all ranks."""
+        return dist.group.WORLD
+
+    def get_parallel_config(self) -> dict[str, int]:
+        """See `TrainWorker.get_parallel_config`."""
+        shard = self.args.fsdp_shard_size or self.world_size
+        return {**super().get_parallel_config(), "shard_size": shard, "replicas": self.world_size // shard}
+
+    def _leave_process(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

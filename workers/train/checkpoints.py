@@ -1,0 +1,139 @@
+"""RolloutCheckpoints: where checkpoints lie, which one is the latest, and what is noted beside the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from single_controller import SingleControllerError
+from workers.train.model import TrainModel
+
+LATEST = "latest.json"
+
+
+class CheckpointError(SingleControllerError, RuntimeError):
+    """A checkpoint could not be written, or what is there cannot be read."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in a run a checkpoint was written.
+
+    Attributes:
+        folder: the checkpoint.
+        rollout_id: the last rollout that the model has learnt from.
+        optimizer_step: steps of the optimizer so far.
+        weight_version: of the weights that the rollout workers had.
+    """
+
+    folder: Path
+    rollout_id: int
+    optimizer_step: int
+    weight_version: int
+
+
+class RolloutCheckpoints:
+    """Checkpoints of one role: ``<folder>/rollout_0000019`` after rollout 19, and ``<folder>/latest.json``, which names
+    the last one that is complete. It is replaced when all of a checkpoint is on disk: one that was interrupted is never
+    gone on from.
+
+    Args:
+        load: folder to read from, or None.
+        save: folder to write into, or None.
+        rank: of this process; rank 0 writes the notes.
+    """
+
+    def __init__(self, load: str | None, save: str | None, rank: int) -> None:
+        self._load = None if load is None else Path(load)
+        self._save = None if save is None else Path(save)
+        self._rank = rank
+        self._writing: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def latest(self) -> Position | None:
+        """The latest complete checkpoint in ``load``; None if there is none. All ranks find the same one.
+
+        Raises:
+            CheckpointError: its note cannot be read.
+        """
+        found: list[Any] = [None]
+        if self._load is not None and not self._rank:
+            note = self._load / LATEST
+            try:
+                found = [json.loads(note.read_text())] if note.exists() else [None]
+            except (OSError, ValueError) as error:
+                found = [f"{note}: {error}"]
+        dist.broadcast_object_list(found, src=0)
+        if found[0] is None or self._load is None:
+            return None
+        if isinstance(found[0], str):
+            raise CheckpointError(f"the latest checkpoint is not known: {found[0]}")
+        return Position(**{**found[0], "folder": self._load / found[0]["folder"]})
+
+    def save(
+        self, model: TrainModel, step: int, *, optimizer_step: int, weight_version: int, background: bool
+    ) -> str | None:
+        """Write a checkpoint; all ranks call it.
+
+        Args:
+            model: what is saved.
+            step: the rollout after which it is.
+            optimizer_step: see `Position`.
+            weight_version: see `Position`.
+            background: return when the state is copied.
+
+        Returns:
+            The folder; None where there is none to write into.
+
+        Raises:
+            CheckpointError: the one before this could not be written.
+        """
+        self.wait()
+        if self._save is None:
+            return None
+        folder = self._save / f"rollout_{step:07d}"
+        if not self._rank:
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        model.save(folder, background=background)
+        at = Position(folder, step, optimizer_step, weight_version)
+        if background:
+            self._writing = threading.Thread(target=self._finish, args=(model, at), name="checkpoint", daemon=True)
+            self._writing.start()
+        else:
+            self._note(at)
+        return str(folder)
+
+    def wait(self) -> None:
+        """Wait until what is written in the background is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
+
+    def _finish(self, model: TrainModel, at: Position) -> None:
+        try:
+            model.wait_for_save()
+            self._note(at)
+        except BaseException as error:
+            self._error = error
+
+    def _note(self, at: Position) -> None:
+        if self._rank or self._save is None:
+            return
+        note = {**asdict(at), "folder": at.folder.name}
+        fresh = self._save / f"{LATEST}.new"
+        fresh.write_text(json.dumps(note) + "\n")
+        os.replace(fresh, self._save / LATEST)

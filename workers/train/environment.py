@@ -1,0 +1,87 @@
+"""The environment of train workers: what their libraries want, and what must be there before a process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.train.read_args import TrainArgsError
+
+NOSET = tuple(
+    f"RAY_EXPERIMENTAL_NOSET_{variable}"
+    for variable in (
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "CUDA_VISIBLE_DEVICES",
+        "HABANA_VISIBLE_MODULES",
+        "HIP_VISIBLE_DEVICES",
+        "NEURON_RT_VISIBLE_CORES",
+        "ONEAPI_DEVICE_SELECTOR",
+        "ROCR_VISIBLE_DEVICES",
+        "TPU_VISIBLE_CHIPS",
+        "ZE_AFFINITY_MASK",
+    )
+)
+"""With these, Ray leaves the lists of visible devices alone, so that the processes of a node see each other's devices:
+weights can go from one to the other without the host. `workers.device` finds each one's own."""
+
+BEFORE_START = frozenset({*NOSET, "LD_PRELOAD", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})
+"""What counts only if it is there when the process starts."""
+
+
+@dataclass(frozen=True)
+class TrainEnvironment:
+    """Environment variables of a train worker.
+
+    Attributes:
+        worker: set before user code runs.
+        process: set before the process starts, which makes starting it slower: only where it is needed.
+    """
+
+    worker: dict[str, str]
+    process: dict[str, str]
+
+
+def train_environment(args: Any, role: str, use_gpu: bool) -> TrainEnvironment:
+    """The environment of a role's workers.
+
+    Args:
+        args: the configuration; its ``train_env_vars`` win over everything else.
+        role: "actor" or "critic".
+        use_gpu: whether the workers have devices.
+
+    Raises:
+        TrainArgsError: memory is to be offloaded by torch_memory_saver, whose library is not where it should be.
+    """
+    variables = {
+        "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"),
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+        **dict.fromkeys(NOSET, "1"),
+    }
+    if role == "actor" and args.use_routing_replay:
+        variables["ENABLE_ROUTING_REPLAY"] = "1"
+    if use_gpu and args.offload_train and args.train_backend == "megatron":
+        variables |= _memory_saver()
+    variables |= {str(name): str(value) for name, value in args.train_env_vars.items()}
+    process: Mapping[str, str] = {}
+    if use_gpu or "LD_PRELOAD" in args.train_env_vars:
+        process = {name: value for name, value in variables.items() if name in BEFORE_START}
+    return TrainEnvironment({name: value for name, value in variables.items() if name not in process}, dict(process))
+
+
+def _memory_saver() -> dict[str, str]:
+    """What has torch_memory_saver catch the allocations of a process; nothing where it is not installed."""
+    spec = importlib.util.find_spec("torch_memory_saver")
+    if spec is None or spec.origin is None:
+        return {}
+    # The library lies beside the package, under a name that tells its way of hooking and Python's version.
+    found = sorted(Path(spec.origin).parent.parent.glob("torch_memory_saver_hook_mode_preload*.so"))
+    if not found:
+        raise TrainArgsError(
+            "args.offload_train: torch_memory_saver is installed, but without its preload library beside it "
+            f"({Path(spec.origin).parent.parent}); install it anew, or remove it: offloading works without"
+        )
+    return {"LD_PRELOAD": str(found[0]), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}

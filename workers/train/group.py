@@ -1,0 +1,381 @@
+"""RayTrainGroup: the driver's proxy of the ranks that train one model."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from single_controller import (
+    Broadcast,
+    GroupClosedError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    WorkerFuture,
+)
+from workers.train.balance import balanced_order
+from workers.train.environment import train_environment
+from workers.train.placement import cluster_has_gpus
+from workers.train.read_args import TrainArgsError, read_args
+from workers.train.worker import TrainWorker
+
+BACKENDS = {
+    "fsdp": ("workers.fsdp.worker", "FSDPTrainWorker"),
+    "megatron": ("workers.megatron.train_worker", "MegatronTrainWorker"),
+}
+
+
+class RayTrainGroup:
+    """Train workers of one role: ``num_nodes * num_gpus_per_node`` ranks.
+
+    The ``async_*`` methods return a Ray reference for each rank's answer, for ``ray.get``; the others wait. A context
+    manager: closing the group ends its workers, and frees the place that it made itself.
+
+    Args:
+        args: the configuration, see ARGUMENTS.md; checked here.
+        num_nodes: nodes.
+        num_gpus_per_node: ranks on each. Where the cluster has no GPU they are CPU slots.
+        pg: where the ranks live: ``(placement_group, reordered_bundle_indices)``, that with the GPUs' ids as a third,
+            or a `RayResourcePool`; the first slots of it are taken. None makes a place.
+        num_gpus_per_actor: share of a slot's GPU (without GPUs: of its CPU) that a rank takes.
+        role: "actor" or "critic".
+        resources: custom resources that each rank takes.
+        num_resources_per_node: of each of them, what is reserved on a node for its ranks together, where the place is
+            made here; by default what they take.
+        actor_cls: the worker, a `TrainWorker`; by default the one of ``args.train_backend``.
+
+    Attributes:
+        args: the configuration, complete.
+        role: the role.
+        weight_version: of the weights that the rollout workers have; 0 before the first update.
+
+    Raises:
+        TrainArgsError: the configuration is not right, or the place is too small.
+        TypeError: ``actor_cls`` is no `TrainWorker`, or lacks one of its methods.
+        PlacementError, StartError: as a `RayWorkerGroup` raises them.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        num_nodes: int,
+        num_gpus_per_node: int,
+        pg: RayResourcePool | Sequence[Any] | None = None,
+        num_gpus_per_actor: float = 1,
+        role: str = "actor",
+        *,
+        resources: Mapping[str, float] | None = None,
+        num_resources_per_node: float | None = None,
+        actor_cls: type[TrainWorker] | None = None,
+    ) -> None:
+        self.args, self.role = read_args(args), role
+        self.weight_version = 0
+        self._ranks = _count("num_nodes", num_nodes) * _count("num_gpus_per_node", num_gpus_per_node)
+        if not 0 < num_gpus_per_actor <= 1:
+            raise ValueError(
+                f"num_gpus_per_actor={num_gpus_per_actor!r}: it is a share of a slot, above 0 and at most 1"
+            )
+        self._share = num_gpus_per_actor
+        self._resources = dict(resources or {})
+        self._class = checked_class(actor_cls) if actor_cls is not None else _backend(self.args.train_backend)
+        self._owned: RayResourcePool | None = None
+        if pg is None:
+            per_node = {
+                name: amount if num_resources_per_node is None else num_resources_per_node / num_gpus_per_node
+                for name, amount in self._resources.items()
+            }
+            pg = self._owned = RayResourcePool(
+                [num_gpus_per_node] * num_nodes,
+                use_gpu=cluster_has_gpus(),
+                name_prefix=f"{role}_",
+                max_colocate_count=math.floor(1 / num_gpus_per_actor + 1e-6),
+                resources=per_node,
+            )
+        self.pool = _first_slots(pg, self._ranks)
+        self._init: tuple[Any, ...] | None = None
+        self._manager: Any = None
+        self._critic: RayTrainGroup | None = None
+        self._actor: RayTrainGroup | None = None
+        self._parts = 1
+        self._saved = False
+        self._seen: _Seen | None = None
+        self._group: RayWorkerGroup | None = None
+        try:
+            self.create()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    def create(self) -> list[int] | None:
+        """Make the workers, where they were before `release`. If they had been initialised, they are again: from the
+        last checkpoint that this group has saved, or else as the first time; with the same weight version, rollout
+        manager and critic.
+
+        Returns:
+            By rank, the rollout id to go on with; None if they had not been initialised.
+        """
+        if self._alive:
+            raise RuntimeError(f"{self._group.name} has its workers; release() ends them first")
+        made = RayClassWithInitArgs(self._class)
+        environment = train_environment(self.args, self.role, self.pool.use_gpu)
+        options: dict[str, Any] = {"num_cpus": self._share}
+        if self.pool.use_gpu:
+            options["num_gpus"] = self._share
+        if environment.process:
+            options["runtime_env"] = {"env_vars": environment.process}
+        made.update_options(options)
+        if self._resources:
+            made.set_additional_resource(self._resources)
+        self._group = RayWorkerGroup(self.pool, made, name_prefix=f"{self.role}_", worker_env=environment.worker)
+        if self._init is None:
+            return None
+        args, role, with_ref = self._init
+        if self._saved:
+            args = args.copy()
+            key = "critic_load" if role == "critic" else "load"
+            args[key] = args.critic_save if role == "critic" else args.save
+        begin: list[int] = self._group.init(args, role, with_ref)
+        self._group.set_weight_version(self.weight_version)
+        if self._manager is not None:
+            self._group.set_rollout_manager(self._manager)
+        actor = self if self._critic is not None else self._actor
+        if actor is not None and actor._critic is not None and actor._alive and actor._critic._alive:
+            actor.connect(actor._critic)
+        return begin
+
+    def release(self) -> None:
+        """End the workers, and keep their place, the version of their weights, and where their checkpoints are."""
+        self._seen = None
+        if self._group is not None:
+            self._group.close()
+
+    def close(self) -> None:
+        """End the workers, and free the place if it was made here."""
+        if self._group is not None:
+            self._group.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def _alive(self) -> bool:
+        return self._group is not None and not self._group.closed
+
+    @property
+    def worker_group(self) -> RayWorkerGroup:
+        """The group of workers, for what is not here: its other methods, stats, trace, watch.
+
+        Raises:
+            GroupClosedError: the workers were released, or the group was closed.
+        """
+        if not self._alive or self._group is None:
+            raise GroupClosedError(f"the {self.role}'s train workers are released or closed; create() makes them again")
+        return self._group
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._ranks
+
+    # --- training ---------------------------------------------------------------------------------------
+
+    def async_init(self, args: Any = None, role: str | None = None, with_ref: bool = False) -> list[Any]:
+        """Have every rank make its model; see `TrainWorker.init`.
+
+        Args:
+            args: another configuration than the group's; None for that.
+            role: None for the group's.
+            with_ref: whether a reference's weights are kept too.
+
+        Returns:
+            By rank, a reference to the rollout id to begin with.
+        """
+        if args is not None:
+            self.args = read_args(args)
+        if role is not None and role != self.role:
+            raise ValueError(f"async_init(role={role!r}): this group was made for the role {self.role!r}")
+        self._init = (self.args, self.role, with_ref)
+        return _refs(self.worker_group.init.remote(*self._init))
+
+    def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
+        """Have every rank learn from a rollout.
+
+        Args:
+            rollout_id: its number, from 0.
+            rollout_data_ref: a TensorDict (see `workers.train.rollout_data`), a future of one, a Ray reference to one,
+                or a list of such references, one for each dp rank.
+
+        Returns:
+            By rank, a reference to the metrics of the whole step.
+        """
+        if isinstance(rollout_data_ref, (list, tuple)) and len(rollout_data_ref) != self.worker_group.dp_size:
+            raise TrainArgsError(
+                f"async_train(): {len(rollout_data_ref)} references for {self.worker_group.dp_size} dp ranks"
+            )
+        seen = self._look(rollout_data_ref)
+        return _refs(self.worker_group.train.remote(rollout_id, seen.data, **self._computed(rollout_data_ref)))
+
+    def save_model(self, step: int, force_sync: bool = False) -> str | None:
+        """Write a checkpoint, and the Hugging Face export that ``args.save_hf`` asks for.
+
+        Args:
+            step: the rollout id after which it is.
+            force_sync: return when it is on disk, whatever ``args.async_save`` says.
+
+        Returns:
+            Its folder; None if the configuration names none.
+        """
+        folder: str | None = self.worker_group.save_model(step, force_sync)[0]
+        self._saved = self._saved or folder is not None
+        return folder
+
+    def update_weights(self) -> int:
+        """Send the weights to the rollout workers, as the next version.
+
+        Returns:
+            The version.
+        """
+        version = self.weight_version + 1
+        self.worker_group.update_weights(version)
+        self.weight_version = version
+        return version
+
+    def onload(self) -> int:
+        """Take the devices' memory back. Returns the bytes, over all ranks."""
+        return sum(self.worker_group.wake_up())
+
+    def offload(self) -> int:
+        """Give the devices' memory away. Returns the bytes, over all ranks."""
+        return sum(self.worker_group.sleep())
+
+    def clear_memory(self) -> None:
+        """Let go of caches."""
+        self.worker_group.clear_memory()
+
+    def set_rollout_manager(self, manager: Any) -> None:
+        """Tell every rank whose rollout workers `update_weights` sends to."""
+        self.worker_group.set_rollout_manager(manager)
+        self._manager = manager
+
+    def get_parallel_config(self) -> dict[str, int]:
+        """The sizes of the axes."""
+        config: dict[str, int] = self.worker_group.get_parallel_config()[0]
+        return config
+
+    # --- the critic -------------------------------------------------------------------------------------
+
+    def connect(self, critic_group: RayTrainGroup) -> None:
+        """Let rank i of this group reach rank i of the critic, and take values from it in `async_train`.
+
+        Raises:
+            ValueError: the groups differ in size; or the other one is no critic.
+        """
+        if self.world_size != critic_group.world_size:
+            raise ValueError(
+                f"connect(): the {self.role} group has {self.world_size} ranks, the {critic_group.role} group "
+                f"{critic_group.world_size}; rank i of one is to reach rank i of the other"
+            )
+        if critic_group.role != "critic":
+            raise ValueError(f"connect(): a group with role='critic' is needed, not {critic_group.role!r}")
+        self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
+        self._critic, critic_group._actor = critic_group, self
+        # Both cut the same rows: an order that suits the two of them.
+        self._parts = critic_group._parts = math.lcm(self.worker_group.dp_size, critic_group.worker_group.dp_size)
+
+    def _computed(self, given: Any) -> dict[str, WorkerFuture]:
+        """What one of the two groups computes for both: futures, whose rows go from rank to rank."""
+        args = self.args
+        if args.advantage_estimator != "gae" or args.debug_rollout_only:
+            return {}
+        critic = self if self.role == "critic" else self._critic
+        actor = self if self.role == "actor" else self._actor
+        computed: dict[str, WorkerFuture] = {}
+        if critic is not None:
+            computed["values"] = critic._look(given).once("compute_values", critic)
+        if args.kl_coef and actor is not None:
+            computed["old_log_probs"] = actor._look(given).once("compute_log_prob", actor)
+            computed["ref_log_probs"] = actor._look(given).once("compute_ref_log_prob", actor)
+        return computed
+
+    def _look(self, given: Any) -> _Seen:
+        """Rollout data in the order in which its rows are dealt; the same for this group and its critic's."""
+        if self._seen is None or self._seen.given is not given:
+            self._seen = _Seen(given, self._dealt(given))
+        return self._seen
+
+    def _dealt(self, given: Any) -> Any:
+        if not isinstance(given, (list, tuple)) and type(given).__name__ == "ObjectRef":
+            return Broadcast(given)
+        if not self.args.balance_data or isinstance(given, (list, tuple)):
+            return given
+        data = given.result() if hasattr(given, "result") else given
+        parts = max(self._parts, self.worker_group.dp_size)
+        return data[balanced_order(data["attention_mask"].bool().sum(1).tolist(), parts)]
+
+    def __repr__(self) -> str:
+        state = self._class.__name__ if self._alive else "released"
+        return f"<RayTrainGroup of {self._ranks}: {self.role}, {state}>"
+
+
+class _Seen:
+    """Rollout data that a group has been given, and what it has been asked to compute of it."""
+
+    def __init__(self, given: Any, data: Any) -> None:
+        self.given, self.data = given, data
+        self._futures: dict[str, WorkerFuture] = {}
+
+    def once(self, method: str, group: RayTrainGroup) -> WorkerFuture:
+        if method not in self._futures:
+            self._futures[method] = getattr(group.worker_group, method).remote(self.data)
+        return self._futures[method]
+
+
+def checked_class(cls: Any) -> type[TrainWorker]:
+    """A user's worker class.
+
+    Raises:
+        TypeError: it is no `TrainWorker`, or lacks one of its methods.
+    """
+    if not isinstance(cls, type) or not issubclass(cls, TrainWorker):
+        raise TypeError(f"actor_cls is a subclass of TrainWorker, got {cls!r}")
+    if inspect.isabstract(cls):
+        raise TypeError(f"actor_cls {cls.__name__} lacks {', '.join(sorted(cls.__abstractmethods__))}")
+    return cls
+
+
+def _backend(name: str) -> type[TrainWorker]:
+    import importlib
+
+    module, cls = BACKENDS[name]
+    return checked_class(getattr(importlib.import_module(module), cls))
+
+
+def _first_slots(pg: RayResourcePool | Sequence[Any], ranks: int) -> RayResourcePool:
+    if not isinstance(pg, RayResourcePool):
+        if isinstance(pg, (list, tuple)) and len(pg) in (2, 3):
+            if len(pg[1]) < ranks:
+                raise TrainArgsError(f"pg has {len(pg[1])} bundle indices for {ranks} ranks")
+            pg = (pg[0], *(list(part)[:ranks] for part in pg[1:]))
+        return RayResourcePool.from_placement_group(pg)
+    if pg.world_size < ranks:
+        raise TrainArgsError(f"{pg!r} has {pg.world_size} slots for {ranks} ranks")
+    return pg if pg.world_size == ranks else pg[:ranks]
+
+
+def _count(name: str, number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name}={number!r}: it is an integer from 1")
+    return number
+
+
+def _refs(future: WorkerFuture) -> list[Any]:
+    return list(future.refs)

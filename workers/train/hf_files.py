@@ -1,0 +1,63 @@
+"""What a train or rollout worker reads of a Hugging Face model: its config and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from single_controller import SingleControllerError
+from workers.extras import require
+
+logger = logging.getLogger(__name__)
+
+
+class ModelFilesError(SingleControllerError, ValueError):
+    """The configuration names no model, or what it names does not fit together."""
+
+
+def read_config(args: Any) -> Any:
+    """The Hugging Face config that ``args`` mean.
+
+    Raises:
+        ModelFilesError: no model is named, or it is of another kind than ``model_name``.
+        ImportError: transformers is not installed.
+    """
+    auto = require("transformers", extra="hf").AutoConfig
+    if args.hf_checkpoint is not None:
+        config = auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    elif args.hf_config is not None:
+        from omegaconf import OmegaConf
+
+        config = auto.for_model(**OmegaConf.to_container(args.hf_config))
+    else:
+        raise ModelFilesError("args name no model: set hf_checkpoint (a folder or hub name) or hf_config (a dict)")
+    if args.model_name is not None and args.model_name != config.model_type:
+        raise ModelFilesError(f"args.model_name={args.model_name!r}, but the model is a {config.model_type!r}")
+    return config
+
+
+def read_tokenizer(args: Any) -> Any:
+    """The tokenizer of ``args.hf_checkpoint``; None if there is none."""
+    if args.hf_checkpoint is None:
+        return None
+    auto = require("transformers", extra="hf").AutoTokenizer
+    try:
+        return auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        logger.warning("%s has no tokenizer that can be read: %s", args.hf_checkpoint, str(error).splitlines()[0])
+        return None
+
+
+def vocab_size_of(args: Any, config: Any, tokenizer: Any) -> int:
+    """Token ids of rollout data are below it: ``args.vocab_size``, or the tokenizer's length, or the config's.
+
+    Raises:
+        ModelFilesError: it is more than the model has.
+    """
+    if args.vocab_size is not None:
+        size = int(args.vocab_size)
+    else:
+        size = len(tokenizer) if tokenizer is not None else int(config.vocab_size)
+    if size > config.vocab_size:
+        raise ModelFilesError(f"vocab_size is {size}, but the model has only {config.vocab_size} tokens")
+    return size

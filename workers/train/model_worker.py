@@ -1,0 +1,214 @@
+"""ModelWorker: a train worker's model from beginning to end: made, loaded, saved, sent, put to sleep."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from single_controller import Dispatch, register
+from workers.device import has_cuda
+from workers.distributed import rank_by_rank
+from workers.train.checkpoints import RolloutCheckpoints
+from workers.train.device_memory import DeviceMemory
+from workers.train.hf_export import export_hf
+from workers.train.hf_files import read_config, read_tokenizer, vocab_size_of
+from workers.train.model import TrainModel
+from workers.train.read_args import read_args, role_args
+from workers.train.weight_backup import WeightBackup
+from workers.train.weight_sync import WeightSender
+from workers.train.worker import TrainWorker
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("actor", "critic")
+
+
+class ModelWorker(TrainWorker):
+    """A train worker with a `TrainModel`. A backend says how torch.distributed begins, who the data-parallel neighbours
+    are, and how the model is made; a subclass says how it learns.
+
+    Attributes:
+        args: the configuration as this role sees it.
+        role: "actor" or "critic".
+        model: the `TrainModel`.
+        tokenizer: of hf_checkpoint; None if it has none.
+        optimizer_step: steps of the optimizer so far.
+    """
+
+    args: Any
+    role: str
+    model: TrainModel
+    optimizer_step: int = 0
+
+    # --- what a backend says ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Initialise torch.distributed, and register the layout."""
+
+    @abstractmethod
+    def make_model(self, hf_config: Any) -> TrainModel:
+        """The model of `args` and `role`, with the weights of hf_checkpoint or random ones."""
+
+    @property
+    @abstractmethod
+    def dp_group(self) -> Any:
+        """The process group of the data-parallel ranks that hold the same part of the model as this rank."""
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    def init(self, args: Any, role: str, with_ref: bool = False) -> int:
+        """See `TrainWorker.init`."""
+        if role not in ROLES:
+            raise ValueError(f"init(role={role!r}): it is one of {', '.join(map(repr, ROLES))}")
+        self.args, self.role = role_args(read_args(args), role), role
+        self.begin()
+        if self.args.debug_rollout_only:
+            return 0
+        if with_ref and not self.args.enable_weights_backuper:
+            raise ValueError(
+                "init(with_ref=True) needs enable_weights_backuper=True: the reference is a copy of weights"
+            )
+        with rank_by_rank(self):
+            hf_config = read_config(self.args)
+            self.tokenizer = read_tokenizer(self.args)
+        self.vocab_size = vocab_size_of(self.args, hf_config, self.tokenizer)
+        self.model = self.make_model(hf_config)
+        self.memory = DeviceMemory(self.model.tensors)
+        self.backup = WeightBackup(self.model.weights, after=self.model.weights_changed)
+        if with_ref:
+            if self.args.ref_load is not None:
+                self.backup.copy("actor")
+                self.model.load_hf(self.args.ref_load)
+                self.backup.copy("ref")
+                self.backup.restore("actor")
+                self.backup.drop("actor")
+            else:
+                self.backup.copy("ref")
+        self.checkpoints = RolloutCheckpoints(self.args.load, self.args.save, self.rank)
+        found = self.checkpoints.latest()
+        if found is not None:
+            self.model.load(found.folder, optimizer=not self.args.no_load_optim)
+            if not self.args.no_load_optim:
+                self.optimizer_step = found.optimizer_step
+            self.weight_version = found.weight_version
+        self._versions: dict[str, int] = {}
+        if self.args.keep_old_actor:
+            self._keep_version(self.weight_version)
+        self.clear_memory()
+        return 0 if found is None else found.rollout_id + 1
+
+    def get_parallel_config(self) -> dict[str, int]:
+        """See `TrainWorker.get_parallel_config`."""
+        return {"dp_size": dist.get_world_size(self.dp_group)}
+
+    # --- weights ----------------------------------------------------------------------------------------
+
+    def update_weights(self, version: int | None = None) -> int:
+        """See `TrainWorker.update_weights`."""
+        version = self.weight_version + 1 if version is None else version
+        if self.args.debug_rollout_only:
+            return version
+        self._refuse_asleep("update_weights")
+        if self._sender is None:
+            raise RuntimeError("update_weights(): there is nobody to send them to; call set_rollout_manager() first")
+        self._sender.send(version, self.model.hf_weights(), rank=self.rank, ranks=self.world_size)
+        self.weight_version = version
+        if self.args.keep_old_actor:
+            self._keep_version(version)
+        return version
+
+    _sender: WeightSender | None = None
+
+    def set_rollout_manager(self, manager: Any) -> None:
+        """See `TrainWorker.set_rollout_manager`."""
+        super().set_rollout_manager(manager)
+        self._sender = WeightSender(
+            manager,
+            transport=self.args.update_weights_transport,
+            bucket_bytes=self.args.update_weights_bucket_bytes,
+            folder=self.args.update_weights_disk_dir,
+        )
+
+    def _keep_version(self, version: int) -> None:
+        """Remember the weights of this version, and those of the one before."""
+        if "rollout_actor" in self.backup.names:
+            self.backup.clone("rollout_actor", "old_actor")
+            self._versions["old_actor"] = self._versions["rollout_actor"]
+        self.backup.copy("rollout_actor")
+        self._versions["rollout_actor"] = version
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
+    def save_model(self, step: int, force_sync: bool = False) -> str | None:
+        """See `TrainWorker.save_model`."""
+        if self.args.debug_rollout_only:
+            return None
+        self._refuse_asleep("save_model")
+        if self.args.save_hf is not None:
+            export_hf(self.model, self.args.save_hf.format(rollout_id=step), tokenizer=self.tokenizer)
+        return self.checkpoints.save(
+            self.model,
+            step,
+            optimizer_step=self.optimizer_step,
+            weight_version=self.weight_version,
+            background=self.args.async_save and not force_sync,
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for_save(self) -> None:
+        """Wait until a checkpoint that is written in the background is on disk; raise what went wrong with it."""
+        if not self.args.debug_rollout_only:
+            self.checkpoints.wait()
+
+    # --- memory -----------------------------------------------------------------------------------------
+
+    def sleep(self) -> int:
+        """See `TrainWorker.sleep`."""
+        if self.args.debug_rollout_only:
+            return 0
+        freed = self.memory.sleep()
+        self.clear_memory()
+        return freed
+
+    def wake_up(self) -> int:
+        """See `TrainWorker.wake_up`."""
+        if self.args.debug_rollout_only:
+            return 0
+        taken = self.memory.wake_up()
+        if has_cuda():
+            free, _ = torch.cuda.mem_get_info()
+            if free < self.args.train_memory_margin_bytes:
+                logger.warning(
+                    "rank %d: %.2f GB of device memory are free after waking up, less than train_memory_margin_bytes",
+                    self.rank,
+                    free / 1e9,
+                )
+        return taken
+
+    def clear_memory(self) -> None:
+        """See `TrainWorker.clear_memory`."""
+        gc.collect()
+        if has_cuda():
+            torch.cuda.empty_cache()
+
+    def _refuse_asleep(self, method: str) -> None:
+        if self.memory.asleep:
+            raise RuntimeError(f"{method}(): this worker sleeps; call onload() (wake_up()) first")
+
+    # --- the inside -------------------------------------------------------------------------------------
+
+    @property
+    def _dp_rank(self) -> int:
+        return dist.get_rank(self.dp_group)
+
+    def _over_dp(self, value: Any) -> list[Any]:
+        """What every data-parallel rank says, by dp rank."""
+        said: list[Any] = [None] * dist.get_world_size(self.dp_group)
+        dist.all_gather_object(said, value, group=self.dp_group)
+        return said

@@ -1,0 +1,84 @@
+"""Placement: the pools of actor, critic and rollout, side by side or on the same devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from single_controller import RayResourcePool
+from single_controller.ray.runtime import ensure_ray
+from workers.train.read_args import read_args
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the groups of a run live. A context manager: closing it ends them and frees their place.
+
+    Slots stand by (node, device), compared as numbers, the actor's first.
+
+    Attributes:
+        actor: the actor's slots.
+        critic: the critic's; None without a critic.
+        rollout: the rollout workers'.
+        whole: all of them; the others are parts of it.
+    """
+
+    actor: RayResourcePool
+    critic: RayResourcePool | None
+    rollout: RayResourcePool
+    whole: RayResourcePool
+
+    def close(self) -> None:
+        """End what runs there, and free the slots."""
+        self.whole.close()
+
+    def __enter__(self) -> Placement:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | None = None) -> Placement:
+    """Reserve what a run's groups need, in one placement group.
+
+    Args:
+        args: the configuration. There is a critic where ``advantage_estimator`` is "gae". With ``colocate`` all roles
+            share the same slots, from the first on; else each role has its own.
+        use_gpu: whether slots are GPUs; by default whether the cluster has any. Without, they are logical CPUs.
+        max_colocate_count: worker processes that may share a slot; by default as many as there are roles on it.
+
+    Raises:
+        TrainArgsError: the configuration is not right.
+        PlacementError: the cluster can never hold this.
+    """
+    args = read_args(args)
+    use_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
+    sizes = {"actor": args.actor_num_nodes * args.actor_num_gpus_per_node}
+    if args.advantage_estimator == "gae":
+        nodes, per_node = args.critic_num_nodes, args.critic_num_gpus_per_node
+        sizes["critic"] = (nodes or args.actor_num_nodes) * (per_node or args.actor_num_gpus_per_node)
+    sizes["rollout"] = args.rollout_num_workers
+    total = max(sizes.values()) if args.colocate else sum(sizes.values())
+    sharing = len(sizes) if args.colocate else 1
+    whole = RayResourcePool(
+        [total],
+        use_gpu=use_gpu,
+        name_prefix="train_",
+        max_colocate_count=sharing if max_colocate_count is None else max_colocate_count,
+        across_nodes=True,
+    )
+    parts: dict[str, RayResourcePool] = {}
+    begin = 0
+    for role, size in sizes.items():
+        parts[role] = whole[begin : begin + size]
+        begin += 0 if args.colocate else size
+    return Placement(parts["actor"], parts.get("critic"), parts["rollout"], whole)
+
+
+def cluster_has_gpus() -> bool:
+    """Whether Ray has GPUs here. Starts a local Ray if none is running."""
+    import ray
+
+    ensure_ray()
+    return bool(ray.cluster_resources().get("GPU", 0) > 0)
