@@ -1,0 +1,122 @@
+"""What sleeps gives its memory away, and has it back when it wakes."""
+
+import pytest
+import torch
+
+from workers.device import has_cuda
+from workers.train.device_memory import DeviceMemory, saver_preloaded
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def on(device):
+    if device == "cuda" and not has_cuda():
+        pytest.skip("needs a CUDA device")
+    return torch.device(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sleep_frees_and_wake_up_brings_back(device):
+    device = on(device)
+    if device.type == "cpu" and has_cuda():
+        pytest.skip("tensors on the CPU do not sleep where there is CUDA")
+    layer = torch.nn.Linear(100, 50, device=device)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, foreach=True)
+    layer(torch.ones(2, 100, device=device)).sum().backward()
+    optimizer.step()
+    flat = torch.randn(1000, device=device)
+    views = [flat[:10], flat[500:].view(50, 10).t()]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*layer.parameters(), *moments, *views, torch.empty(0, device=device)]
+    before = [tensor.detach().clone() for tensor in tensors]
+    expected = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device == device}
+    memory = DeviceMemory(lambda: iter(tensors))
+    for _ in range(2):
+        assert memory.sleep() == sum(expected.values())
+        assert memory.asleep and memory.sleep() == 0
+        assert all(t.untyped_storage().nbytes() == 0 for t in tensors if t.device == device)
+        assert memory.wake_up() == sum(expected.values())
+        assert not memory.asleep and memory.wake_up() == 0
+        assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+    assert views[0].untyped_storage()._cdata == flat.untyped_storage()._cdata
+    views[0].zero_()
+    assert not bool(flat[:10].any())
+    layer(torch.ones(2, 100, device=device)).sum().backward()  # the same objects train on
+    optimizer.step()
+    assert not torch.equal(layer.weight, before[0])
+
+
+def test_memory_leaves_the_process():
+    """The resident size falls by what sleep() says, but for the copy."""
+    if has_cuda():
+        pytest.skip("tensors on the CPU do not sleep where there is CUDA")
+    tensors = [torch.ones(8 << 20) for _ in range(4)]
+    memory = DeviceMemory(lambda: tensors, keep=False)
+    before = resident()
+    assert memory.sleep() == 4 * (32 << 20)
+    copied = resident()
+    assert copied < before + (32 << 20)  # the copies are there, the tensors' own memory is not
+    memory.wake_up()
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+    assert resident() < before + (32 << 20)  # and the copies are gone
+
+
+def test_host_memory_is_used_again_only_if_kept():
+    tensor = torch.ones(1000)
+    if has_cuda():
+        tensor = tensor.cuda()
+    for keep in (True, False):
+        memory = DeviceMemory(lambda: [tensor], keep=keep)
+        memory.sleep()
+        first = memory._moved[0][1]
+        memory.wake_up()
+        assert [one is first for one in memory._host.values()] == ([True] if keep else [])
+        memory.sleep()
+        assert (memory._moved[0][1] is first) is keep
+        memory.wake_up()
+
+
+def test_memory_that_is_not_the_tensors_own_stays():
+    import numpy
+
+    if has_cuda():
+        pytest.skip("tensors on the CPU do not sleep where there is CUDA")
+    borrowed, own = torch.from_numpy(numpy.ones(10)), torch.ones(10)
+    memory = DeviceMemory(lambda: [borrowed, own])
+    assert memory.sleep() == 40
+    assert bool((borrowed == 1).all())
+    memory.wake_up()
+    assert bool((own == 1).all())
+
+
+def test_what_fails_on_the_way_to_sleep_leaves_all_awake(monkeypatch):
+    tensors = [torch.ones(10), torch.ones(20)]
+    if has_cuda():
+        tensors = [tensor.cuda() for tensor in tensors]
+    memory = DeviceMemory(lambda: tensors)
+    real, calls = torch.empty, []
+
+    def empty(*args, **kwargs):
+        calls.append(args)
+        if args == (80,):
+            raise MemoryError("no room")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(MemoryError):
+        memory.sleep()
+    monkeypatch.undo()
+    assert not memory.asleep and all(bool((tensor == 1).all()) for tensor in tensors)
+    assert memory.sleep() == 120
+
+
+def test_the_memory_saver_is_not_used_without_cuda(monkeypatch):
+    for name in ("TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"):
+        monkeypatch.setenv(name, "1")
+    if not has_cuda():
+        assert not saver_preloaded()
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096

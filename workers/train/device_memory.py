@@ -1,0 +1,159 @@
+"""DeviceMemory: what sleeps leaves its device for host memory, and comes back when it wakes.
+
+Two ways, which this file alone chooses between: torch_memory_saver where a process was started with it, and else the
+storages themselves are emptied and filled again, on any device, which is how the CPU tests it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+
+from workers.device import has_cuda
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceMemory:
+    """The device memory of tensors that may sleep.
+
+    The tensors stay the same objects, with the same contents after `wake_up`; in between they must not be used. Their
+    address may be another afterwards, unless torch_memory_saver does it. Tensors that share a storage are moved once,
+    with all of that storage. Where there is CUDA, tensors on the CPU stay as they are.
+
+    torch_memory_saver is used where CUDA is, it can be imported, and the process was started with it
+    (``TMS_INIT_ENABLE=1``, ``TMS_INIT_ENABLE_CPU_BACKUP=1`` and its library in ``LD_PRELOAD``): it then frees all that
+    the process has allocated since its start, not only these tensors.
+
+    Args:
+        tensors: gives what is on the device; asked each time that it is to sleep.
+        keep: whether the host memory is kept for the next sleep; pinning and touching it anew takes longer than the
+            copy.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], *, keep: bool = True) -> None:
+        self._tensors = tensors
+        self._keep = keep
+        self._asleep = False
+        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._host: dict[int, torch.Tensor] = {}
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the tensors are without memory now."""
+        return self._asleep
+
+    def sleep(self) -> int:
+        """Move the tensors into host memory and free the device's. Does nothing if they sleep already.
+
+        Returns:
+            Bytes of the device that were freed.
+        """
+        if self._asleep:
+            return 0
+        freed = _pause() if saver_preloaded() else self._empty()
+        self._asleep = True
+        return freed
+
+    def wake_up(self) -> int:
+        """Take the device's memory back, with the contents. Does nothing if nobody sleeps.
+
+        Returns:
+            Bytes of the device that were taken.
+        """
+        if not self._asleep:
+            return 0
+        taken = _resume() if saver_preloaded() else self._fill()
+        self._asleep = False
+        return taken
+
+    @torch.no_grad()
+    def _empty(self) -> int:
+        host: dict[int, torch.Tensor] = {}
+        storages = [one for one in _storages(self._tensors()) if one.nbytes()]
+        try:
+            for storage in storages:
+                memory = self._host.get(storage._cdata)
+                if memory is None or memory.numel() != storage.nbytes():
+                    memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                memory.copy_(_bytes_of(storage), non_blocking=True)
+                host[storage._cdata] = memory
+            _synchronize(storages)  # nothing is freed before everything is copied: a failure leaves all as it was
+        finally:
+            self._host = host if self._keep else {}
+        self._moved = [(storage, host[storage._cdata]) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        _give_back_cache()
+        return sum(memory.numel() for _, memory in self._moved)
+
+    @torch.no_grad()
+    def _fill(self) -> int:
+        for storage, memory in self._moved:
+            storage.resize_(memory.numel())
+            _bytes_of(storage).copy_(memory, non_blocking=True)
+        _synchronize([storage for storage, _ in self._moved])
+        taken = sum(memory.numel() for _, memory in self._moved)
+        self._moved = []
+        return taken
+
+
+def saver_preloaded() -> bool:
+    """Whether torch_memory_saver looks after this process's device memory, with copies in host memory."""
+    return (
+        has_cuda()
+        and os.environ.get("TMS_INIT_ENABLE") == "1"
+        and os.environ.get("TMS_INIT_ENABLE_CPU_BACKUP") == "1"
+        and "torch_memory_saver" in os.environ.get("LD_PRELOAD", "")
+        and importlib.util.find_spec("torch_memory_saver") is not None
+    )
+
+
+def _pause() -> int:
+    from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found,unused-ignore]
+
+    _give_back_cache()  # what torch holds without use would be copied too
+    before = torch.cuda.mem_get_info()[0]
+    torch.cuda.synchronize()
+    torch_memory_saver.pause()
+    return max(0, torch.cuda.mem_get_info()[0] - before)
+
+
+def _resume() -> int:
+    from torch_memory_saver import torch_memory_saver
+
+    before = torch.cuda.mem_get_info()[0]
+    torch_memory_saver.resume()
+    return max(0, before - torch.cuda.mem_get_info()[0])
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The distinct storages that can sleep."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "cpu" and has_cuda():
+            continue
+        if not storage.resizable():  # the memory of a numpy array, of a file, or of another process
+            logger.debug("a tensor of %s does not own its memory, which stays", tuple(tensor.shape))
+            continue
+        found.setdefault(storage._cdata, storage)
+    return list(found.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize(storages: Iterable[torch.UntypedStorage]) -> None:
+    for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+def _give_back_cache() -> None:
+    if has_cuda():
+        torch.cuda.empty_cache()
