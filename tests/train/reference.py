@@ -1,0 +1,196 @@
+"""GRPO on one process, written as naively as can be: what the backends are compared with.
+
+Row by row and token by token, without padding, micro-batches or a cache, and with nothing of this library: only torch,
+transformers, and rollout data as `workers.train.rollout_data` describes it.
+"""
+
+import copy
+import math
+import statistics
+
+import torch
+
+
+def small_llama(seed=0, **changes):
+    """A random Llama: 2 layers, hidden 64, vocabulary 32; in eval mode, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    options = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**{**options, **changes})).eval()
+
+
+def random_prompts(count, lengths=(4,), *, vocab_size=32, seed=0):
+    """Lists of token ids; the lengths are taken in turn."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (lengths[k % len(lengths)],), generator=g).tolist() for k in range(count)]
+
+
+@torch.no_grad()
+def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperature=1.0, stop_token_ids=()):
+    """Rollout data: ``samples`` answers to each prompt, prompts padded on the left and answers on the right.
+
+    Args:
+        reward: (prompt, answer), lists of token ids -> float.
+    """
+    g = torch.Generator().manual_seed(seed)
+    longest = max(map(len, prompts))
+    rows = {name: [] for name in ("input_ids", "attention_mask", "loss_mask", "rollout_log_probs")}
+    rewards, group_ids = [], []
+    for group, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt] * samples)
+        log_probs = torch.zeros(samples, 0)
+        for _ in range(max_new_tokens):
+            of_next = (model(input_ids=ids).logits[:, -1].float() / temperature).log_softmax(-1)
+            token = torch.multinomial(of_next.exp(), 1, generator=g)
+            ids = torch.cat([ids, token], 1)
+            log_probs = torch.cat([log_probs, of_next.gather(1, token)], 1)
+        for row in range(samples):
+            answer = ids[row, len(prompt) :].tolist()
+            ends = [t + 1 for t, token in enumerate(answer) if token in stop_token_ids]
+            answer = answer[: ends[0]] if ends else answer
+            left, right = longest - len(prompt), max_new_tokens - len(answer)
+            rows["input_ids"].append([0] * left + prompt + answer + [0] * right)
+            rows["attention_mask"].append([0] * left + [1] * len(prompt + answer) + [0] * right)
+            rows["loss_mask"].append([0] * longest + [1] * len(answer) + [0] * right)
+            known = log_probs[row, : len(answer)].tolist()
+            rows["rollout_log_probs"].append([0.0] * longest + known + [0.0] * right)
+            rewards.append(float(reward(prompt, answer)))
+            group_ids.append(group)
+    return {
+        **{name: torch.tensor(value) for name, value in rows.items()},
+        "rewards": torch.tensor(rewards),
+        "group_ids": torch.tensor(group_ids),
+    }
+
+
+class ReferenceGRPO:
+    """A policy, its reference as it was in the beginning, and AdamW.
+
+    Args:
+        model: a Hugging Face causal LM; it is trained in place.
+        aggregation: "token": mean over all tokens; "sequence": over the answers' means.
+    """
+
+    def __init__(
+        self,
+        model,
+        *,
+        lr=3e-3,
+        eps_clip=0.2,
+        eps_clip_high=None,
+        kl_coef=0.0,
+        entropy_coef=0.0,
+        clip_grad=1.0,
+        divide_by_std=True,
+        aggregation="token",
+        temperature=1.0,
+        weight_decay=0.0,
+    ):
+        self.model = model
+        self.ref = copy.deepcopy(model)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+        self.low, self.high = 1 - eps_clip, 1 + (eps_clip if eps_clip_high is None else eps_clip_high)
+        self.kl_coef, self.entropy_coef, self.clip_grad = kl_coef, entropy_coef, clip_grad
+        self.divide_by_std, self.aggregation, self.temperature = divide_by_std, aggregation, temperature
+
+    def weights(self):
+        """A copy: name in the state dict -> tensor."""
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def log_probs(self, data, model=None):
+        """(B, T), 0 at padding and at each row's first token."""
+        whole = torch.zeros(data["input_ids"].shape)
+        with torch.no_grad():
+            for row in range(len(whole)):
+                for t, (log_prob, _) in self._tokens(model or self.model, data, row).items():
+                    whole[row, t] = log_prob
+        return whole
+
+    def advantages(self, data):
+        """One for each row: the entry of that name, or the reward beside those of its group."""
+        if "advantages" in data:
+            return data["advantages"].tolist()
+        rewards, groups = data["rewards"].tolist(), data["group_ids"].tolist()
+        found = []
+        for reward, group in zip(rewards, groups, strict=True):
+            members = [other for other, its in zip(rewards, groups, strict=True) if its == group]
+            if len(members) == 1:
+                found.append(0.0)
+                continue
+            spread = statistics.stdev(members) + 1e-6 if self.divide_by_std else 1.0
+            found.append((reward - statistics.fmean(members)) / spread)
+        return found
+
+    def step(self, data, epochs=1):
+        """Learn from rollout data; one step of the optimizer for each epoch, over all rows.
+
+        Returns:
+            Of the last epoch: loss, policy_loss, kl, entropy, ratio, clip_fraction (means as the aggregation has it)
+            and grad_norm (before clipping).
+        """
+        advantages = self.advantages(data)
+        old = data["old_log_probs"] if "old_log_probs" in data else self.log_probs(data)
+        ref = data["ref_log_probs"] if "ref_log_probs" in data else self.log_probs(data, self.ref)
+        for _ in range(epochs):
+            report = self._update(data, advantages, old, ref)
+        return report
+
+    def _update(self, data, advantages, old, ref):
+        rows = []
+        for row, advantage in enumerate(advantages):
+            tokens = self._tokens(self.model, data, row)
+            counted = [t for t in tokens if data["loss_mask"][row, t]]
+            rows.append([self._token(*tokens[t], float(old[row, t]), float(ref[row, t]), advantage) for t in counted])
+        if self.aggregation == "token":
+            weights = [[1 / sum(map(len, rows))] * len(row) for row in rows]
+        else:
+            answers = sum(1 for row in rows if row)
+            weights = [[1 / len(row) / answers] * len(row) for row in rows]
+        report = {name: 0.0 for name in ("policy_loss", "kl", "entropy", "ratio", "clip_fraction")}
+        for row, its_weights in zip(rows, weights, strict=True):
+            for token, weight in zip(row, its_weights, strict=True):
+                for name in report:
+                    report[name] = report[name] + weight * token[name]
+        loss = report["policy_loss"] + self.kl_coef * report["kl"] - self.entropy_coef * report["entropy"]
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in self.model.parameters()))
+        if self.clip_grad and norm > self.clip_grad:
+            for parameter in self.model.parameters():
+                parameter.grad.mul_(self.clip_grad / norm)
+        self.optimizer.step()
+        report = {**report, "loss": loss}
+        return {name: float(torch.as_tensor(value).detach()) for name, value in report.items()} | {"grad_norm": norm}
+
+    def _tokens(self, model, data, row):
+        """Column -> (log-probability, entropy of what it was drawn from) of a row's tokens but the first."""
+        columns = data["attention_mask"][row].nonzero()[:, 0].tolist()
+        ids = data["input_ids"][row, columns]
+        log_probs = (model(input_ids=ids[None]).logits[0].float() / self.temperature).log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        return {t: (log_probs[k, ids[k + 1]], entropies[k]) for k, t in enumerate(columns[1:])}
+
+    def _token(self, log_prob, entropy, old, ref, advantage):
+        ratio = (log_prob - old).exp()
+        free, clipped = ratio * advantage, ratio.clamp(self.low, self.high) * advantage
+        return {
+            "policy_loss": -torch.minimum(free, clipped),
+            "kl": (ref - log_prob).exp() - (ref - log_prob) - 1,
+            "entropy": entropy,
+            "ratio": ratio.detach(),
+            "clip_fraction": float(clipped < free),
+        }
