@@ -19,7 +19,7 @@ from workers.train.balance import balanced_order
 from workers.train.environment import train_environment
 from workers.train.placement import cluster_has_gpus
 from workers.train.read_args import TrainArgsError, read_args
-from workers.train.worker import TrainWorker
+from workers.train.worker import Referred, TrainWorker
 
 BACKENDS = {
     "fsdp": ("workers.fsdp.worker", "FSDPTrainWorker"),
@@ -314,7 +314,7 @@ class RayTrainGroup:
 
     def _dealt(self, given: Any) -> Any:
         if not isinstance(given, (list, tuple)) and type(given).__name__ == "ObjectRef":
-            return Broadcast(given)
+            return Broadcast(Referred(given))
         if not self.args.balance_data or isinstance(given, (list, tuple)):
             return given
         data = given.result() if hasattr(given, "result") else given

@@ -22,7 +22,9 @@ def read_config(args: Any) -> Any:
         ModelFilesError: no model is named, or it is of another kind than ``model_name``.
         ImportError: transformers is not installed.
     """
-    auto = require("transformers", extra="hf").AutoConfig
+    transformers = require("transformers", extra="hf")
+    transformers.utils.logging.disable_progress_bar()  # every rank would show its own
+    auto = transformers.AutoConfig
     if args.hf_checkpoint is not None:
         config = auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     elif args.hf_config is not None:
@@ -44,7 +46,7 @@ def read_tokenizer(args: Any) -> Any:
     try:
         return auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        logger.warning("%s has no tokenizer that can be read: %s", args.hf_checkpoint, str(error).splitlines()[0])
+        logger.info("%s has no tokenizer that can be read: %s", args.hf_checkpoint, str(error).splitlines()[0])
         return None
 
 

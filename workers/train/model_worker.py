@@ -151,7 +151,7 @@ class ModelWorker(TrainWorker):
             return None
         self._refuse_asleep("save_model")
         if self.args.save_hf is not None:
-            export_hf(self.model, self.args.save_hf.format(rollout_id=step), tokenizer=self.tokenizer)
+            self._export(self.args.save_hf.format(rollout_id=step))
         return self.checkpoints.save(
             self.model,
             step,
@@ -159,6 +159,11 @@ class ModelWorker(TrainWorker):
             weight_version=self.weight_version,
             background=self.args.async_save and not force_sync,
         )
+
+    def _export(self, folder: str) -> None:
+        export_hf(self.model, folder)
+        if self.tokenizer is not None and not self.rank:
+            self.tokenizer.save_pretrained(folder)
 
     @register(Dispatch.ONE_TO_ALL)
     def wait_for_save(self) -> None:

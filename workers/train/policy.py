@@ -19,6 +19,7 @@ from workers.train.postprocess import function_at
 from workers.train.profiling import profiled
 from workers.train.rollout_data import RolloutDataError, check_rollout_data
 from workers.train.schedule import learning_rate
+from workers.train.worker import Referred
 
 Data = dict[str, torch.Tensor]
 
@@ -206,8 +207,8 @@ class PolicyTrainWorker(ModelWorker):
         """This rank's rows, postprocessed, as tensors on the CPU."""
         if isinstance(given, list) and len(given) == 1:  # references were given by dp rank
             given = _fetched(given[0])
-        elif type(given).__name__ == "ObjectRef":
-            whole = _fetched(given)
+        elif isinstance(given, Referred):
+            whole = _fetched(given.ref)
             share = share_rows(len(whole["input_ids"]), dist.get_world_size(self.dp_group), "ragged")[self._dp_rank]
             given = whole[slice(*share.ranges[0])]
         path = self.args.rollout_data_postprocess_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from dispatch.layout import Routing
@@ -18,6 +19,13 @@ def _by_dp_all_answer(ranks: Ranks) -> Routing:
 ROWS_BY_DP = DispatchMode("rows by dp, answers by rank", Mode(_by_dp_all_answer, Cut.ROWS, Join.LIST))
 """Batches are cut by the plain dp rank, and every rank answers: so there is a reference to each rank's answer, in which
 the death of any of them shows."""
+
+
+@dataclass(frozen=True)
+class Referred:
+    """All rows behind a Ray reference; each rank fetches them and takes its own."""
+
+    ref: Any
 
 
 class TrainWorker(Worker, ABC):
@@ -57,7 +65,8 @@ class TrainWorker(Worker, ABC):
 
         Args:
             rollout_id: its number, from 0.
-            rollout_data_ref: this dp rank's rows, see `workers.train.rollout_data`; or a Ray reference to all rows.
+            rollout_data_ref: this dp rank's rows, see `workers.train.rollout_data`; or a list of a single Ray reference
+                to them; or `Referred`.
             computed: entries of the rollout data that other ranks have computed: values, old_log_probs, ref_log_probs.
 
         Returns:
