@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
 from workers.extras import require
 
 logger = logging.getLogger(__name__)
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 class ModelFilesError(SingleControllerError, ValueError):
@@ -40,8 +51,11 @@ def read_config(args: Any) -> Any:
 
 def read_tokenizer(args: Any) -> Any:
     """The tokenizer of ``args.hf_checkpoint``; None if there is none."""
-    if args.hf_checkpoint is None:
-        return None
+    folder = args.hf_checkpoint
+    if folder is None or (
+        Path(folder).is_dir() and not any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+    ):
+        return None  # of an empty folder transformers makes an empty tokenizer
     auto = require("transformers", extra="hf").AutoTokenizer
     try:
         return auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)

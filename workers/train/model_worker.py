@@ -67,6 +67,7 @@ class ModelWorker(TrainWorker):
         if role not in ROLES:
             raise ValueError(f"init(role={role!r}): it is one of {', '.join(map(repr, ROLES))}")
         self.args, self.role = role_args(read_args(args), role), role
+        self.weight_version = self.optimizer_step = 0
         self.begin()
         if self.args.debug_rollout_only:
             return 0
