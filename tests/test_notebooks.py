@@ -48,7 +48,7 @@ PROMISED = {
     ],
 }
 
-RAY_LOG_LINE = re.compile(r"^(\x1b\[\d+m)*\((raylet|autoscaler|\w+ pid=)")
+RAY_LOG_LINE = re.compile(r"^(\x1b\[\d+m)*\((raylet|autoscaler|\w+( rank \d+)? pid=)")
 """What Ray forwards from its processes. It may turn up under any cell, or nowhere."""
 
 

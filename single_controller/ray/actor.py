@@ -28,6 +28,7 @@ from single_controller.base.worker import Place
 from single_controller.ray.carried import pack_answer
 from single_controller.ray.devices import own_devices
 from single_controller.ray.frame import open_order, receipt_frame
+from single_controller.ray.log_names import name_lines
 from single_controller.ray.transport import AnswerPacket, Packet, pack
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class RankActor:
     def _sc_start(self, order: StartOrder, made: Packet, master: tuple[str, int]) -> bytes | Receipt:
         """Stand at a rank, load the user's classes and make the workers."""
         self._rank = order.rank
+        name_lines(f"{type(self).__name__} rank {order.rank}")
         numbers = (order.rank, order.world_size, order.local_rank, order.local_world_size)
         self._place = place = Place(*numbers, *master, order.node_rank, own_devices())
         try:

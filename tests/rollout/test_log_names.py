@@ -1,0 +1,46 @@
+"""What workers print and log reaches a driver's terminal with the worker's class and rank. A driver of its own."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+DRIVER = """
+    import logging, os, sys
+    from single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
+
+    class Talker(Worker):
+        def __init__(self):
+            super().__init__()
+            print("made", self.rank)
+
+        @register(Dispatch.ONE_TO_ALL)
+        def talk(self):
+            print("printed by", self.rank)
+            logging.getLogger("mine").warning("logged by %d", self.rank)
+            os.system(f"echo echoed by {self.rank}")
+
+    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Talker)) as group:
+        group.talk()
+        import time
+        time.sleep(2)  # Ray's log monitor looks twice a second
+"""
+
+
+@pytest.mark.timeout(90)
+def test_lines_of_workers_have_their_rank(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(textwrap.dedent(DRIVER))
+    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=80, cwd=os.getcwd(), env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    text = re.sub(r"\x1b\[\d+m", "", done.stdout + done.stderr)
+    for rank in (0, 1):
+        for line in ("made", "printed by", "logged by", "echoed by"):
+            assert re.search(rf"^\(Talker rank {rank} pid=\d+\) .*{line} {rank}$", text, re.M), text
+    assert ":actor_name:" not in text
