@@ -95,3 +95,10 @@ def take_device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.de
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
     return mine
+
+
+def current_device() -> torch.device:
+    """The device that this process has taken: the current CUDA device, or the CPU where there is none."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
