@@ -1,0 +1,109 @@
+"""RolloutWorker: one rank of a group that generates. The engine behind it is the caller's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from single_controller import Dispatch, register
+from workers.device import take_device
+from workers.rollout.engine import Answer, RolloutEngine, Sampling
+from workers.rollout.errors import RolloutError
+from workers.rollout.weight_receiver import WeightReceiver
+
+
+class Generated(NamedTuple):
+    """What a worker gives back for one prompt.
+
+    Attributes:
+        answer: the engine's; None where the worker's weights are not those that were expected.
+        weight_version: of the weights that generated it; None where an update began and has not ended.
+        rank: of the worker.
+    """
+
+    answer: Answer | None
+    weight_version: int | None
+    rank: int
+
+
+class RolloutWorker(WeightReceiver):
+    """Generates with an engine, and takes new weights for it.
+
+    The weights that the engine begins with are version 0, those of updates are counted from 1.
+
+    Args:
+        engine: what makes the engine: a class under `RolloutEngine`, or a function; by default `HFEngine`. It is called
+            in the worker's process, after the worker has taken its device.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: what was made is no engine.
+    """
+
+    def __init__(self, engine: Callable[..., RolloutEngine] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        take_device(self.local_rank, self.device_ids)
+        if engine is None:
+            from workers.rollout.hf_engine import HFEngine
+
+            engine = HFEngine
+        if not callable(engine):
+            raise TypeError(
+                f"RolloutWorker: engine is a class under RolloutEngine, or a function that makes one, got {engine!r}; "
+                "write RolloutWorker(HFEngine, config), or RolloutWorker(model=config)"
+            )
+        self.engine = engine(*args, **kwargs)
+        if not isinstance(self.engine, RolloutEngine):
+            raise TypeError(f"RolloutWorker: {engine!r} made a {type(self.engine).__name__}, which is no RolloutEngine")
+        self.weight_version = 0
+
+    @register(Dispatch.DP_COMPUTE_PROTO, uneven="ragged")
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        expected_version: int | None = None,
+    ) -> list[Generated]:
+        """An answer to each prompt, in order. From a driver: ``group.generate(prompts, Broadcast(Sampling()), seeds)``.
+
+        A worker that lost an update must not end the call for all others while they generate: it answers with its
+        version and without tokens, and generates nothing. Whoever called decides.
+
+        Args:
+            prompts: token ids of each; cut over the ranks, whose shares differ by one at most.
+            sampling: how to sample.
+            seeds: one for each prompt.
+            expected_version: of the weights; None for any that are complete.
+
+        Raises:
+            RolloutError: the engine did not give one answer for each prompt; or whatever the engine raises.
+        """
+        version = self.weight_version
+        if version is None or expected_version not in (None, version):
+            return [Generated(None, version, self.rank)] * len(prompts)
+        answers = self.engine.generate(prompts, sampling, seeds)
+        if len(answers) != len(prompts):
+            raise RolloutError(f"{type(self.engine).__name__} gave {len(answers)} answers to {len(prompts)} prompts")
+        return [Generated(answer, version, self.rank) for answer in answers]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Free the device's memory, for a trainer on the same device."""
+        self.engine.sleep()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake_up(self) -> None:
+        """Take the device's memory back."""
+        self.engine.wake_up()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def offload(self) -> None:
+        """`sleep` under the name that train groups have for it."""
+        self.engine.sleep()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def onload(self) -> None:
+        """`wake_up` under the name that train groups have for it."""
+        self.engine.wake_up()
