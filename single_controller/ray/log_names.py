@@ -15,7 +15,8 @@ def name_lines(name: str) -> None:
 
     Ray's log monitor reads a name out of the process's output, where Ray itself writes the actor's class when it makes
     the actor. A worker learns its rank later, so the name is written once more, to both streams. Nothing stands between
-    the worker and its streams: what C++ or a subprocess prints has the name too.
+    the worker and its streams: what C++ or a subprocess prints has the name too. Ray still shows a line that several
+    workers print alike once, with their number, unless ``RAY_DEDUP_LOGS=0``.
     """
     if LOG_PREFIX_ACTOR_NAME:
         for stream in (sys.stdout, sys.stderr):

@@ -42,6 +42,7 @@ class RolloutManager:
 
     Args:
         group: a `RayWorkerGroup` or `LocalWorkerGroup` of `RolloutWorker`, or the role of one in a colocated group.
+            When an engine raises, the other workers have the group's ``error_grace`` seconds to end their answers.
         sampling: how to sample.
         reward_function: ``reward(prompt_ids, answer_ids, **extras) -> float``, two lists of token ids and this prompt's
             extras by keyword; an ``async def`` runs for all answers at once. None: the data has no ``rewards``.
