@@ -18,8 +18,10 @@ from workers.extras import require
 from workers.megatron.checks import check_state_dict
 from workers.megatron.config import has_qkv_bias, head_dim, key_value_heads
 from workers.megatron.tensors import gather, join_gate_up, own_part, split_gate_up
+from workers.megatron.value_head import ValueHead
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SCORE, SCORE_BIAS = "score.weight", "score.bias"
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,16 @@ def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
                     yield Weight(parameter, names, part, whole)
     if model.post_process:
         yield Weight(model.decoder.final_layernorm.weight, ("model.norm.weight",), *same)
-        if model.output_layer.weight is not None:
+        if isinstance(model.output_layer, ValueHead):
+            yield Weight(model.output_layer.weight, (SCORE,), *same)
+            yield Weight(model.output_layer.bias, (SCORE_BIAS,), *same)
+        elif model.output_layer.weight is not None:
             yield Weight(model.output_layer.weight, (EMBEDDING if tied(hf_config) else HEAD,), *in_vocab)
 
 
-def hf_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the Hugging Face model, ``lm_head.weight`` included where it is tied."""
+def hf_shapes(hf_config: Any, critic: bool = False) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the Hugging Face model, ``lm_head.weight`` included where it is tied; of a
+    critic, those of the value head too."""
     hidden, wide, head = int(hf_config.hidden_size), int(hf_config.intermediate_size), head_dim(hf_config)
     heads, key_value = hf_config.num_attention_heads * head, key_value_heads(hf_config) * head
     linear = {
@@ -107,6 +113,8 @@ def hf_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: vocab, "model.norm.weight": (hidden,), HEAD: vocab}
     for number in range(hf_config.num_hidden_layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    if critic:
+        shapes |= {SCORE: (1, hidden), SCORE_BIAS: (1,)}
     return shapes
 
 
@@ -116,37 +124,43 @@ def tied(hf_config: Any) -> bool:
 
 
 @torch.no_grad()
-def load_hf(models: Sequence[Any], hf_config: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
+def load_hf(
+    models: Sequence[Any], hf_config: Any, state_dict: Mapping[str, torch.Tensor], critic: bool = False
+) -> None:
     """Take the weights of a Hugging Face causal language model; each rank keeps its part.
+
+    A critic takes those of a model with a value head, or of a language model: then its output layer is left out, and
+    the value head stays as it is.
 
     Args:
         models: this rank's GPTModels.
         hf_config: their Hugging Face config.
         state_dict: the whole model's, or a mapping that reads a tensor when it is asked for it.
+        critic: whether they have a value head.
 
     Raises:
         ValueError: a key is missing or unknown, or a tensor has another shape. Nothing was changed then.
     """
-    optional = {HEAD} if tied(hf_config) else set()
+    optional = {HEAD, SCORE, SCORE_BIAS} if critic else {HEAD} if tied(hf_config) else set()
     known = {name: value for name, value in state_dict.items() if not name.endswith("rotary_emb.inv_freq")}
-    check_state_dict("load_hf_state_dict()", known, hf_shapes(hf_config), optional)
+    check_state_dict("load_hf_state_dict()", known, hf_shapes(hf_config, critic), optional)
     for model in models:
         for weight in weights_of(model, hf_config):
-            weight.parameter.copy_(weight.part([state_dict[name] for name in weight.names]))
+            if weight.names[0] in state_dict:
+                weight.parameter.copy_(weight.part([state_dict[name] for name in weight.names]))
+            elif weight.names == (SCORE_BIAS,) and SCORE in state_dict:
+                weight.parameter.zero_()  # a head without a bias
 
 
 @torch.no_grad()
 def to_hf(models: Sequence[Any], hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of what this rank's pipeline stage has, as Hugging Face names it. All tensor-parallel ranks
-    go through it together. A tied output layer comes once, under both names, from where the embedding is."""
+    go through it together. A tied output layer comes once, as the embedding, from where that is."""
     for model in models:
         for weight in weights_of(model, hf_config):
             if tied(hf_config) and weight.names == (EMBEDDING,) and not model.pre_process:
                 continue
-            for name, tensor in zip(weight.names, weight.whole(weight.parameter), strict=True):
-                yield name, tensor
-                if name == EMBEDDING and tied(hf_config):
-                    yield HEAD, tensor
+            yield from zip(weight.names, weight.whole(weight.parameter), strict=True)
 
 
 def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -163,6 +177,24 @@ def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
     if not files:
         raise FileNotFoundError(f"{str(folder)!r} has no .safetensors files: is it what save_pretrained() wrote?")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def read_hf(name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a folder, as `read_folder`, or of a model on the Hugging Face hub, by its name.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    if Path(name).is_dir():
+        return read_folder(name)
+    require("huggingface_hub", extra="hf")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
+    except Exception as error:
+        raise FileNotFoundError(f"{name!r} is no folder, and the Hugging Face hub does not give it: {error}") from error
+    return read_folder(folder)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""What the tests of MegatronTrainModel let the ranks of `Lab` do, and the losses that they train on."""
+
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from workers.megatron.train_model import MegatronTrainModel
+from workers.train.hf_export import export_hf
+
+
+def make(worker, config, parallel, **options):
+    """A new model on new axes."""
+    worker.tear_down()
+    worker.initialize_model_parallel(**parallel)
+    worker.model = MegatronTrainModel(config, **{"max_tokens_per_micro_batch": 24, **options})
+
+
+def load_hf(worker, folder):
+    worker.model.load_hf(folder)
+
+
+def own_rows(data):
+    """This dp rank's: every n-th."""
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return {name: value[rank::size] for name, value in data.items()}
+
+
+def gathered(worker, data, found):
+    """(dp rank, tp rank, what was found or None) of this rank."""
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank(), found
+
+
+def log_probs(worker, data, temperature=1.0):
+    return gathered(worker, data, worker.model.log_probs(own_rows(data), temperature))
+
+
+def values(worker, data):
+    return gathered(worker, data, worker.model.values(own_rows(data)))
+
+
+def policy_loss(outputs, part, normalizer):
+    """Clipped policy gradient with an entropy bonus, and sums in which every position counts differently."""
+    others = part.others
+    ratio = (outputs.log_probs - others["old_log_probs"]).exp()
+    gain = torch.minimum(ratio * others["advantages"], ratio.clamp(0.8, 1.2) * others["advantages"])
+    counts = others["loss_mask"]
+    loss = -((gain + 0.05 * outputs.entropy) * counts).sum() / normalizer
+    return loss, {"tokens": counts.sum(), "entropy": (outputs.entropy * counts * others["weights"]).sum()}
+
+
+def value_loss(outputs, part, normalizer):
+    counts = part.others["loss_mask"]
+    return ((outputs.values - part.others["returns"]) ** 2 * counts).sum() / normalizer, {"tokens": counts.sum()}
+
+
+def no_loss(outputs, part, normalizer):
+    """One that no gradient comes from."""
+    return torch.zeros([]), {}
+
+
+def train_step(worker, data, loss, normalizer, lr, temperature=1.0):
+    wants_entropy = loss is policy_loss
+    report = worker.model.train_step(
+        own_rows(data), partial(loss, normalizer=normalizer), lr=lr, temperature=temperature, entropy=wants_entropy
+    )
+    return {**report.sums, "grad_norm": report.grad_norm}
+
+
+def hf_weights(worker):
+    return dict(worker.model.hf_weights())
+
+
+def snapshot_step_back(worker, data, normalizer):
+    """Snapshot, a step, the snapshot back; whether the second step is the first one again as far as weights go."""
+    model = worker.model
+    before = {name: tensor.clone() for name, tensor in model.weights()}
+    pointers = [tensor.data_ptr() for _, tensor in model.weights()]
+    expected = model.log_probs(own_rows(data), 1.0)
+    train_step(worker, data, policy_loss, normalizer, 1e-2)
+    moved = any(not torch.equal(before[name], tensor) for name, tensor in model.weights())
+    for name, tensor in model.weights():
+        tensor.copy_(before[name])
+    model.weights_changed()
+    train_step(worker, data, policy_loss, normalizer, 0.0)  # a step of nothing writes the optimizer's copies back
+    same = all(torch.equal(before[name], tensor) for name, tensor in model.weights())
+    again = model.log_probs(own_rows(data), 1.0)
+    return (
+        moved,
+        same,
+        pointers == [tensor.data_ptr() for _, tensor in model.weights()],
+        expected is None or torch.equal(expected, again),
+    )
+
+
+def sleep_and_wake(worker, data, normalizer):
+    """Every storage freed and filled again: bytes that were free meanwhile, and whether the next step is that of a
+    model that did not sleep."""
+    model = worker.model
+    train_step(worker, data, policy_loss, normalizer, 1e-3)
+    kept = [(tensor, tensor.untyped_storage().size(), tensor.clone()) for tensor in model.tensors()]
+    for tensor, _, _ in kept:
+        tensor.untyped_storage().resize_(0)
+    asleep = sum(tensor.untyped_storage().size() for _, tensor in model.weights())
+    for tensor, size, copy in kept:
+        tensor.untyped_storage().resize_(size)
+        tensor.copy_(copy)
+    freed = sum(size for _, size, _ in kept)
+    return asleep, freed, train_step(worker, data, policy_loss, normalizer, 1e-3)
+
+
+def parameter_bytes(worker):
+    return sum(tensor.nbytes for _, tensor in worker.model.weights())
+
+
+def save(worker, folder, background=False):
+    """Seconds until `save` came back, and until it was on disk. What is written is what was there at the call."""
+    begin = time.perf_counter()
+    worker.model.save(Path(folder), background=background)
+    back = time.perf_counter() - begin
+    if background:
+        for _, tensor in worker.model.weights():
+            tensor.add_(1.0)
+        worker.model.weights_changed()
+    worker.model.wait_for_save()
+    return back, time.perf_counter() - begin
+
+
+def load(worker, folder, optimizer=True):
+    worker.model.load(Path(folder), optimizer=optimizer)
+
+
+def export(worker, folder, **options):
+    export_hf(worker.model, folder, **options)
