@@ -123,7 +123,7 @@ def test_an_unknown_name_is_an_error_that_knows_the_others(what):
     live = torch.zeros(3)
     backup = WeightBackup(lambda: [("w", live)])
     backup.copy("actor")
-    with pytest.raises(BackupError, match="no snapshot 'actr'.*'actor'"):
+    with pytest.raises(BackupError, match=r"no snapshot 'actr'.*'actor'"):
         made = getattr(backup, what)("actr")
         with made:
             pass
