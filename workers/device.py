@@ -31,6 +31,11 @@ def backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 
 
+def every_backend() -> str:
+    """The backends for ``torch.distributed`` where the CPU's tensors travel too: by gloo, and by nccl the devices'."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
 def device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
     """The device of this process.
 

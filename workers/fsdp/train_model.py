@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from workers.device import has_cuda
 from workers.fsdp.build import build, mesh_of, shard
 from workers.fsdp.checkpoint import Checkpoints
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
@@ -191,7 +190,7 @@ class FSDPTrainModel(TrainModel):
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield _local(value)
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainModel`: rank 0 has them all."""
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
@@ -199,7 +198,7 @@ class FSDPTrainModel(TrainModel):
             if name in tied:
                 continue
             whole = _whole(value.detach().to(self.device))
-            if not dist.get_rank():
+            if everywhere or not dist.get_rank():
                 yield name, whole.to(self.options.param_dtype)
 
     def _reshard(self) -> None:
@@ -233,11 +232,6 @@ class FSDPTrainModel(TrainModel):
         self._reshard()
         settings = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=options.cpu_offload)
         set_model_state_dict(self.module, whole, options=settings)
-
-
-def fsdp_backend() -> str:
-    """The backend of torch.distributed that FSDP needs: checkpoints in the background gather on the CPU."""
-    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from workers.device import take_device
+from workers.device import every_backend, take_device
 from workers.distributed import initialize_distributed
-from workers.fsdp.train_model import FSDPOptions, FSDPTrainModel, fsdp_backend
+from workers.dtypes import dtype_of
+from workers.fsdp.train_model import FSDPOptions, FSDPTrainModel
 from workers.train.policy import PolicyTrainWorker
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDPTrainWorker(PolicyTrainWorker):
@@ -22,15 +20,15 @@ class FSDPTrainWorker(PolicyTrainWorker):
     def begin(self) -> None:
         """See `ModelWorker.begin`."""
         self.device = take_device(self.local_rank, self.device_ids)
-        initialize_distributed(self, fsdp_backend(), self.args.distributed_timeout_minutes)
+        initialize_distributed(self, every_backend(), self.args.distributed_timeout_minutes)
         self.register_layout({"dp": self.world_size}, dp=self.rank)
 
     def make_model(self, hf_config: Any) -> FSDPTrainModel:
         """See `ModelWorker.make_model`."""
         args = self.args
         options = FSDPOptions(
-            param_dtype=DTYPES[args.param_dtype],
-            reduce_dtype=DTYPES[args.fsdp_reduce_dtype],
+            param_dtype=dtype_of(args.param_dtype),
+            reduce_dtype=dtype_of(args.fsdp_reduce_dtype),
             shard_size=args.fsdp_shard_size,
             cpu_offload=args.fsdp_cpu_offload,
             gradient_checkpointing=args.gradient_checkpointing,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from workers.device import has_cuda
+from workers.dtypes import dtype_of
 from workers.extras import require
 from workers.megatron.activations import activation
 from workers.megatron.checks import check_names
@@ -20,38 +21,10 @@ if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
     from megatron.core.transformer import TransformerConfig
 
-DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-}
-
 RANK_KEYS = ("pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_rank")
 """Keys that say where a rank stands. Megatron's parallel state knows it; they are taken and not needed."""
 
 SUPPORTED_MODELS = ("llama", "qwen2")
-
-
-def dtype_of(name: Any) -> torch.dtype:
-    """A torch dtype from ``"fp32"``, ``"bf16"``, ``"fp16"``, torch's own names, or a dtype.
-
-    Raises:
-        ValueError: none of these.
-    """
-    import torch
-
-    if isinstance(name, torch.dtype):
-        return name
-    found = DTYPES.get(str(name).removeprefix("torch."))
-    if found is None:
-        raise ValueError(f"param_dtype={name!r}: it is one of {', '.join(DTYPES)}")
-    dtype: torch.dtype = getattr(torch, found)
-    return dtype
 
 
 def init_model_parallel_config(config: Mapping[str, Any]) -> ModelParallelConfig:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.device import current_device
+from workers.dtypes import dtype_of
 from workers.extras import require
-from workers.megatron.config import dtype_of
 from workers.rollout.engine import Answer, RolloutEngine, Sampling
 from workers.rollout.errors import PromptError, RolloutError, WeightsError
 

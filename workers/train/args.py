@@ -121,8 +121,9 @@ class TrainArgs:
     update_weights_interval: int = _key(1, "rollouts between two updates of the rollout's weights", least=1)
     update_weights_transport: str = _key(
         "store",
-        "how weights travel: through Ray's object store, by a process group of their own, or by files",
-        choices=("store", "group", "disk"),
+        "how weights travel: through Ray's object store, by a process group of their own, by files, or from memory "
+        "to memory, for rollout workers on the train ranks' own devices",
+        choices=("store", "group", "disk", "device"),
     )
     update_weights_bucket_bytes: int = _key(64 * 2**20, "bytes that are sent at once", least=1)
     update_weights_disk_dir: str | None = _key(None, "disk: a folder that train and rollout workers share")

@@ -119,7 +119,7 @@ class RayTrainGroup:
             By rank, the rollout id to go on with; None if they had not been initialised.
         """
         if self._alive:
-            raise RuntimeError(f"{self._group.name} has its workers; release() ends them first")
+            raise RuntimeError(f"{self!r} has its workers; release() ends them first")
         made = RayClassWithInitArgs(self._class)
         environment = train_environment(self.args, self.role, self.pool.use_gpu)
         options: dict[str, Any] = {"num_cpus": self._share}
@@ -245,6 +245,8 @@ class RayTrainGroup:
             The version.
         """
         version = self.weight_version + 1
+        if self._manager is not None:
+            self._manager.weight_version = version  # whoever has not got it when it generates next is an error
         self.worker_group.update_weights(version)
         self.weight_version = version
         return version

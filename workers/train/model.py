@@ -103,10 +103,13 @@ class TrainModel(ABC):
         """All that this rank keeps on its device between steps: parameters, buffers of gradients, optimizer state."""
 
     @abstractmethod
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """(name as the Hugging Face model's ``state_dict()`` has it, whole tensor), in parameter dtype, on the device.
-        Every rank goes through it to its end; each pair comes from exactly one rank: the others get nothing. A tied
-        output layer comes once, as the embedding."""
+        Every rank goes through it to its end. A tied output layer comes once, as the embedding.
+
+        Args:
+            everywhere: each pair comes on every rank, in the same order; else on exactly one: the others get nothing.
+        """
 
     @abstractmethod
     def save(self, folder: Path, *, background: bool) -> None:

@@ -118,7 +118,8 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("update_weights")
         if self._sender is None:
             raise RuntimeError("update_weights(): there is nobody to send them to; call set_rollout_manager() first")
-        self._sender.send(version, self.model.hf_weights(), rank=self.rank, ranks=self.world_size)
+        weights = self.model.hf_weights(everywhere=self._sender.everywhere)
+        self._sender.send(version, weights, rank=self.rank, ranks=self.world_size)
         self.weight_version = version
         if self.args.keep_old_actor:
             self._keep_version(version)
@@ -129,11 +130,14 @@ class ModelWorker(TrainWorker):
     def set_rollout_manager(self, manager: Any) -> None:
         """See `TrainWorker.set_rollout_manager`."""
         super().set_rollout_manager(manager)
+        if self._sender is not None:
+            self._sender.close()
+        by = self.args.update_weights_transport
         self._sender = WeightSender(
+            by,
             manager,
-            transport=self.args.update_weights_transport,
             bucket_bytes=self.args.update_weights_bucket_bytes,
-            folder=self.args.update_weights_disk_dir,
+            folder=self.args.update_weights_disk_dir if by == "disk" else None,
         )
 
     def _keep_version(self, version: int) -> None:

@@ -1,0 +1,69 @@
+"""MegatronTrainWorker: a rank of training on megatron-core, over tp, pp and dp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+
+from workers.device import every_backend
+from workers.megatron.train_model import MegatronTrainModel
+from workers.megatron.worker import MegatronWorker
+from workers.train.policy import PolicyTrainWorker
+
+
+class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
+    """See `TrainWorker`. The ranks are cut by ``args.tensor_model_parallel_size`` and
+    ``args.pipeline_model_parallel_size``; what is left is data parallelism."""
+
+    def begin(self) -> None:
+        """See `ModelWorker.begin`."""
+        args = self.args
+        if parallel_state.is_initialized():  # init() was called before
+            parallel_state.destroy_model_parallel()
+        self.device = self.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            seed=args.seed,
+            backend=every_backend(),
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
+        )
+
+    def make_model(self, hf_config: Any) -> MegatronTrainModel:
+        """See `ModelWorker.make_model`."""
+        args = self.args
+        overrides = dict(args.megatron_overrides)
+        if args.gradient_checkpointing:
+            overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+                         **overrides}  # fmt: skip
+        model = MegatronTrainModel(
+            hf_config,
+            role=self.role,
+            param_dtype=args.param_dtype,
+            optimizer={
+                "betas": (args.adam_beta1, args.adam_beta2),
+                "eps": args.adam_eps,
+                "weight_decay": args.weight_decay,
+                "clip_grad": args.clip_grad,
+                "distributed": args.use_distributed_optimizer,
+            },
+            max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
+            overrides=overrides,
+        )
+        if args.hf_checkpoint is not None:
+            model.load_hf(args.hf_checkpoint)
+        return model
+
+    @property
+    def dp_group(self) -> Any:
+        """See `ModelWorker.dp_group`."""
+        return parallel_state.get_data_parallel_group()
+
+    def get_parallel_config(self) -> dict[str, int]:
+        """See `TrainWorker.get_parallel_config`."""
+        return {
+            **super().get_parallel_config(),
+            "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "cp_size": parallel_state.get_context_parallel_world_size(),
+        }
