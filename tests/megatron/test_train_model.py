@@ -195,3 +195,190 @@ def test_ranks_without_rows_fill_up(four, saved, rows):
         check_weights(four, model)
     said = four.run(on_ranks.train_step, data, on_ranks.no_loss, 1.0, 0.0)
     assert said[0] == {"loss": 0.0, "grad_norm": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options"),
+    [
+        pytest.param(TP2, {"optimizer": {"distributed": True}}, id="dp2 tp2, bf16, distributed optimizer"),
+        pytest.param({**TP2, **PP2}, {"optimizer": {}}, id="tp2 pp2, bf16"),
+    ],
+)
+def test_weights_that_are_put_back_are_those_that_train(four, saved, parallel, options):
+    """The optimizer's float32 copies follow; nothing moves in memory."""
+    _, folder = saved(TIED)
+    four.run(on_ranks.make, TIED, parallel, param_dtype="bf16", **options)
+    four.run(on_ranks.load_hf, folder)
+    assert four.run(on_ranks.snapshot_step_back, batch(), 9.0) == [(True,) * 4] * 4
+    assert all(tensor.dtype == torch.bfloat16 for tensor in merged(four.run(on_ranks.hf_weights)).values())
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "distributed"), [("fp32", False), ("bf16", False), ("fp32", True), ("bf16", True)]
+)
+def test_a_model_that_slept_goes_on_as_one_that_did_not(four, saved, param_dtype, distributed):
+    _, folder = saved(LLAMA)
+
+    def made():
+        four.run(on_ranks.make, LLAMA, TP2, param_dtype=param_dtype, optimizer={"distributed": distributed})
+        four.run(on_ranks.load_hf, folder)
+
+    made()
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    expected = four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    made()
+    for (asleep, freed, found), held, wanted in zip(
+        four.run(on_ranks.sleep_and_wake, batch(), 9.0), four.run(on_ranks.parameter_bytes), expected, strict=True
+    ):
+        assert asleep == 0
+        assert found == wanted
+        # In float32 there are parameters, gradients and two moments; bfloat16 has copies in float32 besides. The
+        # distributed optimizer cuts all but parameters and gradients over dp2.
+        per_parameter = {"fp32": (4, 3), "bf16": (9, 6)}[param_dtype][distributed]
+        assert freed == pytest.approx(held * per_parameter, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "after", "distributed"),
+    [
+        pytest.param(LLAMA, {**TP2, **PP2}, PP2, False, id="tp2 pp2 to dp2 pp2"),
+        pytest.param(TIED, PP4, TP2, False, id="pp4 to dp2 tp2, tied"),
+        pytest.param(TIED, {}, {**TP2, **PP2}, False, id="dp4 to tp2 pp2, tied"),
+        pytest.param(QWEN2, TP2, PP2, True, id="dp2 tp2 to dp2 pp2, distributed optimizer, Qwen2"),
+        pytest.param(TIED, {**TP2, **PP2}, {}, True, id="tp2 pp2 to dp4, distributed optimizer, tied"),
+    ],
+)
+def test_a_checkpoint_goes_on_at_other_sizes(four, saved, tmp_path, config, before, after, distributed):
+    _, folder = saved(config)
+    options = {"optimizer": {**ADAM, "distributed": distributed}}
+    four.run(on_ranks.make, config, before, **options)
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    four.run(on_ranks.save, str(tmp_path / "checkpoint"))
+    expected = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
+    weights = merged(four.run(on_ranks.hf_weights))
+    four.run(on_ranks.make, config, after, **options)
+    four.run(on_ranks.load, str(tmp_path / "checkpoint"))
+    found = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
+    assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    again = merged(four.run(on_ranks.hf_weights))
+    assert again.keys() == weights.keys()
+    assert max((again[name] - weights[name]).abs().max().item() for name in weights) < 1e-5
+
+
+def test_a_checkpoint_in_the_background_is_what_there_was(four, saved, tmp_path):
+    """The weights change while it is written. In bfloat16 the float32 copies are in it too."""
+    _, folder = saved(LLAMA)
+    four.run(on_ranks.make, LLAMA, TP2, param_dtype="bf16", optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    weights = merged(four.run(on_ranks.hf_weights))
+    times = four.run(on_ranks.save, str(tmp_path), background=True)
+    print(times)
+    four.run(on_ranks.make, LLAMA, {**TP2, **PP2}, param_dtype="bf16", optimizer=ADAM)
+    four.run(on_ranks.load, str(tmp_path))
+    found = merged(four.run(on_ranks.hf_weights))
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 0.0)
+    found = merged(four.run(on_ranks.hf_weights))
+    assert all(torch.equal(found[name], weights[name]) for name in weights), "nor does the optimizer know of others"
+
+
+def test_weights_alone_from_a_checkpoint(four, saved, tmp_path):
+    """A reference takes an actor's; an optimizer that is not read goes on with what it has."""
+    model, folder = saved(LLAMA)
+    four.run(on_ranks.make, LLAMA, TP2, optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.save, str(tmp_path))
+    four.run(on_ranks.make, LLAMA, PP2)
+    four.run(on_ranks.load, str(tmp_path), optimizer=False)
+    check_weights(four, model, within=1e-9)
+
+
+def test_a_checkpoint_of_before_the_first_step(four, saved, tmp_path):
+    model, folder = saved(LLAMA)
+    four.run(on_ranks.make, LLAMA, TP2, optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.save, str(tmp_path))
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    four.run(on_ranks.load, str(tmp_path))
+    steps(four, model, on_ranks.policy_loss, count=2)
+    check_weights(four, model)
+
+
+def test_a_checkpoint_that_is_not_there_or_of_something_else(four, tmp_path):
+    four.run(on_ranks.make, LLAMA, TP2)
+    with pytest.raises(WorkerError, match="FileNotFoundError"):
+        four.run(on_ranks.load, str(tmp_path / "nothing"))
+    four.run(on_ranks.save, str(tmp_path))
+    with pytest.raises(WorkerError, match="made without an optimizer"):
+        four.run(on_ranks.load, str(tmp_path))
+    four.run(on_ranks.make, LLAMA, TP2, optimizer=ADAM)
+    with pytest.raises(WorkerError, match="of a model without an optimizer"):
+        four.run(on_ranks.load, str(tmp_path))
+    four.run(on_ranks.make, LLAMA, TP2, role="critic")
+    with pytest.raises(WorkerError, match="is of a 'actor', this model is a 'critic'"):
+        four.run(on_ranks.load, str(tmp_path), optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel", "files"),
+    [(LLAMA, {**TP2, **PP2}, 2), (TIED, PP4, 4), (QWEN2, TP2, 1), (QWEN2, TP2, 5)],
+    ids=["tp2 pp2", "pp4, tied", "one file", "small files"],
+)
+def test_an_export_is_what_transformers_loads(four, saved, tmp_path, config, parallel, files):
+    model, folder = saved(config)
+    four.run(on_ranks.make, config, parallel)
+    four.run(on_ranks.load_hf, folder)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    options = {"max_file_bytes": total // 4} if files == 5 else {}
+    (tmp_path / "model-00001-of-00009.safetensors").write_bytes(b"of a run before")
+    four.run(on_ranks.export, str(tmp_path), **options)
+    assert len(list(tmp_path.glob("*.safetensors"))) == pytest.approx(files, abs=1 if files == 5 else 0)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and type(again) is type(model)
+    ids = batch()["input_ids"]
+    assert torch.equal(again.float()(ids).logits, model(ids).logits)
+
+
+def test_an_exported_critic_is_a_token_classifier(four, saved, tmp_path):
+    model, folder = saved(LlamaConfig(**SIZES, tie_word_embeddings=True, num_labels=1), AutoModelForTokenClassification)
+    four.run(on_ranks.make, TIED, {**TP2, **PP2}, role="critic")
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.export, str(tmp_path))
+    again, info = AutoModelForTokenClassification.from_pretrained(tmp_path, output_loading_info=True)
+    ids = batch()["input_ids"]
+    assert not any(info.values())
+    assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+
+
+def test_a_critic_begins_with_a_language_models_weights(four, saved):
+    model, folder = saved(LLAMA)
+    four.run(on_ranks.make, LLAMA, {**TP2, **PP2}, role="critic")
+    four.run(on_ranks.load_hf, folder)
+    found = merged(four.run(on_ranks.hf_weights))
+    assert found.keys() - dict(model.named_parameters()).keys() == {"score.weight", "score.bias"}
+    assert "lm_head.weight" not in found
+    assert torch.equal(found["model.norm.weight"], model.model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        pytest.param(lambda g: g.run(on_ranks.values, batch()), r"values\(\): this model is a actor", id="values"),
+        pytest.param(
+            lambda g: g.run(on_ranks.log_probs, {**batch(), "input_ids": batch()["input_ids"] + 131}),
+            "vocab_size is 131",
+            id="tokens",
+        ),
+        pytest.param(
+            lambda g: g.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 1.0, 1e-3),
+            "without an optimizer",
+            id="no optimizer",
+        ),
+    ],
+)
+def test_what_makes_no_sense_says_so(four, call, told):
+    four.run(on_ranks.make, LLAMA, TP2)
+    with pytest.raises(WorkerError, match=told):
+        call(four)

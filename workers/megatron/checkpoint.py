@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workers.megatron.optimizer import inner_optimizers
+from workers.megatron.optimizer import allocate_state, inner_optimizers, load_state
 
 if TYPE_CHECKING:
     from workers.megatron.stages import Stages
@@ -100,7 +100,7 @@ class Checkpoints:
         for number, model in enumerate(self._stages.models):
             model.load_state_dict(loaded[f"model{number}"])
         if with_state:
-            self._stages.optimizer.load_state_dict(loaded["optimizer"])
+            load_state(self._stages.optimizer, loaded["optimizer"])
         elif optimizer:
             for one in inner_optimizers(self._stages.optimizer):
                 one.state.clear()
@@ -140,6 +140,8 @@ class Checkpoints:
             for number, model in enumerate(self._stages.models)
         }
         if optimizer:
+            if loading:
+                allocate_state(self._stages.optimizer)
             state["optimizer"] = self._stages.optimizer.sharded_state_dict(
                 dict(state), is_loading=loading, metadata=metadata
             )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from workers.megatron.checks import check_names
 
 
@@ -110,3 +112,33 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     """The torch optimizers inside one of Megatron's."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [one.optimizer for one in chained if one.optimizer is not None]
+
+
+def allocate_state(optimizer: Any) -> None:
+    """Give every parameter the state that torch's Adam begins with, where it has none: megatron's distributed optimizer
+    can be loaded only if there is some."""
+    for one in inner_optimizers(optimizer):
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            if not one.state[parameter]:
+                moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                one.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+
+def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Take the state that megatron has read from a checkpoint.
+
+    Where torch's Adam is inside, megatron's distributed optimizer loads one count of steps for all parameters, which
+    torch then counts up once for each, and stumbles over the counts when it loads the moments: both are put right.
+    """
+    rest = dict(state)
+    by_parameter = rest.pop("param_state", None)
+    optimizer.load_state_dict(rest)
+    steps = []
+    for of_one in (of_one for one in inner_optimizers(optimizer) for of_one in one.state.values()):
+        if isinstance(of_one.get("step"), torch.Tensor):
+            steps.append((of_one, of_one.pop("step").clone()))
+    if by_parameter is not None:
+        (distributed,) = getattr(optimizer, "chained_optimizers", [optimizer])
+        distributed.load_parameter_state_from_fully_reshardable(by_parameter)
+    for of_one, step in steps:
+        of_one["step"] = step
