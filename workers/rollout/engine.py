@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,17 @@ class Sampling:
         if self.top_k < 0:
             raise ValueError(f"sampling: top_k={self.top_k!r} is not from 0")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @classmethod
+    def of(cls, args: Any) -> Sampling:
+        """What a training run's configuration says of it; see `workers.train.args`."""
+        return cls(
+            max_new_tokens=args.rollout_max_response_len,
+            temperature=args.temperature,
+            top_p=args.rollout_top_p,
+            top_k=args.rollout_top_k,
+            stop_token_ids=tuple(args.rollout_stop_token_ids),
+        )
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from workers.rollout.worker import Generated
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class RolloutManager:
     Attributes:
         weight_version: the version that the last sync of weights brought; workers that have another one are an error.
             None accepts any.
+        refresh: what brings all workers the current weights, such as ``RayTrainGroup.update_weights``; `generate` calls
+            it once when a worker was restarted or came late, and generates again. None: that is an error. It stays in
+            this process.
 
     Raises:
         TypeError: the group has no ``generate``.
@@ -90,6 +96,7 @@ class RolloutManager:
         self.pad_token_id = pad_token_id
         self.timeout = timeout
         self.weight_version: int | None = None
+        self.refresh: Callable[[], Any] | None = None
         self._rewarding = threading.Lock()
 
     def generate(
@@ -121,6 +128,13 @@ class RolloutManager:
             RewardError: the reward function raised, or returned what is no reward.
             SingleControllerError: what else a call of the group raises: `WorkerError`, `WorkerDiedError`, ...
         """
+        try:
+            return self._finish(self._send(prompts, rollout_id, extras, sampling, samples_per_prompt))
+        except WeightVersionError as error:
+            if self.refresh is None:
+                raise
+            logger.warning("%s; this is done now", error)
+        self.refresh()
         return self._finish(self._send(prompts, rollout_id, extras, sampling, samples_per_prompt))
 
     def generate_async(
@@ -169,7 +183,7 @@ class RolloutManager:
         except Exception as error:
             function = f"{self.reward_function!r} did not come along, since it does not pickle: {error}"
         state = {name: value for name, value in vars(self).items() if name != "_rewarding"}
-        return state | {"reward_function": function}
+        return state | {"reward_function": function, "refresh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         import ray.cloudpickle as cloudpickle

@@ -96,6 +96,7 @@ class RayTrainGroup:
         self.pool = _first_slots(pg, self._ranks)
         self._init: tuple[Any, ...] | None = None
         self._manager: Any = None
+        self._receivers: list[Any] = []
         self._critic: RayTrainGroup | None = None
         self._actor: RayTrainGroup | None = None
         self._parts = 1
@@ -246,6 +247,8 @@ class RayTrainGroup:
         """
         version = self.weight_version + 1
         if self._manager is not None:
+            if _actors(self._manager) != self._receivers:  # rollout workers were restarted: other processes
+                self.set_rollout_manager(self._manager)
             self._manager.weight_version = version  # whoever has not got it when it generates next is an error
         self.worker_group.update_weights(version)
         self.weight_version = version
@@ -264,9 +267,12 @@ class RayTrainGroup:
         self.worker_group.clear_memory()
 
     def set_rollout_manager(self, manager: Any) -> None:
-        """Tell every rank whose rollout workers `update_weights` sends to."""
+        """Tell every rank whose rollout workers `update_weights` sends to. The manager calls it from then on for
+        workers that were restarted, unless it has a ``refresh`` of its own."""
         self.worker_group.set_rollout_manager(manager)
-        self._manager = manager
+        self._manager, self._receivers = manager, _actors(manager)
+        if getattr(manager, "refresh", self) is None:
+            manager.refresh = self.update_weights
 
     def get_parallel_config(self) -> dict[str, int]:
         """The sizes of the axes."""
@@ -377,6 +383,11 @@ def _count(name: str, number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"{name}={number!r}: it is an integer from 1")
     return number
+
+
+def _actors(manager: Any) -> list[Any]:
+    """The rollout workers of a manager."""
+    return list(getattr(getattr(manager, "group", None), "workers", ()))
 
 
 def _refs(future: WorkerFuture) -> list[Any]:

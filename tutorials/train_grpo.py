@@ -1,0 +1,115 @@
+"""Teach a small language model by reinforcement learning: GRPO, or PPO with a critic, driven from this one page.
+
+    python tutorials/train_grpo.py                                     # FSDP on two ranks, one rollout worker
+    python tutorials/train_grpo.py train_backend=megatron tp=2         # the same on megatron-core, tensor-parallel
+    python tutorials/train_grpo.py colocate=true offload_train=true    # train and rollout on the same devices, in turn
+    python tutorials/train_grpo.py advantage_estimator=gae             # PPO: a critic learns beside the policy
+    python tutorials/train_grpo.py task=sort                           # put the prompt's digits into order
+
+Any key of workers/train/ARGUMENTS.md can be given as key=value. The model is a Llama of two layers with random weights.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import ray
+from omegaconf import OmegaConf
+from reward_curve import plot_rewards
+from rl_tasks import TASKS, VOCABULARY
+from tqdm import tqdm
+
+from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from workers import HFEngine, RayTrainGroup, RolloutManager, RolloutWorker, RunLog, Sampling, place, read_args
+
+SHORT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
+RECIPE = {"hf_config": MODEL, "seed": 0, "lr": 3e-3, "eps_clip": 0.2, "kl_loss_coef": 0.01, "clip_grad": 1.0}
+
+
+def arguments(given):
+    """The task, the file for the picture, and the training arguments, from key=value on the command line."""
+    said = {SHORT.get(name, name): value for name, value in OmegaConf.from_cli(given).items()}
+    name, out = said.pop("task", "lucky"), said.pop("out", None)
+    if name not in TASKS:
+        sys.exit(f"task={name}: there are {', '.join(TASKS)}")
+    out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
+    return TASKS[name], out, read_args({**RECIPE, **TASKS[name].args, **said})
+
+
+def main():
+    task, out, args = arguments(sys.argv[1:])
+    began = time.monotonic()
+    with place(args) as placement, RunLog(args.tensorboard_dir) as log:
+        # Every group's processes start while the others' do.
+        actor = RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, placement.actor)
+        engine = RayClassWithInitArgs(RolloutWorker, HFEngine, MODEL, random_weights=True)
+        rollout = RayWorkerGroup(placement.rollout, engine)
+        critic = None
+        if placement.critic is not None:
+            critic = RayTrainGroup(args, 1, placement.critic.world_size, placement.critic, role="critic")
+            ray.get(critic.async_init())
+        start = ray.get(actor.async_init(with_ref=args.kl_loss_coef > 0))[0]
+        if critic is not None:
+            actor.connect(critic)
+        manager = RolloutManager(
+            rollout,
+            Sampling.of(args),
+            task.reward,
+            samples_per_prompt=args.n_samples_per_prompt,
+            seed=args.seed if args.rollout_seed is None else args.rollout_seed,
+        )
+        actor.set_rollout_manager(manager)
+        print(f"{actor} learns from {rollout}; begins with rollout {start}")
+
+        progress = tqdm(range(start, args.num_rollout), desc="training", unit="rollout", mininterval=0.5)
+        for rollout_id in progress:
+            if (rollout_id - start) % args.update_weights_interval == 0:
+                with log.timed("sync"):
+                    actor.update_weights()
+                    if args.offload_train:
+                        actor.offload()
+                        manager.onload()
+            with log.timed("rollout"):
+                prompts = task.prompts(rollout_id, args.rollout_batch_size, args.seed)
+                data = manager.generate(prompts, rollout_id=rollout_id)
+            with log.timed("train"):
+                if args.offload_train:
+                    manager.offload()
+                    actor.onload()
+                learning = [] if critic is None else critic.async_train(rollout_id, data)
+                metrics = ray.get(actor.async_train(rollout_id, data))[0]
+                if learning:
+                    metrics["value_loss"] = ray.get(learning)[0]["value_loss"]
+                if args.offload_train:
+                    manager.onload()
+            noted = log.log(rollout_id, metrics)
+            progress.set_postfix(reward=f"{noted['reward']:.2f}", entropy=f"{noted['entropy']:.2f}")
+            if args.save_interval and (rollout_id + 1) % args.save_interval == 0:
+                for group in (actor, critic):
+                    if group is not None:
+                        group.save_model(rollout_id)
+        for group in (actor, critic):
+            if group is not None:
+                group.close()
+
+    rewards = log.column("reward")
+    print(f"\nMean reward by rollout: first {rewards[0]:.3f}, last {rewards[-1]:.3f}")
+    parts = ", ".join(f"{part} {sum(log.column(f'seconds/{part}')):.1f} s" for part in ("rollout", "train", "sync"))
+    print(f"{len(rewards)} rollouts: {parts}; {time.monotonic() - began:.0f} s in all with starting.")
+    plot_rewards(out, rewards, task.goal)
+    print(f"The reward curve is in {out}.")
+    if start + len(rewards) == args.num_rollout and sum(rewards[-5:]) / len(rewards[-5:]) < task.goal:
+        sys.exit(f"FAILED: the mean reward of the last five rollouts is below {task.goal}.")
+
+
+if __name__ == "__main__":
+    main()
