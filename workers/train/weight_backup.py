@@ -203,7 +203,7 @@ def _place(tensor: torch.Tensor) -> _Place:
     """Equal for tensors that are the same elements of the same memory."""
     return (
         tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset() * tensor.element_size(),
+        int(tensor.storage_offset()) * tensor.element_size(),
         tensor.dtype,
         tuple(tensor.shape),
         tensor.stride(),

@@ -1,0 +1,144 @@
+"""Train ranks that are pipeline stages of nothing, and rollout workers that only hold weights."""
+
+import os
+import time
+
+import torch
+
+from single_controller import Dispatch, Worker, register
+from workers.rollout.engine import RolloutEngine
+from workers.rollout.weight_receiver import WeightReceiver
+from workers.train.weight_sync import WeightSender
+
+
+def model(dtype=torch.float32, seed=0):
+    """Names and tensors of a small model: tied, so its output layer is not there; of odd sizes, one without elements,
+    one 0-d, one that is larger than the buckets of the tests."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = {
+        "model.embed_tokens.weight": (33, 7),
+        "layers.0.weight": (5, 9),
+        "layers.0.bias": (5,),
+        "layers.1.weight": (300, 7),
+        "layers.1.empty": (0, 4),
+        "layers.1.scale": (),
+        "norm.weight": (7,),
+    }
+    return {name: torch.randn(shape, generator=make).to(dtype) for name, shape in shapes.items()}
+
+
+class ToyEngine(RolloutEngine):
+    """Tensors, and nothing that would generate."""
+
+    def __init__(self, shapes, dtype):
+        self.weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+        self.calls = 0
+
+    def generate(self, prompts, sampling, seeds):
+        raise NotImplementedError
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == self.die_at:
+                os._exit(1)
+            if name == self.fail_at:
+                raise RuntimeError("no room for it")
+            self.weights[name].copy_(tensor)
+        self.calls += 1
+
+    def weight_shapes(self):
+        return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+
+    die_at = None
+    fail_at = None
+
+
+class Rollout(WeightReceiver):
+    def __init__(self, dtype=torch.float32, shapes=None):
+        super().__init__()
+        shapes = shapes or {name: tensor.shape for name, tensor in model().items()}
+        self.engine = ToyEngine(shapes, dtype)
+        self.where = {name: tensor.data_ptr() for name, tensor in self.engine.weights.items()}
+        self.order = []
+
+    def load_bucket(self, key, bucket):
+        self.order += [name for name, _ in bucket]
+        super().load_bucket(key, bucket)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weights(self):
+        """The weights; None if they have moved."""
+        moved = {name: t.data_ptr() for name, t in self.engine.weights.items()} != self.where
+        return None if moved else self.engine.weights
+
+    @register(Dispatch.ONE_TO_ALL)
+    def configure(self, die_at=None, fail_at=None, rank=None):
+        if rank in (None, self.rank):
+            self.engine.die_at, self.engine.fail_at = die_at, fail_at
+
+    @register(Dispatch.ONE_TO_ALL)
+    def ask(self, what):
+        return {"order": self.order, "calls": self.engine.calls, "members": len(self._members)}[what]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def note(self, caller, number, seconds):
+        """A call of some driver, which takes its time."""
+        self.order.append((caller, number))
+        time.sleep(seconds)
+
+
+class Stage(Worker):
+    """One train rank of a gloo group; has every ranks-th tensor, as pipeline stages have their own layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.distributed.init_process_group("gloo")
+        self.sender = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def connect(self, rollout, transport="store", **options):
+        self.sender = WeightSender(transport, rollout, **options)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def reconnect(self, rollout):
+        self.sender.connect(rollout)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def update(self, version, dtype=torch.float32, leave_out=(), twice=(), reshape=(), rename=()):
+        pairs = self.pairs(version, dtype, leave_out, twice, reshape, dict(rename))
+        return self.sender.send(version, pairs, rank=self.rank, ranks=self.world_size)
+
+    def pairs(self, version, dtype, leave_out, twice, reshape, rename):
+        """As a backend gives them: with collectives in between, which need all ranks."""
+        for number, (name, tensor) in enumerate(model(dtype, version).items()):
+            torch.distributed.barrier()
+            mine = self.sender.everywhere or number % self.world_size == self.rank
+            if mine and name not in leave_out:
+                tensor = tensor.reshape(-1, 1) if name in reshape else tensor
+                yield rename.get(name, name), tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+            if name in twice and self.rank == self.world_size - 1:
+                yield name, tensor
+        torch.distributed.barrier()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def versions(self):
+        return self.sender.versions()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def groups_made(self):
+        return self.sender._transport._groups_made
+
+    @register(Dispatch.ONE_TO_ALL)
+    def call_many_times(self, rollout, times, seconds):
+        """Drive the rollout workers from here: futures first, all in one go."""
+        futures = [rollout.note.remote(self.rank, number, seconds) for number in range(times)]
+        for future in futures:
+            future.result()
+
+
+class StageBeside(Stage):
+    """The same with a rollout worker in its process."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def connect(self, transport="device", **options):
+        self.sender = WeightSender(transport, neighbour=self.neighbour("rollout"), **options)
