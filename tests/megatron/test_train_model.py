@@ -11,6 +11,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from single_controller import WorkerError
+
 TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
 QWEN2 = Qwen2Config(**SIZES)
 TP2 = {"tensor_model_parallel_size": 2}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from workers.megatron.checkpoint import Checkpoints
 from workers.megatron.optimizer import AdamOptions, inner_optimizers
@@ -196,14 +197,37 @@ class MegatronTrainModel(TrainModel):
             for state in one.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         from megatron.core import parallel_state as state
 
+        if everywhere:
+            yield from self._from_every_stage()
+            return
         if state.get_data_parallel_rank(with_context_parallel=True):
             return
         for name, tensor in self.stages.to_hf():
             if not state.get_tensor_model_parallel_rank():
                 yield name, tensor
+
+    def _from_every_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights, on every rank: each pipeline stage in turn tells the others its own."""
+        from megatron.core import parallel_state as state
+
+        group = state.get_pipeline_model_parallel_group()
+        for source in dist.get_process_group_ranks(group):
+            own = source == dist.get_rank()
+            pairs = self.stages.to_hf() if own else iter(())
+            while True:
+                name, tensor = next(pairs, ("", None))
+                about: list[Any] = [None if tensor is None else (name, tensor.shape, tensor.dtype)]
+                dist.broadcast_object_list(about, src=source, group=group)
+                if about[0] is None:
+                    break
+                name, shape, dtype = about[0]
+                device = torch.device(torch.cuda.current_device())
+                whole = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
+                dist.broadcast(whole, src=source, group=group)
+                yield name, whole
 
     def load_hf(self, folder: str) -> None:
         self.stages.load_hf(read_hf(folder))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core import parallel_state
-
 from workers.device import every_backend
 from workers.megatron.train_model import MegatronTrainModel
 from workers.megatron.worker import MegatronWorker
@@ -18,6 +16,8 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
 
     def begin(self) -> None:
         """See `ModelWorker.begin`."""
+        from megatron.core import parallel_state
+
         args = self.args
         if parallel_state.is_initialized():  # init() was called before
             parallel_state.destroy_model_parallel()
@@ -57,10 +57,14 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     @property
     def dp_group(self) -> Any:
         """See `ModelWorker.dp_group`."""
+        from megatron.core import parallel_state
+
         return parallel_state.get_data_parallel_group()
 
     def get_parallel_config(self) -> dict[str, int]:
         """See `TrainWorker.get_parallel_config`."""
+        from megatron.core import parallel_state
+
         return {
             **super().get_parallel_config(),
             "tp_size": parallel_state.get_tensor_model_parallel_world_size(),

@@ -172,7 +172,8 @@ class WeightReceiver(Worker):
             self._give_up(
                 update,
                 f"rollout rank {self.rank} has not got {len(update.missing)} of "
-                f"{len(update.missing) + len(update.came)} tensors of version {update.version}: {_some(update.missing)}",
+                f"{len(update.missing) + len(update.came)} tensors of version {update.version}: "
+                f"{_some(update.missing)}",
             )
         self._version, self._update = update.version, None
 

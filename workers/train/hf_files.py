@@ -41,7 +41,8 @@ def read_config(args: Any) -> Any:
     elif args.hf_config is not None:
         from omegaconf import OmegaConf
 
-        config = auto.for_model(**OmegaConf.to_container(args.hf_config))
+        fields: Any = OmegaConf.to_container(args.hf_config)
+        config = auto.for_model(**fields)
     else:
         raise ModelFilesError("args name no model: set hf_checkpoint (a folder or hub name) or hf_config (a dict)")
     if args.model_name is not None and args.model_name != config.model_type:
