@@ -16,7 +16,7 @@ from pathlib import Path
 import ray
 from omegaconf import OmegaConf
 from reward_curve import plot_rewards
-from rl_tasks import TASKS, VOCABULARY
+from rl_tasks import TASKS
 from tqdm import tqdm
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
@@ -29,10 +29,9 @@ MODEL = {
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "vocab_size": VOCABULARY,
     "max_position_embeddings": 64,
 }
-RECIPE = {"hf_config": MODEL, "seed": 0, "lr": 3e-3, "eps_clip": 0.2, "kl_loss_coef": 0.01, "clip_grad": 1.0}
+RECIPE = {"seed": 0, "eps_clip": 0.2, "clip_grad": 1.0}
 
 
 def arguments(given):
@@ -42,24 +41,26 @@ def arguments(given):
     if name not in TASKS:
         sys.exit(f"task={name}: there are {', '.join(TASKS)}")
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
-    return TASKS[name], out, read_args({**RECIPE, **TASKS[name].args, **said})
+    model = {**MODEL, "vocab_size": TASKS[name].vocab_size}
+    return TASKS[name], out, read_args({"hf_config": model, **RECIPE, **TASKS[name].args, **said})
 
 
 def main():
     task, out, args = arguments(sys.argv[1:])
     began = time.monotonic()
     with place(args) as placement, RunLog(args.tensorboard_dir) as log:
-        # Every group's processes start while the others' do.
-        actor = RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, placement.actor)
-        engine = RayClassWithInitArgs(RolloutWorker, HFEngine, MODEL, random_weights=True)
-        rollout = RayWorkerGroup(placement.rollout, engine)
+        nodes, each, share = args.actor_num_nodes, args.actor_num_gpus_per_node, placement.share
+        actor = RayTrainGroup(args, nodes, each, placement.actor, share)
+        start = ray.get(actor.async_init(with_ref=args.kl_loss_coef > 0))[0]
         critic = None
         if placement.critic is not None:
-            critic = RayTrainGroup(args, 1, placement.critic.world_size, placement.critic, role="critic")
+            critic = RayTrainGroup(args, nodes, each, placement.critic, share, role="critic")
             ray.get(critic.async_init())
-        start = ray.get(actor.async_init(with_ref=args.kl_loss_coef > 0))[0]
-        if critic is not None:
             actor.connect(critic)
+        model = OmegaConf.to_container(args.hf_config)
+        rollout = RayWorkerGroup(
+            placement.rollout, RayClassWithInitArgs(RolloutWorker, HFEngine, model, random_weights=True)
+        )
         manager = RolloutManager(
             rollout,
             Sampling.of(args),

@@ -21,12 +21,14 @@ class Placement:
         critic: the critic's; None without a critic.
         rollout: the rollout workers'.
         whole: all of them; the others are parts of it.
+        share: of a slot, for the workers of each role: `RayTrainGroup`'s ``num_gpus_per_actor``.
     """
 
     actor: RayResourcePool
     critic: RayResourcePool | None
     rollout: RayResourcePool
     whole: RayResourcePool
+    share: float = 1.0
 
     def close(self) -> None:
         """End what runs there, and free the slots."""
@@ -60,12 +62,13 @@ def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | N
         sizes["critic"] = (nodes or args.actor_num_nodes) * (per_node or args.actor_num_gpus_per_node)
     sizes["rollout"] = args.rollout_num_workers
     total = max(sizes.values()) if args.colocate else sum(sizes.values())
-    sharing = len(sizes) if args.colocate else 1
+    if max_colocate_count is None:
+        max_colocate_count = len(sizes) if args.colocate else 1
     whole = RayResourcePool(
         [total],
         use_gpu=use_gpu,
         name_prefix="train_",
-        max_colocate_count=sharing if max_colocate_count is None else max_colocate_count,
+        max_colocate_count=max_colocate_count,
         across_nodes=True,
     )
     parts: dict[str, RayResourcePool] = {}
@@ -73,7 +76,7 @@ def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | N
     for role, size in sizes.items():
         parts[role] = whole[begin : begin + size]
         begin += 0 if args.colocate else size
-    return Placement(parts["actor"], parts.get("critic"), parts["rollout"], whole)
+    return Placement(parts["actor"], parts.get("critic"), parts["rollout"], whole, 1 / max_colocate_count)
 
 
 def cluster_has_gpus() -> bool:
