@@ -3,6 +3,7 @@
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -115,17 +116,43 @@ def parameter_bytes(worker):
     return sum(tensor.nbytes for _, tensor in worker.model.weights())
 
 
-def save(worker, folder, background=False):
-    """Seconds until `save` came back, and until it was on disk. What is written is what was there at the call."""
-    begin = time.perf_counter()
-    worker.model.save(Path(folder), background=background)
-    back = time.perf_counter() - begin
-    if background:
-        for _, tensor in worker.model.weights():
-            tensor.add_(1.0)
-        worker.model.weights_changed()
+def save(worker, folder):
+    worker.model.save(Path(folder), background=False)
+
+
+def save_in_background(worker, folder):
+    """Change the weights as soon as `save` is back. The checkpoint is finished although nobody waits for it."""
+    worker.model.save(Path(folder), background=True)
+    for _, tensor in worker.model.weights():
+        tensor.add_(1.0)
+    worker.model.weights_changed()
+    until = time.monotonic() + 60
+    while not (Path(folder) / "metadata.json").exists():
+        if time.monotonic() > until:
+            raise TimeoutError("the checkpoint is not finished after a minute")
+        time.sleep(0.01)
     worker.model.wait_for_save()
-    return back, time.perf_counter() - begin
+
+
+def save_fails(worker, folder):
+    """What `save`, `wait_for_save`, and `wait_for_save` again say where nothing can be written."""
+
+    def full(*args, **kwargs):
+        raise OSError("the disk is full")
+
+    def said(function, *args, **kwargs):
+        try:
+            function(*args, **kwargs)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    with mock.patch("torch.distributed.checkpoint.save", full):
+        return [
+            said(worker.model.save, Path(folder), background=True),
+            said(worker.model.wait_for_save),
+            said(worker.model.wait_for_save),
+        ]
 
 
 def load(worker, folder, optimizer=True):

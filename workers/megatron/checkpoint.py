@@ -109,7 +109,7 @@ class Checkpoints:
 
     def _check(self, folder: Path, content: Mapping[str, Any], optimizer: bool) -> None:
         if content.get("role") != self._role:
-            raise ValueError(f"{str(folder)!r} is of a {content.get('role')!r}, this model is a {self._role!r}")
+            raise ValueError(f"{str(folder)!r} is of the role {content.get('role')!r}, this model has {self._role!r}")
         if not optimizer:
             return
         if self._stages.optimizer is None:

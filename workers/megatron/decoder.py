@@ -13,8 +13,6 @@ from workers.megatron.stages import Stages
 from workers.megatron.vocab_parallel import token_log_probs
 from workers.megatron.weights import EMBEDDING, HEAD, tied
 
-__all__ = ["AdamOptions", "LossFunction", "MegatronDecoder"]
-
 LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 """(log-probabilities of the tokens, their micro-batch) -> (sum of the losses of its tokens, number of those tokens)."""
 
@@ -122,7 +120,7 @@ class MegatronDecoder:
         return {"loss": total / max(tokens, 1.0), "tokens": tokens, "grad_norm": grad_norm, "lr": lr}
 
     def _cut(self, batch: Mapping[str, torch.Tensor], size: int) -> list[MicroBatch]:
-        return micro_batches(batch, size, self.stages.group, int(self.hf_config.vocab_size), self.stages.device)
+        return micro_batches(batch, size, self.stages.multiple_of, int(self.hf_config.vocab_size), self.stages.device)
 
     def _token_log_probs(self, part: MicroBatch, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probabilities of the tokens after the first, (rows, tokens - 1)."""

@@ -13,8 +13,8 @@ from workers.megatron.worker import MegatronWorker
 if TYPE_CHECKING:
     import torch
 
-    from workers.megatron.decoder import AdamOptions
     from workers.megatron.micro_batches import MicroBatch
+    from workers.megatron.optimizer import AdamOptions
 
 
 def _every_rank(group: Any, *args: Any, **kwargs: Any) -> Any:

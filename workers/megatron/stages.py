@@ -72,7 +72,7 @@ class Stages:
         return len(self.chunks) > 1
 
     @property
-    def group(self) -> int:
+    def multiple_of(self) -> int:
         """The number of micro-batches of a run must be a multiple of this."""
         return int(self.config.microbatch_group_size_per_vp_stage) if self.interleaved else 1
 
@@ -117,7 +117,7 @@ class Stages:
         """Send micro-batches through the pipeline, without gradients and in evaluation mode.
 
         Args:
-            parts: the micro-batches, as many as `group` divides; one at least.
+            parts: the micro-batches, a multiple of `multiple_of`; one at least.
             inputs: (token ids, position ids, mask of what attention must not see) of a micro-batch.
             keep: called on the last stage with a micro-batch and what its output layer gave, (b, s, ...).
             shape: (rows, tokens) of every micro-batch; not looked at with ``variable_seq_lengths``.

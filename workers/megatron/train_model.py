@@ -86,7 +86,7 @@ class MegatronTrainModel(TrainModel):
         def losses(part: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, torch.Tensor]]:
             part = part.to(output.device)
             total, sums = loss(self._outputs(part, output, temperature, entropy), part)
-            kept = {"loss": total, **sums}
+            kept = {**sums, "loss": total}
             return total, None, {name: value.detach().double() for name, value in kept.items()}
 
         parts, inputs, shape = self._cut(data)
@@ -111,7 +111,7 @@ class MegatronTrainModel(TrainModel):
             raise ValueError(
                 f"input_ids has tokens from {int(ids.min())} to {int(ids.max())}; vocab_size is {vocab_size}"
             )
-        parts = cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=self.stages.group)
+        parts = cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=self.stages.multiple_of)
         shapes = [part.input_ids.shape for part in parts]
         shape = (max(rows for rows, _ in shapes), max(tokens for _, tokens in shapes))
 
@@ -160,7 +160,7 @@ class MegatronTrainModel(TrainModel):
 
     def _must_be(self, role: str, what: str) -> None:
         if self.role != role:
-            raise ValueError(f"{what}(): this model is a {self.role}; only a {role} has {what.replace('_', '-')}")
+            raise ValueError(f"{what}(): this model has the role {self.role!r}; only the role {role!r} has {what}")
 
     # --- weights ----------------------------------------------------------------------------------------
 

@@ -43,32 +43,32 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = 4 
     mine = list(_write(model, folder, max_file_bytes))
     files = [(rank, *file) for rank, found in enumerate(_gather(mine)) for file in found]
     where: dict[str, str] = {}
-    for number, (rank, unfinished, names, _) in enumerate(files, 1):
+    for number, (rank, unfinished, names, *_) in enumerate(files, 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         where |= dict.fromkeys(names, name)
         if rank == _rank():
             (folder / unfinished).rename(folder / name)
     if main:
-        _save_config(model, folder)
+        _save_config(model, folder, next((dtype for *_, dtype in files), None))
         if len(files) > 1:
-            total = sum(size for _, _, _, size in files)
+            total = sum(size for _, _, _, size, _ in files)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     _barrier()
 
 
-def _write(model: TrainModel, folder: Path, max_file_bytes: int) -> Iterator[tuple[str, list[str], int]]:
-    """(file, names of its tensors, bytes) of what this rank has written. To be gone through to the end."""
+def _write(model: TrainModel, folder: Path, max_file_bytes: int) -> Iterator[tuple[str, list[str], int, torch.dtype]]:
+    """(file, names of its tensors, bytes, dtype of the first) of what this rank has written."""
     from safetensors.torch import save_file
 
     held: dict[str, torch.Tensor] = {}
     size = number = 0
 
-    def flush() -> tuple[str, list[str], int]:
+    def flush() -> tuple[str, list[str], int, torch.dtype]:
         nonlocal held, size, number
         file = f"unfinished-{_rank()}-{number}.safetensors"
         save_file(held, folder / file, metadata={"format": "pt"})
-        done = file, list(held), size
+        done = file, list(held), size, next(iter(held.values())).dtype
         held, size, number = {}, 0, number + 1
         return done
 
@@ -81,7 +81,7 @@ def _write(model: TrainModel, folder: Path, max_file_bytes: int) -> Iterator[tup
         yield flush()
 
 
-def _save_config(model: TrainModel, folder: Path) -> None:
+def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> None:
     from transformers.models.auto import modeling_auto as auto
 
     config = copy.deepcopy(model.hf_config)
@@ -89,6 +89,8 @@ def _save_config(model: TrainModel, folder: Path) -> None:
     if model.role == "critic":
         names = auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         config.num_labels = 1
+    # transformers has called it dtype since release 4.56.
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     if config.model_type in names:
         config.architectures = [names[config.model_type]]
     config.save_pretrained(folder)
