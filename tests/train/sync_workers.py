@@ -104,15 +104,15 @@ class Stage(Worker):
         self.sender.connect(rollout)
 
     @register(Dispatch.ONE_TO_ALL)
-    def update(self, version, dtype=torch.float32, leave_out=(), twice=(), reshape=(), rename=()):
-        pairs = self.pairs(version, dtype, leave_out, twice, reshape, dict(rename))
-        return self.sender.send(version, pairs, rank=self.rank, ranks=self.world_size)
+    def update(self, version, dtype=torch.float32, leave_out=(), twice=(), reshape=(), rename=(), everywhere=False):
+        pairs = self.pairs(version, dtype, leave_out, twice, reshape, dict(rename), everywhere)
+        return self.sender.send(version, pairs, rank=self.rank, ranks=self.world_size, everywhere=everywhere)
 
-    def pairs(self, version, dtype, leave_out, twice, reshape, rename):
+    def pairs(self, version, dtype, leave_out, twice, reshape, rename, everywhere):
         """As a backend gives them: with collectives in between, which need all ranks."""
         for number, (name, tensor) in enumerate(model(dtype, version).items()):
             torch.distributed.barrier()
-            mine = self.sender.everywhere or number % self.world_size == self.rank
+            mine = everywhere or number % self.world_size == self.rank
             if mine and name not in leave_out:
                 tensor = tensor.reshape(-1, 1) if name in reshape else tensor
                 yield rename.get(name, name), tensor.t().contiguous().t() if tensor.dim() == 2 else tensor

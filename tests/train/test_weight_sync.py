@@ -79,6 +79,15 @@ def test_bfloat16_goes_into_float32(train, rollout, transport, tmp_path):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_pairs_that_are_on_every_rank_are_sent_as_they_are(train, rollout, transport, tmp_path):
+    train.connect(rollout, transport, **options(transport, tmp_path))
+    first, second = train.update(8, everywhere=True)
+    whole = sum(tensor.nbytes for tensor in model().values())
+    assert (first.nbytes, second.nbytes) == (whole, whole if transport == "device" else 0)
+    assert same(rollout.weights(), 8)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_several_groups_receive_at_once(train, rollouts, transport, tmp_path):
     train.connect([rollouts[1], rollouts[2]], transport, **options(transport, tmp_path))
     train.update(6)
@@ -156,31 +165,54 @@ def test_an_engine_that_fails_is_named(train, rollout, transport, tmp_path):
     assert same(rollout.weights(), 14)
 
 
+@pytest.fixture(scope="module")
+def mortal(pool):
+    """Two receivers that tests kill, one at a time."""
+    made = RayClassWithInitArgs(sync_workers.Rollout)
+    with RayWorkerGroup(pool, made, name_prefix="mortal_", collectives=False) as group:
+        yield group
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_receiver_that_dies_is_named_within_seconds_and_the_next_update_repairs(pool, train, transport, tmp_path):
-    with RayWorkerGroup(
-        pool, RayClassWithInitArgs(sync_workers.Rollout), name_prefix="mortal_", collectives=False
-    ) as mortal:
-        train.connect(mortal, transport, **options(transport, tmp_path))
-        train.update(15)
-        mortal.configure(die_at="norm.weight", rank=1)
-        begun = time.monotonic()
-        with pytest.raises(WorkerError, match="rank 1 died") as caught:
-            train.update(16)
-        assert time.monotonic() - begun < 15
-        assert caught.value.cause_type.endswith("WeightSyncError")
-        with pytest.raises(WorkerError, match=r"rank 1 died"):
-            train.update(17)  # it is still dead
-        mortal.restart(ranks=[1])
-        assert mortal.current_weight_version() == [None, None]
-        train.reconnect(mortal)
-        train.update(18)
-        assert mortal.current_weight_version() == [18, 18] and same(mortal.weights(), 18)
-        mortal.restart()
-        assert mortal.current_weight_version() == [None, None]
-        train.reconnect(mortal)
-        train.update(18)
-        assert train.versions() == [[18, 18]] * 2 and same(mortal.weights(), 18)
+def test_a_receiver_that_dies_is_named_within_seconds_and_the_next_update_repairs(train, mortal, transport, tmp_path):
+    train.connect(mortal, transport, **options(transport, tmp_path))
+    train.update(15)
+    mortal.configure(die_at="norm.weight", rank=1)
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 died") as caught:
+        train.update(16)
+    with pytest.raises(WorkerError, match=r"rank 1 died"):
+        train.update(17)  # it is still dead
+    assert time.monotonic() - begun < 15
+    assert caught.value.cause_type.endswith("WeightSyncError")
+    mortal.restart(ranks=[1])
+    assert mortal.current_weight_version() == [None, None]
+    train.reconnect(mortal)
+    train.update(18)
+    assert train.versions() == [[18, 18]] * 2 and same(mortal.weights(), 18)
+
+
+def test_rollout_workers_that_were_restarted_get_the_current_version(train, mortal):
+    train.connect(mortal, "group", bucket_bytes=SMALL)
+    train.update(19)
+    mortal.restart()
+    assert mortal.current_weight_version() == [None, None]
+    train.reconnect(mortal)
+    assert train.versions() == [[None, None]] * 2
+    train.update(19)
+    assert mortal.current_weight_version() == [19, 19] and same(mortal.weights(), 19)
+
+
+@pytest.mark.parametrize("transport", ["store", "group"])
+def test_a_receiver_that_is_late_ends_the_update_but_not_the_next(train, rollouts, transport):
+    rollout = rollouts[1]
+    train.connect(rollout, transport, timeout=1.0)
+    busy = rollout.note.remote(9, 0, 2.5)
+    with pytest.raises(WorkerError, match=r"begin_weights\(\) passed its timeout of 1 s"):
+        train.update(20)
+    busy.result()
+    train.update(21)
+    assert rollout.current_weight_version() == [21] and same(rollout.weights(), 21)
 
 
 def test_the_rollout_worker_in_the_same_process_is_fed_directly(pool):
@@ -197,7 +229,7 @@ def test_the_rollout_worker_in_the_same_process_is_fed_directly(pool):
             both.train.update(22)
         assert both.rollout.current_weight_version()[1] is None
         both.rollout.configure()
-        both.train.update(23)
+        both.train.update(23, everywhere=True)
         assert both.train.versions() == [[23], [23]] and same(both.rollout.weights(), 23)
 
 

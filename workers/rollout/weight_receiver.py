@@ -123,11 +123,12 @@ class WeightReceiver(Worker):
         """
         from workers.train.weight_buckets import WeightSyncError
 
-        self._checked(key)
         member = self._members.get(sender)
         if member is None:
+            self._checked(key)
             raise WeightSyncError(f"rollout rank {self.rank} is not in the process group of sender {sender}")
         try:
+            # Also of an update that was given up: the sender and the other receivers are at it, and would wait.
             bucket = member.receive(lies)
         except BaseException:
             del member, self._members[sender]

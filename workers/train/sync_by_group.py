@@ -31,7 +31,7 @@ T = TypeVar("T")
 MEET_SECONDS = 60.0
 """How long members may take to meet."""
 
-OPERATION_SECONDS = 120.0
+OPERATION_SECONDS = 60.0
 """How long the broadcast of a bucket may take once it was announced."""
 
 _POLL = 0.0005
@@ -113,6 +113,7 @@ class Channel:
         """
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        options.timeout = _seconds(OPERATION_SECONDS)
         work: Any = None
         raised: Exception
         try:
@@ -131,10 +132,14 @@ class Channel:
         raise raised
 
     def leave(self) -> None:
-        """Drop the connections."""
+        """Drop the connections. gloo ends what is under way first, up to its time: nobody waits for that."""
         group, self._group = self._group, None
         if group is not None and self._where.type == "cuda":
             group.abort()
+        elif group is not None:
+            left = [group]
+            del group
+            threading.Thread(target=left.clear, name="weights-leave", daemon=True).start()
 
 
 def _wait_for(work: Any, futures: Sequence[WorkerFuture]) -> None:

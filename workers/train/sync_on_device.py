@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from workers.device import device
 from workers.train.weight_buckets import FlatMemory, Lies, Pair, WeightSyncError, fill, side_by_side, views
@@ -141,23 +142,22 @@ def opened(handle: Handle, lies: Iterable[Lies]) -> Iterator[list[Pair]]:
         torch.cuda.ipc_collect()
 
 
-def on_every_rank(pairs: Iterable[Pair], ranks: Ranks, where: torch.device) -> Iterator[Pair]:
-    """All pairs on all ranks, of pairs of which each rank has some: for a backend that cannot gather them itself. A
-    rank's own part must fit into its memory twice.
+def on_every_rank(pairs: Iterable[Pair], ranks: Ranks) -> Iterator[Pair]:
+    """All pairs on all ranks, of pairs of which each rank has some.
+
+    A rank's own pairs are gone through to the end first, because that may take collectives, and stay in its memory
+    until they have been sent: where ranks can gather them one by one, that takes less.
 
     Args:
-        pairs: this rank's; gone through to the end first, because it may take collectives.
+        pairs: this rank's.
         ranks: who shares them.
-        where: the device on which the others' are made.
     """
-    import torch.distributed as dist
-
     own = [(name, tensor.detach().contiguous()) for name, tensor in pairs]
-    listed = ranks.all("own weights", [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own])
+    listed = ranks.all("own weights", [(name, one.dtype, tuple(one.shape), one.device.type) for name, one in own])
     for source, table in enumerate(listed):
-        for number, (name, dtype, shape) in enumerate(table):
+        for number, (name, dtype, shape, kind) in enumerate(table):
             mine = source == ranks.rank
-            tensor = own[number][1] if mine else torch.empty(shape, dtype=dtype, device=where)
+            tensor = own[number][1] if mine else torch.empty(shape, dtype=dtype, device=kind)
             if ranks.ranks > 1 and tensor.numel():
                 dist.broadcast(tensor.view(-1).view(torch.uint8), ranks.global_rank(source), ranks.group)
             yield name, tensor
