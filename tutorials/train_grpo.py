@@ -103,12 +103,14 @@ def main():
                 group.close()
 
     rewards = log.column("reward")
+    if not rewards:
+        sys.exit(f"Nothing to do: the checkpoint in {args.load} is of the last of {args.num_rollout} rollouts.")
     print(f"\nMean reward by rollout: first {rewards[0]:.3f}, last {rewards[-1]:.3f}")
     parts = ", ".join(f"{part} {sum(log.column(f'seconds/{part}')):.1f} s" for part in ("rollout", "train", "sync"))
     print(f"{len(rewards)} rollouts: {parts}; {time.monotonic() - began:.0f} s in all with starting.")
     plot_rewards(out, rewards, task.goal)
     print(f"The reward curve is in {out}.")
-    if start + len(rewards) == args.num_rollout and sum(rewards[-5:]) / len(rewards[-5:]) < task.goal:
+    if args.num_rollout >= task.args["num_rollout"] and sum(rewards[-5:]) / len(rewards[-5:]) < task.goal:
         sys.exit(f"FAILED: the mean reward of the last five rollouts is below {task.goal}.")
 
 

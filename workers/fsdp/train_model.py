@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ class FSDPTrainModel(TrainModel):
     def __init__(
         self, hf_config: Any, role: str, device: torch.device, options: FSDPOptions, folder: str | None = None
     ) -> None:
+        # Nothing here writes into what the model returns.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.hf_config, self.role, self.options, self.device = hf_config, role, options, device
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
         trust = options.trust_remote_code
