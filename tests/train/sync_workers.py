@@ -104,21 +104,25 @@ class Stage(Worker):
         self.sender.connect(rollout)
 
     @register(Dispatch.ONE_TO_ALL)
-    def update(self, version, dtype=torch.float32, leave_out=(), twice=(), reshape=(), rename=(), everywhere=False):
-        pairs = self.pairs(version, dtype, leave_out, twice, reshape, dict(rename), everywhere)
-        return self.sender.send(version, pairs, rank=self.rank, ranks=self.world_size, everywhere=everywhere)
+    def update(self, version, dtype=torch.float32, leave_out=(), twice=(), reshape=(), rename=(), here=()):
+        pairs = self.pairs(version, dtype, leave_out, twice, reshape, dict(rename), dict(here))
+        return self.sender.send(version, pairs, rank=self.rank, ranks=self.world_size)
 
-    def pairs(self, version, dtype, leave_out, twice, reshape, rename, everywhere):
-        """As a backend gives them: with collectives in between, which need all ranks."""
+    def pairs(self, version, dtype, leave_out, twice, reshape, rename, here):
+        """As a backend gives them: with collectives in between, which need all ranks. Not where ranks are to have
+        other pairs: with those, nobody could say who waits for whom."""
         for number, (name, tensor) in enumerate(model(dtype, version).items()):
-            torch.distributed.barrier()
-            mine = everywhere or number % self.world_size == self.rank
+            if not here:
+                torch.distributed.barrier()
+            mine = self.sender.everywhere or number % self.world_size == self.rank
+            mine = mine and here.get(name, self.rank) == self.rank
             if mine and name not in leave_out:
                 tensor = tensor.reshape(-1, 1) if name in reshape else tensor
                 yield rename.get(name, name), tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
             if name in twice and self.rank == self.world_size - 1:
                 yield name, tensor
-        torch.distributed.barrier()
+        if not here:
+            torch.distributed.barrier()
 
     @register(Dispatch.ONE_TO_ALL)
     def versions(self):

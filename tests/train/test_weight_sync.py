@@ -78,12 +78,14 @@ def test_bfloat16_goes_into_float32(train, rollout, transport, tmp_path):
     assert same(rollout.weights(), 5, torch.bfloat16)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_pairs_that_are_on_every_rank_are_sent_as_they_are(train, rollout, transport, tmp_path):
-    train.connect(rollout, transport, **options(transport, tmp_path))
-    first, second = train.update(8, everywhere=True)
-    whole = sum(tensor.nbytes for tensor in model().values())
-    assert (first.nbytes, second.nbytes) == (whole, whole if transport == "device" else 0)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("bucket_bytes", [1, SMALL, 1 << 20])
+def test_pairs_on_one_rank_only_are_refused_where_every_rank_needs_them(train, rollout, bucket_bytes, rank):
+    train.connect(rollout, "device", bucket_bytes=bucket_bytes)
+    with pytest.raises(WorkerError, match=r"train ranks (0 and 1 do not have|are not at) the same"):
+        train.update(7, here={"norm.weight": rank})
+    assert rollout.current_weight_version() == [None, None]
+    train.update(8)
     assert same(rollout.weights(), 8)
 
 
@@ -229,7 +231,7 @@ def test_the_rollout_worker_in_the_same_process_is_fed_directly(pool):
             both.train.update(22)
         assert both.rollout.current_weight_version()[1] is None
         both.rollout.configure()
-        both.train.update(23, everywhere=True)
+        both.train.update(23)
         assert both.train.versions() == [[23], [23]] and same(both.rollout.weights(), 23)
 
 

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from workers.device import device
 from workers.train.weight_buckets import FlatMemory, Lies, Pair, WeightSyncError, fill, side_by_side, views
 from workers.train.weight_receivers import Neighbour, all_results, sync_error
-from workers.train.weight_transport import Ranks, Transport, Update
+from workers.train.weight_transport import OutOfStepError, Transport, Update
 
 
 class Handle(NamedTuple):
@@ -66,8 +65,13 @@ class DeviceTransport(Transport):
             }
         except Exception as failed:
             error = sync_error(f"train rank {update.ranks.rank} could not offer weights", failed)
-        names = tuple(one.name for one in lies)
-        said = update.ranks.all(f"bucket {names[0]}", (mine, error, names))
+        said = update.ranks.all("bucket", (mine, error, lies))
+        differs = next((rank for rank, (_, _, theirs) in enumerate(said) if theirs != said[0][2]), None)
+        if differs is not None:
+            raise OutOfStepError(
+                f"train ranks 0 and {differs} do not have the same pairs: transport='device' needs them on every rank, "
+                "hf_weights(everywhere=sender.everywhere)"
+            )
         error = next((one for _, one, _ in said if one is not None), None)
         if update.ranks.rank == 0 and error is None:
             error = self._offer(update, [handles for handles, _, _ in said], lies)
@@ -140,27 +144,6 @@ def opened(handle: Handle, lies: Iterable[Lies]) -> Iterator[list[Pair]]:
         torch.cuda.synchronize()  # the sender writes the next bucket into it
         del flat
         torch.cuda.ipc_collect()
-
-
-def on_every_rank(pairs: Iterable[Pair], ranks: Ranks) -> Iterator[Pair]:
-    """All pairs on all ranks, of pairs of which each rank has some.
-
-    A rank's own pairs are gone through to the end first, because that may take collectives, and stay in its memory
-    until they have been sent: where ranks can gather them one by one, that takes less.
-
-    Args:
-        pairs: this rank's.
-        ranks: who shares them.
-    """
-    own = [(name, tensor.detach().contiguous()) for name, tensor in pairs]
-    listed = ranks.all("own weights", [(name, one.dtype, tuple(one.shape), one.device.type) for name, one in own])
-    for source, table in enumerate(listed):
-        for number, (name, dtype, shape, kind) in enumerate(table):
-            mine = source == ranks.rank
-            tensor = own[number][1] if mine else torch.empty(shape, dtype=dtype, device=kind)
-            if ranks.ranks > 1 and tensor.numel():
-                dist.broadcast(tensor.view(-1).view(torch.uint8), ranks.global_rank(source), ranks.group)
-            yield name, tensor
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -64,7 +64,7 @@ class WeightSender:
         process_group: of the train ranks; the default one if None.
 
     Attributes:
-        everywhere: whether `send` is better given all pairs on all ranks, rather than each on one.
+        everywhere: whether `send` must be given all pairs on all ranks, rather than each on one.
 
     Raises:
         ValueError: a transport that does not exist, an option that is not possible or that is missing.
@@ -114,19 +114,16 @@ class WeightSender:
         except Exception as error:
             raise sync_error("the versions of the weights could not be asked for", error) from error
 
-    def send(
-        self, version: int, pairs: Iterable[Pair], *, rank: int = 0, ranks: int = 1, everywhere: bool = False
-    ) -> SyncReport:
+    def send(self, version: int, pairs: Iterable[Pair], *, rank: int = 0, ranks: int = 1) -> SyncReport:
         """Bring weights to all rollout workers. All ranks call it together.
 
         Args:
             version: of the weights.
-            pairs: name as the Hugging Face model's ``state_dict()`` has it, and whole tensor. Each pair comes from one
-                rank. Tied weights come once. Every rank goes through its pairs to the end.
+            pairs: name as the Hugging Face model's ``state_dict()`` has it, and whole tensor:
+                ``TrainModel.hf_weights(everywhere=sender.everywhere)``. Each pair comes from one rank, or from every
+                rank in the same order where `everywhere` says so. Tied weights come once.
             rank: of this process among the train ranks.
             ranks: how many train ranks there are.
-            everywhere: every rank has all pairs, in the same order. "device" needs them so, and makes them so where
-                they are not, for which it holds a rank's own pairs in memory all at once.
 
         Raises:
             WeightSyncError: on all ranks alike. The rollout workers have no version then, until the next `send`.
@@ -138,7 +135,7 @@ class WeightSender:
         update = Update("", version, Ranks(rank, ranks, self._process_group), self._receivers)
         try:
             self._begin(update)
-            nbytes, buckets = self._send_all(update, self._where_needed(update, pairs, everywhere))
+            nbytes, buckets = self._send_all(update, pairs)
             self._finish(update)
         except BaseException:
             self._transport.failed(update)
@@ -163,15 +160,6 @@ class WeightSender:
         said = self._by_coordinator(update, "begin", begin, error)
         update.key, update.infos, update.shared = said
         self._transport.begin(update)
-
-    def _where_needed(self, update: Update, pairs: Iterable[Pair], everywhere: bool) -> Iterable[Pair]:
-        if self.everywhere and not everywhere:
-            from workers.train.sync_on_device import on_every_rank
-
-            return on_every_rank(pairs, update.ranks)
-        if everywhere and not self.everywhere and update.ranks.rank > 0:
-            return _none_of(pairs)
-        return pairs
 
     def _send_all(self, update: Update, pairs: Iterable[Pair]) -> tuple[int, int]:
         """Send this rank's pairs; when that fails, go through the rest all the same, as other ranks may be waiting."""
@@ -232,13 +220,6 @@ class WeightSender:
 
     def _error(self, update: Update, failed: Exception) -> WeightSyncError:
         return sync_error(f"weights of version {update.version} were not brought by {self._name!r}", failed)
-
-
-def _none_of(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """Go through pairs that another rank sends."""
-    for _ in pairs:
-        pass
-    yield from ()
 
 
 def _raise_first(errors: list[WeightSyncError | None], own: WeightSyncError | None) -> None:
