@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up all they need in .venv; a second run sets nothing up again.
 #
 #   make test ARGS="-k layout"        arguments for pytest
-#   make demo ARGS="--steps 100"      arguments for the script
+#   make demo ARGS="task=sort"         arguments for the script
 #   make benchmark ARGS="--quick"     arguments for the benchmark
 #   make test PYTHON=python3.12       another Python for the set-up
 
@@ -19,7 +19,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: help setup demo test lint format chaos benchmark clean
 
 help:
-	@echo 'make demo        train a small language model on four workers (about a minute)'
+	@echo 'make demo        GRPO teaches a small language model, on three workers (about a minute)'
 	@echo 'make test        lint, types and tests'
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
@@ -31,7 +31,7 @@ help:
 setup: $(READY)
 
 demo: $(READY)
-	@$(PY) tutorials/train_char_lm.py $(ARGS)
+	@$(PY) tutorials/train_grpo.py $(ARGS)
 
 test: lint
 	@$(PY) -m pytest $(ARGS)

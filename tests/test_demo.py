@@ -1,5 +1,7 @@
 """The demo, as a user runs it: it learns on both backends, colocated and not; and it goes on after it was killed."""
 
+import json
+
 import pytest
 from demo_runs import WAYS, run, run_until_killed, scalars
 
@@ -12,6 +14,9 @@ def test_it_learns(way, tmp_path):
     assert sorted(rewards) == list(range(30))
     assert rewards[0] < 0.1
     assert sum(rewards[step] for step in range(25, 30)) / 5 > 0.9
+    for name in ("actor", "rollout"):
+        calls = json.loads((tmp_path / "log" / f"calls_{name}.json").read_text())["traceEvents"]
+        assert {"actor": "train", "rollout": "generate"}[name] in {call["name"] for call in calls}
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     for name in (
         "kl",

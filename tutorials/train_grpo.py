@@ -98,9 +98,9 @@ def main():
                 for group in (actor, critic):
                     if group is not None:
                         group.save_model(rollout_id)
-        for group in (actor, critic):
-            if group is not None:
-                group.close()
+        if args.tensorboard_dir is not None:  # the trace of calls opens in Perfetto
+            for name, group in (("actor", actor.worker_group), ("rollout", rollout)):
+                group.trace(Path(args.tensorboard_dir) / f"calls_{name}.json")
 
     rewards = log.column("reward")
     if not rewards:
