@@ -34,7 +34,7 @@ def test_it_learns(way, tmp_path):
 def test_ppo_learns_with_a_critic(tmp_path):
     rewards = run(tmp_path, "advantage_estimator=gae", "actor_num_gpus_per_node=1", "num_rollout=34")
     assert sum(rewards[step] for step in range(29, 34)) / 5 > 0.9
-    values = scalars(tmp_path, "value_loss")
+    values = scalars(tmp_path, "critic/value_loss")
     assert values[33] < values[0]
 
 

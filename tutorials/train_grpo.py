@@ -49,14 +49,15 @@ def main():
     task, out, args = arguments(sys.argv[1:])
     began = time.monotonic()
     with place(args) as placement, RunLog(args.tensorboard_dir) as log:
-        nodes, each, share = args.actor_num_nodes, args.actor_num_gpus_per_node, placement.share
-        actor = RayTrainGroup(args, nodes, each, placement.actor, share)
+        size = args.actor_num_nodes, args.actor_num_gpus_per_node
+        actor = RayTrainGroup(args, *size, placement.actor, placement.share)
         start = ray.get(actor.async_init(with_ref=args.kl_loss_coef > 0))[0]
-        critic = None
+        groups = [actor]
         if placement.critic is not None:
-            critic = RayTrainGroup(args, nodes, each, placement.critic, share, role="critic")
+            critic = RayTrainGroup(args, *size, placement.critic, placement.share, role="critic")
             ray.get(critic.async_init())
             actor.connect(critic)
+            groups.append(critic)
         model = OmegaConf.to_container(args.hf_config)
         rollout = RayWorkerGroup(
             placement.rollout, RayClassWithInitArgs(RolloutWorker, HFEngine, model, random_weights=True)
@@ -73,31 +74,30 @@ def main():
 
         progress = tqdm(range(start, args.num_rollout), desc="training", unit="rollout", mininterval=0.5)
         for rollout_id in progress:
-            if (rollout_id - start) % args.update_weights_interval == 0:
+            if rollout_id == start or rollout_id % args.update_weights_interval == 0:
                 with log.timed("sync"):
                     actor.update_weights()
-                    if args.offload_train:
-                        actor.offload()
-                        manager.onload()
             with log.timed("rollout"):
+                if args.offload_train:
+                    for group in groups:
+                        group.offload()
                 prompts = task.prompts(rollout_id, args.rollout_batch_size, args.seed)
                 data = manager.generate(prompts, rollout_id=rollout_id)
             with log.timed("train"):
                 if args.offload_train:
                     manager.offload()
-                    actor.onload()
-                learning = [] if critic is None else critic.async_train(rollout_id, data)
-                metrics = ray.get(actor.async_train(rollout_id, data))[0]
-                if learning:
-                    metrics["value_loss"] = ray.get(learning)[0]["value_loss"]
+                    for group in groups:
+                        group.onload()
+                learning = [group.async_train(rollout_id, data) for group in groups]  # all at once
+                metrics = [ray.get(refs)[0] for refs in learning]
                 if args.offload_train:
                     manager.onload()
-            noted = log.log(rollout_id, metrics)
+            about_the_critic = {f"critic/{name}": value for of in metrics[1:] for name, value in of.items()}
+            noted = log.log(rollout_id, {**metrics[0], **about_the_critic})
             progress.set_postfix(reward=f"{noted['reward']:.2f}", entropy=f"{noted['entropy']:.2f}")
             if args.save_interval and (rollout_id + 1) % args.save_interval == 0:
-                for group in (actor, critic):
-                    if group is not None:
-                        group.save_model(rollout_id)
+                for group in groups:
+                    group.save_model(rollout_id)
         if args.tensorboard_dir is not None:  # the trace of calls opens in Perfetto
             for name, group in (("actor", actor.worker_group), ("rollout", rollout)):
                 group.trace(Path(args.tensorboard_dir) / f"calls_{name}.json")

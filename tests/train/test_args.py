@@ -80,7 +80,8 @@ def test_the_critic_has_keys_of_its_own():
     assert (critic.load, critic.save, critic.lr, critic.lr_warmup_iters) == ("c", "d", 2.0, 7)
     assert (actor.load, actor.save, actor.lr, actor.lr_warmup_iters) == ("a", "b", 1.0, 0)
     assert args.load == "a"
-    assert role_args(read_args({"lr": 5.0}), "critic").lr == 5.0
+    other = role_args(read_args({"lr": 5.0, "save": "x"}), "critic")
+    assert (other.lr, other.save, other.load) == (5.0, "x/critic", None)  # never the actor's own folder
 
 
 def test_a_function_by_its_path():

@@ -112,8 +112,8 @@ class TrainArgs:
     )
     no_load_optim: bool = _key(False, "take the weights of a checkpoint, not its optimizer and step")
     ref_load: str | None = _key(None, "Hugging Face folder of the reference; by default the weights to begin with")
-    critic_load: str | None = _key(None, "load, for the critic role")
-    critic_save: str | None = _key(None, "save, for the critic role")
+    critic_load: str | None = _key(None, "load, for the critic role; by default the folder critic in load")
+    critic_save: str | None = _key(None, "save, for the critic role; by default the folder critic in save")
     critic_lr: float | None = _key(None, "lr, for the critic role; by default lr", least=0)
     critic_lr_warmup_iters: int = _key(0, "lr_warmup_iters, for the critic role", least=0)
 

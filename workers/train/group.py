@@ -18,7 +18,7 @@ from single_controller import (
 from workers.train.balance import balanced_order
 from workers.train.environment import train_environment
 from workers.train.placement import cluster_has_gpus
-from workers.train.read_args import TrainArgsError, read_args
+from workers.train.read_args import TrainArgsError, read_args, role_args
 from workers.train.worker import Referred, TrainWorker
 
 BACKENDS = {
@@ -138,7 +138,7 @@ class RayTrainGroup:
         if self._saved:
             args = args.copy()
             key = "critic_load" if role == "critic" else "load"
-            args[key] = args.critic_save if role == "critic" else args.save
+            args[key] = role_args(args, role).save
         begin: list[int] = self._group.init(args, role, with_ref)
         self._group.set_weight_version(self.weight_version)
         if self._manager is not None:

@@ -66,7 +66,9 @@ def role_args(args: Any, role: str) -> Any:
     seen = OmegaConf.create(args)
     if role == "critic":
         with_struct_off = seen.copy()
-        with_struct_off.load, with_struct_off.save = args.critic_load, args.critic_save
+        for own, general in (("critic_load", "load"), ("critic_save", "save")):
+            beside = None if args[general] is None else f"{args[general]}/critic"
+            with_struct_off[general] = beside if args[own] is None else args[own]
         with_struct_off.lr = args.lr if args.critic_lr is None else args.critic_lr
         with_struct_off.lr_warmup_iters = args.critic_lr_warmup_iters
         return with_struct_off
