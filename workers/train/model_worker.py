@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from single_controller import Dispatch, register
 from workers.device import has_cuda
 from workers.distributed import rank_by_rank
 from workers.train.checkpoints import RolloutCheckpoints
@@ -112,9 +111,9 @@ class ModelWorker(TrainWorker):
 
     def update_weights(self, version: int | None = None) -> int:
         """See `TrainWorker.update_weights`."""
-        version = self.weight_version + 1 if version is None else version
         if self.args.debug_rollout_only:
-            return version
+            return self.weight_version
+        version = self.weight_version + 1 if version is None else version
         self._refuse_asleep("update_weights")
         if self._sender is None:
             raise RuntimeError("update_weights(): there is nobody to send them to; call set_rollout_manager() first")
@@ -130,6 +129,8 @@ class ModelWorker(TrainWorker):
     def set_rollout_manager(self, manager: Any) -> None:
         """See `TrainWorker.set_rollout_manager`."""
         super().set_rollout_manager(manager)
+        if self.args.debug_rollout_only:
+            return
         if self._sender is not None:
             self._sender.close()
         by = self.args.update_weights_transport
@@ -170,9 +171,8 @@ class ModelWorker(TrainWorker):
         if self.tokenizer is not None and not self.rank:
             self.tokenizer.save_pretrained(folder)
 
-    @register(Dispatch.ONE_TO_ALL)
     def wait_for_save(self) -> None:
-        """Wait until a checkpoint that is written in the background is on disk; raise what went wrong with it."""
+        """See `TrainWorker.wait_for_save`."""
         if not self.args.debug_rollout_only:
             self.checkpoints.wait()
 
@@ -208,6 +208,8 @@ class ModelWorker(TrainWorker):
             torch.cuda.empty_cache()
 
     def _refuse_asleep(self, method: str) -> None:
+        if self.args.debug_rollout_only:
+            raise RuntimeError(f"{method}(): with debug_rollout_only=True this worker has no model")
         if self.memory.asleep:
             raise RuntimeError(f"{method}(): this worker sleeps; call onload() (wake_up()) first")
 

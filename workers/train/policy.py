@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dispatch.rows import share_rows
 from single_controller import Dispatch, register
 from workers.train.advantages import gae, group_advantages, moments, token_rewards, whiten
+from workers.train.balance import balanced_order
 from workers.train.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.train.model import StepReport, TokenLoss
 from workers.train.model_worker import ModelWorker
@@ -38,7 +39,7 @@ class PolicyTrainWorker(ModelWorker):
         self._refuse_asleep("train")
         with profiled(self.args, rollout_id, self.rank):
             data = self._rows(rollout_data_ref)
-            data |= {name: value for name, value in computed.items() if value is not None}
+            data = {**{name: _own(value) for name, value in computed.items() if value is not None}, **data}
             check_rollout_data(data, self.vocab_size)
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = learn(data)
@@ -48,6 +49,14 @@ class PolicyTrainWorker(ModelWorker):
     def compute_log_prob(self, rollout_data: Any) -> torch.Tensor | None:
         """Log-probabilities of the tokens under the actor as it is, (B, T) float32, 0 where there is none."""
         return self.model.log_probs(self._checked(rollout_data), self.args.temperature)
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
+    def compute_old_log_prob(self, rollout_data: Any) -> torch.Tensor:
+        """Log-probabilities of the tokens under the policy that the ratio is to, as ``args`` has it: (B, T) float32."""
+        data = self._checked(rollout_data)
+        if "old_log_probs" not in data and not self._old_log_probs(data):
+            self._set(data, "old_log_probs", self.model.log_probs(data, self.args.temperature))
+        return data["old_log_probs"]
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_ref_log_prob(self, rollout_data: Any) -> torch.Tensor | None:
@@ -168,8 +177,9 @@ class PolicyTrainWorker(ModelWorker):
         rewards = token_rewards(data["rewards"], data["loss_mask"], kl=kl, kl_coef=args.kl_coef)
         return gae(rewards, data["values"], data["loss_mask"], gamma=args.gamma, lam=args.gae_lambda)
 
-    def _old_log_probs(self, data: Data) -> None:
-        """Add the log-probabilities that the ratio is to, where they are not simply those of the first step."""
+    def _old_log_probs(self, data: Data) -> bool:
+        """Add the log-probabilities that the ratio is to, where they are not simply those of the first step. Whether it
+        did."""
         args = self.args
         if args.use_rollout_logprobs:
             if "rollout_log_probs" not in data:
@@ -179,6 +189,7 @@ class PolicyTrainWorker(ModelWorker):
             self._by_version(data)
         elif args.num_steps_per_rollout * args.ppo_epochs > 1 or args.kl_coef:
             self._set(data, "old_log_probs", self.model.log_probs(data, args.temperature))
+        return "old_log_probs" in data
 
     def _by_version(self, data: Data) -> None:
         """Old log-probabilities by the very weights that generated each row."""
@@ -205,22 +216,25 @@ class PolicyTrainWorker(ModelWorker):
 
     def _rows(self, given: Any) -> Data:
         """This rank's rows, postprocessed, as tensors on the CPU."""
-        if isinstance(given, list) and len(given) == 1:  # references were given by dp rank
-            given = _fetched(given[0])
-        elif isinstance(given, Referred):
-            whole = _fetched(given.ref)
-            share = share_rows(len(whole["input_ids"]), dist.get_world_size(self.dp_group), "ragged")[self._dp_rank]
-            given = whole[slice(*share.ranges[0])]
+        given = self._fetch(given)
         path = self.args.rollout_data_postprocess_path
         if path is not None:
             given = function_at(path, "rollout_data_postprocess_path")(self.args, given)
-        if not isinstance(given, Mapping) and not hasattr(given, "keys"):
-            raise RolloutDataError(f"rollout data is a TensorDict or a dict of tensors, got {type(given).__name__}")
-        return {str(name): given[name] for name in given.keys() if isinstance(given[name], torch.Tensor)}  # noqa: SIM118
+        return _tensors(given)
+
+    def _fetch(self, given: Any) -> Any:
+        """This rank's rows, where they are behind a reference."""
+        if not isinstance(given, Referred):
+            return _own(given)
+        whole = _fetched(given.ref)
+        if given.parts is not None:
+            whole = whole[balanced_order(whole["attention_mask"].bool().sum(1).tolist(), given.parts)]
+        share = share_rows(len(whole["input_ids"]), dist.get_world_size(self.dp_group), "ragged")[self._dp_rank]
+        return whole[slice(*share.ranges[0])]
 
     def _checked(self, given: Any) -> Data:
         self._refuse_asleep("compute")
-        data = {str(name): given[name] for name in given.keys() if isinstance(given[name], torch.Tensor)}  # noqa: SIM118
+        data = _tensors(self._fetch(given))
         check_rollout_data(data, self.vocab_size)
         return data
 
@@ -235,6 +249,17 @@ class PolicyTrainWorker(ModelWorker):
         sums = self._over_dp((tokens, real, float(rewards.sum()), float(len(rewards))))
         tokens, real, reward, rows = (sum(part[k] for part in sums) for k in range(4))
         return {"tokens": real, "answer_tokens": tokens, **({"reward": reward / rows} if rows else {})}
+
+
+def _tensors(given: Any) -> Data:
+    if not isinstance(given, Mapping) and not hasattr(given, "keys"):
+        raise RolloutDataError(f"rollout data is a TensorDict or a dict of tensors, got {type(given).__name__}")
+    return {str(name): given[name] for name in given.keys() if isinstance(given[name], torch.Tensor)}  # noqa: SIM118
+
+
+def _own(given: Any) -> Any:
+    """What was given by dp rank, as a list of references, is this rank's."""
+    return _fetched(given[0]) if isinstance(given, list) and len(given) == 1 else given
 
 
 def _fetched(reference: Any) -> Any:

@@ -23,9 +23,15 @@ the death of any of them shows."""
 
 @dataclass(frozen=True)
 class Referred:
-    """All rows behind a Ray reference; each rank fetches them and takes its own."""
+    """All rows behind a Ray reference; each rank fetches them and takes its own.
+
+    Attributes:
+        ref: the reference.
+        parts: how many parts the rows are put into order for, of about as many tokens each; None to leave their order.
+    """
 
     ref: Any
+    parts: int | None = None
 
 
 class TrainWorker(Worker, ABC):
@@ -133,6 +139,12 @@ class TrainWorker(Worker, ABC):
     def set_weight_version(self, version: int) -> None:
         """Go on counting weight versions from this one."""
         self.weight_version = version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for_save(self) -> None:
+        """Wait until a checkpoint that is written in the background is on disk; raise what went wrong with it. For
+        workers that write in the background."""
+        return None
 
     @register(Dispatch.ONE_TO_ALL)
     def get_master_addr_and_port(self) -> tuple[str, int]:

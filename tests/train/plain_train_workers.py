@@ -1,0 +1,125 @@
+"""Train workers without a model, and without torch: groups of them start fast. They say what they were given."""
+
+import os
+import signal
+
+from single_controller import Dispatch, register
+from workers.train.worker import TrainWorker
+
+
+class Plain(TrainWorker):
+    """Notes its calls. A checkpoint is a file that rank 0 writes."""
+
+    def init(self, args, role, with_ref=False):
+        self.args, self.role, self.with_ref = args, role, with_ref
+        self.calls = []
+        self.register_layout({"dp": self.world_size}, dp=self.rank)
+        folder = args.critic_load if role == "critic" else args.load
+        if folder is not None and os.path.exists(os.path.join(folder, "position")):
+            with open(os.path.join(folder, "position")) as file:
+                return int(file.read()) + 1
+        if args.user.get("fail_in_init") == self.rank:
+            raise OSError("no disk")
+        return 0
+
+    def train(self, rollout_id, rollout_data_ref, **computed):
+        if self.args.user.get("fail_at") == self.rank:
+            raise ZeroDivisionError(f"rank {self.rank} cannot")
+        return {"rollout_id": rollout_id, "rows": rollout_data_ref["x"].tolist(), "computed": sorted(computed)}
+
+    def save_model(self, step, force_sync=False):
+        folder = self.args.critic_save if self.role == "critic" else self.args.save
+        if folder is not None and not self.rank:
+            with open(os.path.join(folder, "position"), "w") as file:
+                file.write(str(step))
+        return folder
+
+    def update_weights(self, version=None):
+        self.weight_version = version
+        return version
+
+    def sleep(self):
+        return 100 + self.rank
+
+    def wake_up(self):
+        return 10 + self.rank
+
+    def clear_memory(self):
+        self.calls.append("clear_memory")
+
+    def get_parallel_config(self):
+        return {"dp_size": self.world_size}
+
+    # --- what the tests ask ---------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def said(self):
+        return {
+            "rank": self.rank,
+            "role": getattr(self, "role", None),
+            "with_ref": getattr(self, "with_ref", None),
+            "version": self.weight_version,
+            "manager": self.rollout_manager,
+            "pid": os.getpid(),
+            "calls": getattr(self, "calls", None),
+        }
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self):
+        """What Ray says of this process."""
+        import re
+
+        import ray
+
+        context = ray.get_runtime_context()
+        held = ray._private.worker.global_worker.core_worker.resource_ids()
+        bundles = {int(found[1]) for key in held if (found := re.search(r"_group_(\d+)_[0-9a-f]+$", key))}
+        assigned = {key: amount for key, amount in context.get_assigned_resources().items() if "group" not in key}
+        return {
+            "group": ray.util.get_current_placement_group().id.hex(),
+            "bundle": max(bundles, default=None),
+            "assigned": assigned,
+            "gpus": context.get_accelerator_ids()["GPU"],
+            "devices": self.device_ids,
+        }
+
+    @register(Dispatch.ONE_TO_ALL)
+    def variables(self, *names):
+        """By name, the variable now, and whether the process began with it."""
+        with open("/proc/self/environ", "rb") as file:
+            first = dict(item.split("=", 1) for item in file.read().decode().split("\0") if "=" in item)
+        return {name: (os.environ.get(name), name in first) for name in names}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def critic_said(self):
+        """What the critic's worker says that this one reaches: a call from worker to worker."""
+        import ray
+
+        return ray.get(self.critic.said.remote())
+
+
+class Meeting(Plain):
+    """Ranks that meet in a collective of gloo; one of them dies on the way."""
+
+    def train(self, rollout_id, rollout_data_ref, **computed):
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)
+        dist.barrier()
+        if self.args.user.get("die") == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.args.user.get("fail_at") == self.rank:
+            raise ZeroDivisionError(f"rank {self.rank} cannot")
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        return {"sum": one.item()}
+
+
+class Incomplete(TrainWorker):
+    def init(self, args, role, with_ref=False):
+        return 0
+
+    def train(self, rollout_id, rollout_data_ref, **computed):
+        return {}
