@@ -10,6 +10,7 @@ import torch
 from workers.extras import require
 from workers.megatron.config import rope_parameters, transformer_config
 from workers.megatron.optimizer import AdamOptions, make_optimizer, reduced
+from workers.megatron.padding_token import keep_padding_token
 from workers.megatron.value_head import ValueHead
 from workers.megatron.weights import load_hf, padded_vocab_size, tied, to_hf
 
@@ -236,6 +237,8 @@ class Stages:
             rope_scaling_factor=rope.get("factor", 8.0),
             vp_stage=stage,
         )
+        if model.pre_process:
+            keep_padding_token(model.embedding.word_embeddings, self.hf_config)
         if self.critic and model.post_process:
             model.output_layer = ValueHead(self.config)
         return model.cuda()
