@@ -8,14 +8,14 @@ from single_controller import RayResourcePool
 from workers.train.group import RayTrainGroup
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def train_pool(ray_cluster):
     """Four CPU slots."""
     with RayResourcePool([4], use_gpu=False) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fsdp_groups(train_pool):
     """Groups of one, two and four ranks of FSDP, made when first asked for: ``fsdp_groups(2)``."""
     made = {}

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from single_controller import RayResourcePool
+from single_controller.base.closing import Closing
 from single_controller.ray.runtime import ensure_ray
 from workers.train.read_args import read_args
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Closing):
     """Where the groups of a run live. A context manager: closing it ends them and frees their place.
 
     Slots stand by (node, device), compared as numbers, the actor's first.
@@ -33,12 +34,6 @@ class Placement:
     def close(self) -> None:
         """End what runs there, and free the slots."""
         self.whole.close()
-
-    def __enter__(self) -> Placement:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | None = None) -> Placement:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from single_controller.base.closing import Closing
 from workers.extras import require
 
 
-class RunLog:
+class RunLog(Closing):
     """Metrics by step. It belongs into the driver's script, which alone has those of all ranks. A context manager.
 
     Args:
@@ -75,11 +75,3 @@ class RunLog:
         """Finish the files."""
         if self._writer is not None:
             self._writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
