@@ -1,0 +1,54 @@
+"""What the configuration says of the model: its config, its tokenizer, the size of its vocabulary."""
+
+import pytest
+from reference import small_llama
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from workers.train.hf_files import ModelFilesError, read_config, read_tokenizer, vocab_size_of
+from workers.train.read_args import read_args
+
+LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    small_llama().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_config_from_a_folder_and_from_a_dict(folder):
+    config = read_config(read_args({"hf_checkpoint": str(folder), "model_name": "llama"}))
+    assert (config.model_type, config.vocab_size) == ("llama", 32)
+    config = read_config(read_args({"hf_config": LLAMA}))
+    assert (config.model_type, config.hidden_size) == ("llama", 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"args name no model: set hf_checkpoint \(a folder or hub name\) or hf_config"),
+        ({"hf_config": LLAMA, "model_name": "qwen2"}, "model_name='qwen2', but the model is a 'llama'"),
+    ],
+)
+def test_a_model_that_is_not_named_or_another(given, message):
+    with pytest.raises(ModelFilesError, match=message):
+        read_config(read_args(given))
+
+
+def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(folder):
+    args = read_args({"hf_checkpoint": str(folder)})
+    config = read_config(args)
+    assert read_tokenizer(args) is None
+    assert vocab_size_of(args, config, None) == 32
+    words = {"<unk>": 0, **{f"word{number}": number for number in range(1, 20)}}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<unk>")), unk_token="<unk>").save_pretrained(
+        folder
+    )
+    tokenizer = read_tokenizer(args)
+    assert tokenizer("word3")["input_ids"] == [3]
+    assert vocab_size_of(args, config, tokenizer) == 20
+    assert vocab_size_of(read_args({"vocab_size": 7}), config, tokenizer) == 7
+    with pytest.raises(ModelFilesError, match="vocab_size is 33, but the model has only 32 tokens"):
+        vocab_size_of(read_args({"vocab_size": 33}), config, tokenizer)
