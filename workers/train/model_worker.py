@@ -117,8 +117,9 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("update_weights")
         if self._sender is None:
             raise RuntimeError("update_weights(): there is nobody to send them to; call set_rollout_manager() first")
-        weights = self.model.hf_weights(everywhere=self._sender.everywhere)
-        self._sender.send(version, weights, rank=self.rank, ranks=self.world_size)
+        everywhere = self._sender.everywhere
+        weights = self.model.hf_weights(everywhere=everywhere)
+        self._sender.send(version, weights, rank=self.rank, ranks=self.world_size, everywhere=everywhere)
         self.weight_version = version
         if self.args.keep_old_actor:
             self._keep_version(version)
