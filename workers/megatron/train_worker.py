@@ -19,11 +19,18 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         from megatron.core import parallel_state
 
         args = self.args
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        if self.world_size % (tp * pp):
+            raise ValueError(
+                f"tensor_model_parallel_size={tp} times pipeline_model_parallel_size={pp} does not divide the group's "
+                f"{self.world_size} ranks; actor_num_nodes * actor_num_gpus_per_node (for a critic: its own) is a "
+                "multiple of it"
+            )
         if parallel_state.is_initialized():  # init() was called before
             parallel_state.destroy_model_parallel()
         self.device = self.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
+            tp,
+            pp,
             seed=args.seed,
             backend=every_backend(),
             distributed_timeout_minutes=args.distributed_timeout_minutes,
