@@ -34,6 +34,24 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
     )
 
 
+def end_subgroups() -> None:
+    """Destroy all process groups of this process but the default one: those of a model that is about to be made anew.
+    Every rank does. Each gloo group has a thread that wakes a hundred times a second, whether anybody uses it or not:
+    some hundreds of forgotten ones take all of a machine."""
+    import gc
+
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_initialized():
+        return
+    gc.collect()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
+
+
 @contextmanager
 def rank_by_rank(worker: Worker) -> Iterator[None]:
     """Inside, the ranks of a node run one after the other, so that files which the first of them writes (a cache of

@@ -2,6 +2,7 @@
 
 from single_controller import Dispatch, register
 from workers import MegatronLMWorker
+from workers.distributed import end_subgroups
 
 
 class ManyModels(MegatronLMWorker):
@@ -15,6 +16,8 @@ class ManyModels(MegatronLMWorker):
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
+        self.decoder = None
+        end_subgroups()
         MegatronLMWorker.__init__(self, *args, **kwargs)
 
     @register(Dispatch.ONE_TO_ALL)

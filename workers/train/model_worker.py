@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from workers.device import has_cuda
-from workers.distributed import rank_by_rank
-from workers.train.checkpoints import RolloutCheckpoints
+from workers.distributed import end_subgroups, rank_by_rank
+from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
 from workers.train.hf_files import read_config, read_tokenizer, vocab_size_of
@@ -67,6 +67,7 @@ class ModelWorker(TrainWorker):
             raise ValueError(f"init(role={role!r}): it is one of {', '.join(map(repr, ROLES))}")
         self.args, self.role = role_args(read_args(args), role), role
         self.weight_version = self.optimizer_step = 0
+        self._forget_model()
         self.begin()
         if self.args.debug_rollout_only:
             return 0
@@ -102,6 +103,20 @@ class ModelWorker(TrainWorker):
             self._keep_version(self.weight_version)
         self.clear_memory()
         return 0 if found is None else found.rollout_id + 1
+
+    def _forget_model(self) -> None:
+        """Of an earlier `init`."""
+        if "checkpoints" in vars(self):
+            try:
+                self.checkpoints.wait()
+            except CheckpointError as error:
+                logger.warning("%s", error)
+        for name in ("model", "memory", "backup", "checkpoints"):
+            vars(self).pop(name, None)
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        end_subgroups()
 
     def get_parallel_config(self) -> dict[str, int]:
         """See `TrainWorker.get_parallel_config`."""
@@ -211,6 +226,8 @@ class ModelWorker(TrainWorker):
     def _refuse_asleep(self, method: str) -> None:
         if self.args.debug_rollout_only:
             raise RuntimeError(f"{method}(): with debug_rollout_only=True this worker has no model")
+        if "memory" not in vars(self):
+            raise RuntimeError(f"{method}(): this worker has no model; call init() first")
         if self.memory.asleep:
             raise RuntimeError(f"{method}(): this worker sleeps; call onload() (wake_up()) first")
 
