@@ -37,7 +37,8 @@ class Placement(Closing):
 
 
 def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | None = None) -> Placement:
-    """Reserve what a run's groups need, in one placement group.
+    """What a run's groups need, as parts of one placement group. All of it is reserved when the first group is made;
+    ``plan()`` of the whole says before that whether there is room.
 
     Args:
         args: the configuration. There is a critic where ``advantage_estimator`` is "gae". With ``colocate`` all roles
@@ -47,7 +48,6 @@ def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | N
 
     Raises:
         TrainArgsError: the configuration is not right.
-        PlacementError: the cluster can never hold this.
     """
     args = read_args(args)
     use_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
