@@ -364,7 +364,10 @@ class RayResourcePool(Closing, ResourcePool):
         if self._seating is not None:
             return self._seating.placement.request
         strategy = self.options.default_strategy(bin_pack)
-        return Request(tuple(self.store), {**self.bundle, **(extra or {})}, strategy, self.options.across_nodes)
+        bundle = dict(self.bundle)
+        for name, amount in (extra or {}).items():
+            bundle[name] = max(amount, bundle.get(name, 0.0))
+        return Request(tuple(self.store), bundle, strategy, self.options.across_nodes)
 
     def outlook(self, cluster: Sequence[Node], left: Sequence[dict[str, float]]) -> Outlook:
         """What becomes of the slots.

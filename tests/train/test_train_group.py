@@ -23,6 +23,7 @@ from workers.train.environment import NOSET, train_environment
 from workers.train.group import RayTrainGroup
 from workers.train.placement import place
 from workers.train.read_args import TrainArgsError, read_args
+from workers.train.worker_class import backend_class
 
 ROWS = {"x": np.arange(5)}
 
@@ -87,12 +88,8 @@ def test_what_a_group_is_not_made_of(ray_cluster, make, error, message):
         make()
 
 
-def test_the_backend_decides(monkeypatch):
-    from workers.fsdp.worker import FSDPTrainWorker
-    from workers.train.group import _backend
-
-    assert _backend("fsdp") is FSDPTrainWorker
-    assert _backend("megatron").__name__ == "MegatronTrainWorker"
+def test_the_backend_decides():
+    assert [backend_class(name).__name__ for name in ("fsdp", "megatron")] == ["FSDPTrainWorker", "MegatronTrainWorker"]
 
 
 # --- where -------------------------------------------------------------------------------------------------------

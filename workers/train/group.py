@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import inspect
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from single_controller import (
-    Broadcast,
+    CallTimeoutError,
+    GroupBrokenError,
     GroupClosedError,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    WorkerDiedError,
     WorkerFuture,
 )
-from workers.train.balance import balanced_order
 from workers.train.environment import train_environment
 from workers.train.placement import cluster_has_gpus
 from workers.train.read_args import TrainArgsError, read_args, role_args
-from workers.train.worker import Referred, TrainWorker
+from workers.train.shared_rollout import SharedRollout
+from workers.train.worker import TrainWorker
+from workers.train.worker_class import backend_class, checked_class
 
 ROLES = ("actor", "critic")
 
-BACKENDS = {
-    "fsdp": ("workers.fsdp.worker", "FSDPTrainWorker"),
-    "megatron": ("workers.megatron.train_worker", "MegatronTrainWorker"),
-}
+logger = logging.getLogger(__name__)
 
 
 class RayTrainGroup:
@@ -90,7 +89,7 @@ class RayTrainGroup:
                 f"num_resources_per_node={num_resources_per_node!r} is what a node's ranks reserve of `resources` in a "
                 "place that is made here; give resources, and no pg"
             )
-        self._class = checked_class(actor_cls) if actor_cls is not None else _backend(self.args.train_backend)
+        self._class = checked_class(actor_cls) if actor_cls is not None else backend_class(self.args.train_backend)
         self._owned: RayResourcePool | None = None
         self._closed = False
         if pg is None:
@@ -112,7 +111,7 @@ class RayTrainGroup:
         self._critic: RayTrainGroup | None = None
         self._actor: RayTrainGroup | None = None
         self._saved = self._writing = False
-        self._seen: _Seen | None = None
+        self._seen: SharedRollout | None = None
         self._group: RayWorkerGroup | None = None
         try:
             self.create()
@@ -204,7 +203,11 @@ class RayTrainGroup:
         """Wait for a checkpoint; of workers that are lost it is found out when there are new ones."""
         if self._writing and self._alive and self._group is not None and not self._group.broken:
             seconds = 60 * self.args.distributed_timeout_minutes
-            self._group.wait_for_save.options(timeout=seconds or None)()
+            try:
+                self._group.wait_for_save.options(timeout=seconds or None)()
+            except (WorkerDiedError, GroupBrokenError, CallTimeoutError) as error:
+                logger.warning("the %s's last checkpoint may not be complete: %s", self.role, error)
+                return
             self._saved, self._writing = True, False
 
     def __enter__(self) -> Self:
@@ -403,24 +406,12 @@ class RayTrainGroup:
         """Whose configuration counts for an actor and its critic: the actor's."""
         return self if self._actor is None else self._actor
 
-    def _look(self, rollout_id: int, given: Any) -> _Seen:
+    def _look(self, rollout_id: int, given: Any) -> SharedRollout:
         """Rollout data in the order in which its rows are dealt; the same for this group and its critic's."""
         if self._seen is None or self._seen.given is not given or self._seen.rollout_id != rollout_id:
-            self._seen = _Seen(rollout_id, given, self._dealt(given))
+            parts = self._rows_into() if self._leader.args.balance_data else None
+            self._seen = SharedRollout(rollout_id, given, parts)
         return self._seen
-
-    def _dealt(self, given: Any) -> Any:
-        if isinstance(given, (list, tuple)):
-            return list(given)
-        if isinstance(given, concurrent.futures.Future):
-            given = given.result()
-        parts = self._rows_into() if self._leader.args.balance_data else None
-        if type(given).__name__ == "ObjectRef":
-            return Broadcast(Referred(given, parts))
-        if parts is None:
-            return given
-        data = given.result() if hasattr(given, "result") else given
-        return data[balanced_order(data["attention_mask"].bool().sum(1).tolist(), parts)]
 
     def _rows_into(self) -> int:
         """Parts of about as many tokens: an actor and its critic cut the same rows, so an order that suits the two."""
@@ -430,41 +421,6 @@ class RayTrainGroup:
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
         return f"<RayTrainGroup of {self._ranks}: {self.role}, {state}>"
-
-
-class _Seen:
-    """Rollout data that a group has been given, and what it has been asked to compute of it."""
-
-    def __init__(self, rollout_id: int, given: Any, data: Any) -> None:
-        self.rollout_id, self.given, self.data = rollout_id, given, data
-        self._futures: dict[str, WorkerFuture] = {}
-
-    def once(self, method: str, group: RayTrainGroup) -> Any:
-        """A future; of data by dp rank, references by dp rank."""
-        if method not in self._futures:
-            self._futures[method] = getattr(group.worker_group, method).remote(self.data)
-        future = self._futures[method]
-        return list(future.refs) if isinstance(self.data, list) else future
-
-
-def checked_class(cls: Any) -> type[TrainWorker]:
-    """A user's worker class.
-
-    Raises:
-        TypeError: it is no `TrainWorker`, or lacks one of its methods.
-    """
-    if not isinstance(cls, type) or not issubclass(cls, TrainWorker):
-        raise TypeError(f"actor_cls is a subclass of TrainWorker, got {cls!r}")
-    if inspect.isabstract(cls):
-        raise TypeError(f"actor_cls {cls.__name__} lacks {', '.join(sorted(cls.__abstractmethods__))}")
-    return cls
-
-
-def _backend(name: str) -> type[TrainWorker]:
-    import importlib
-
-    module, cls = BACKENDS[name]
-    return checked_class(getattr(importlib.import_module(module), cls))
 
 
 def _first_slots(pg: RayResourcePool | Sequence[Any], ranks: int) -> RayResourcePool:

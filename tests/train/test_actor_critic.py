@@ -1,0 +1,197 @@
+"""An actor and its critic, as FSDP ranks: what each computes for the other, once, on whatever number of ranks."""
+
+import types
+
+import pytest
+import ray
+import torch
+from reference import small_llama
+from tensordict import TensorDict
+from torch.nn.functional import pad
+from train_kit import begin, distance, learn, rollout, whole_weights
+
+from single_controller import GroupClosedError, WorkerError
+from workers.train.group import RayTrainGroup
+
+pytestmark = pytest.mark.timeout(180)
+
+PPO = {"advantage_estimator": "gae", "gae_lambda": 0.9, "gamma": 0.98, "normalize_advantages": False, "lr": 3e-3,
+       "critic_lr": 3e-3, "max_tokens_per_micro_batch": 64}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data():
+    return rollout(small_llama(), prompts=5, samples=3)  # 15 rows: two ranks have 8 and 7
+
+
+@pytest.fixture(scope="module")
+def pair_of(fsdp_groups, train_pool):
+    """An actor and a critic of so many ranks, connected."""
+    critics = {}
+
+    def of(ranks, args, with_ref=False):
+        if ranks not in critics:
+            critics[ranks] = RayTrainGroup({}, 1, ranks, train_pool, 0.1, role="critic")
+        actor, critic = fsdp_groups(ranks), critics[ranks]
+        actor.connect(critic)
+        ray.get([*actor.async_init(args, with_ref=with_ref), *critic.async_init(args)])
+        return actor, critic
+
+    yield of
+    for ranks, group in critics.items():
+        fsdp_groups(ranks)._critic = None  # others use the actors alone
+        group.close()
+
+
+def estimates(rewards, values, counts, gamma, lam):
+    """Advantages and returns, token by token: one list of each for every row."""
+    made = ([], [])
+    for row in range(len(counts)):
+        at = counts[row].nonzero()[:, 0].tolist()
+        following, later = 0.0, 0.0
+        found = []
+        for t in reversed(at):
+            later = float(rewards[row, t]) + gamma * following - float(values[row, t]) + gamma * lam * later
+            following = float(values[row, t])
+            found.append((later, later + following))
+        for kind in (0, 1):
+            made[kind].extend(pair[kind] for pair in found)
+    return made
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
+def test_a_step_is_what_is_computed_by_hand_on_one_rank_and_on_two(pair_of, llama_folder, data):
+    counts = data["loss_mask"] != 0
+    rewards = torch.zeros(counts.shape)
+    for row in range(len(data)):
+        rewards[row, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
+    losses, weights = [], []
+    for ranks in (1, 2):
+        actor, critic = pair_of(ranks, {"hf_checkpoint": llama_folder, **PPO})
+        values = critic.worker_group.compute_values(data)
+        advantages, returns = estimates(rewards, values, counts, 0.98, 0.9)
+        of_critic, of_actor = learn(critic, 0, data), learn(actor, 0, data)
+        assert of_actor["loss"] == pytest.approx(-mean(advantages), abs=1e-5), "the ratio is 1"
+        assert of_critic["return"] == pytest.approx(mean(returns), abs=1e-5)
+        halves = [advantage**2 / 2 for advantage in advantages]  # a return is value + advantage
+        assert of_critic["value_loss"] == pytest.approx(mean(halves), abs=1e-5)
+        again = [learn(group, 1, data)["loss"] for group in (actor, critic)]
+        losses.append([of_actor["loss"], of_critic["loss"], *again])
+        weights.append([whole_weights(actor), whole_weights(critic)])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert all(distance(one, two) < 1e-4 for one, two in zip(*weights, strict=True))
+    assert losses[0][1] != losses[0][3], "values of another rollout are not those of the first"
+
+
+def test_who_learns_first_makes_no_difference_and_the_driver_carries_no_values(pair_of, llama_folder, data):
+    rows = TensorDict({key: pad(value, (0, 100)) if value.dim() == 2 else value for key, value in data.items()},
+                      batch_size=[len(data)])  # fmt: skip
+    found = []
+    for order in (1, -1):
+        actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO})
+        refs = {group.role: group.async_train(0, rows) for group in (actor, critic)[::order]}
+        found.append({role: {**ray.get(refs[role])[0], "seconds": 0} for role in ("actor", "critic")})
+    assert found[0] == found[1]
+
+    def last(group, method):
+        ranks = [call for call in group.worker_group.stats().calls if call.method == method][-1].ranks.values()
+        return sum(rank.sent for rank in ranks), sum(rank.returned for rank in ranks)
+
+    alone, values = last(critic, "compute_values")
+    assert values >= 4 * rows["input_ids"].numel()
+    for group in (actor, critic):
+        assert last(group, "train")[0] < alone + values / 4, "train() was sent the rollout, and where the values are"
+
+
+def test_rewards_less_the_divergence_from_the_reference(pair_of, llama_folder, data):
+    args = {"hf_checkpoint": llama_folder, **PPO, "kl_coef": 0.3, "num_steps_per_rollout": 2}
+    actor, critic = pair_of(2, args, with_ref=True)
+    learn(actor, 0, data)
+    old, ref = actor.worker_group.compute_log_prob(data), actor.worker_group.compute_ref_log_prob(data)
+    counts = data["loss_mask"] != 0
+    assert (old - ref)[counts].abs().max() > 1e-3, "the actor has moved"
+    values = critic.worker_group.compute_values(data)
+    rewards = -0.3 * (old - ref)
+    for row in range(len(data)):
+        rewards[row, counts[row].nonzero()[-1, 0]] += data["rewards"][row]
+    _, returns = estimates(rewards, values, counts, 0.98, 0.9)
+    refs = actor.async_train(1, data)  # the actor first: the critic learns from what it was before
+    of_critic = learn(critic, 1, data)
+    ray.get(refs)
+    # Two steps of about as many tokens each.
+    assert of_critic["return"] == pytest.approx(mean(returns), abs=0.05)
+    given = data.clone().set("old_log_probs", old).set("ref_log_probs", ref).set("values", values)
+    actor, critic = pair_of(2, args)
+    assert learn(critic, 1, given)["return"] == pytest.approx(of_critic["return"], abs=1e-5)
+
+
+def test_what_the_data_has_is_not_computed(pair_of, llama_folder, data):
+    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO})
+    zeros = data.clone().set("values", torch.zeros(data["input_ids"].shape))
+    before = critic.worker_group.stats().methods["compute_values"].calls
+    learn(actor, 0, zeros)
+    assert critic.worker_group.stats().methods["compute_values"].calls == before
+    advantages = [(0.98 * 0.9) ** k * float(row["rewards"]) for row in data for k in range(int(row["loss_mask"].sum()))]
+    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO})
+    assert learn(actor, 0, zeros)["loss"] == pytest.approx(-mean(advantages), abs=1e-5)
+
+
+@pytest.mark.parametrize("balance", [False, True])
+def test_references_instead_of_data(pair_of, llama_folder, data, balance):
+    found = []
+    given = [data, ray.put(data)] + ([] if balance else [[ray.put(data[:5]), ray.put(data[5:])]])
+    for rows in given:
+        actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, "balance_data": balance})
+        refs = critic.async_train(0, rows)
+        found.append([learn(actor, 0, rows)["loss"], ray.get(refs)[0]["loss"]])
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=1e-6)
+
+
+def test_a_critic_that_is_released_is_named(pair_of, llama_folder, data):
+    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO})
+    critic.release()
+    with pytest.raises(GroupClosedError, match="the critic's train workers are released"):
+        actor.async_train(0, data)
+    critic.create()
+    learn(actor, 0, data)
+
+
+def test_a_checkpoint_in_the_background_is_what_create_goes_on_from(fsdp_groups, train_pool, llama_folder, tmp_path):
+    data = rollout(small_llama(), prompts=2, samples=2)
+    args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "save": str(tmp_path), "async_save": True}
+    with RayTrainGroup(args, 1, 1, train_pool, 0.1) as group:
+        begin(group, args)
+        learn(group, 0, data)
+        group.save_model(0)
+        expected = whole_weights(group)
+        group.release()  # waits for it
+        assert (tmp_path / "latest.json").exists()
+        assert group.create() == [1]
+        assert distance(whole_weights(group), expected) == 0.0
+        learn(group, 1, data)
+        group.save_model(1)
+        expected = whole_weights(group)
+        group.wait_for_save()
+        group._writing = True  # as if nobody had waited
+        ray.kill(group.worker_group.workers[0])
+        group.release()
+        assert group.create() == [2]
+        assert distance(whole_weights(group), expected) == 0.0
+
+        # Nothing but rollouts: no model is made.
+        assert begin(group, {"debug_rollout_only": True}) == [0]
+        manager = types.SimpleNamespace(weight_version=None, refresh=None)
+        group.set_rollout_manager(manager)
+        assert ray.get(group.async_train(0, data)) == [{}]
+        assert (group.save_model(0), group.offload(), group.onload(), group.clear_memory()) == (None, 0, 0, None)
+        assert group.update_weights() == 0 and manager.weight_version is None
+        assert group.get_parallel_config()["dp_size"] == 1
+        with pytest.raises(WorkerError, match="this worker has no model"):
+            group.worker_group.compute_log_prob(data)
+        group.wait_for_save()
+        group.release()
+        assert group.create() == [0]
