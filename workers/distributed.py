@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from single_controller import Worker
 
 
@@ -34,24 +36,6 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
     )
 
 
-def end_subgroups() -> None:
-    """Destroy all process groups of this process but the default one: those of a model that is about to be made anew.
-    Every rank does. Each gloo group has a thread that wakes a hundred times a second, whether anybody uses it or not:
-    some hundreds of forgotten ones take all of a machine."""
-    import gc
-
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    if not dist.is_initialized():
-        return
-    gc.collect()
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
-
-
 @contextmanager
 def rank_by_rank(worker: Worker) -> Iterator[None]:
     """Inside, the ranks of a node run one after the other, so that files which the first of them writes (a cache of
@@ -68,3 +52,28 @@ def rank_by_rank(worker: Worker) -> Iterator[None]:
     finally:
         for _ in range(max(turns) - worker.local_rank):
             dist.barrier()
+
+
+def process_groups() -> list[ProcessGroup]:
+    """The process groups of this process but the default one, in the order in which they were made."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return []
+    return [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+
+
+def end_process_groups(groups: Sequence[ProcessGroup]) -> None:
+    """End process groups: their connections and threads. All ranks call it with the same ones, in the same order.
+
+    Each group of gloo has a thread that wakes a hundred times a second, whether anybody uses it or not: some hundreds
+    of forgotten ones take all of a machine.
+    """
+    import torch.distributed as dist
+
+    if not groups:
+        return
+    dist.barrier()  # a rank may still be receiving the last that came through them
+    for group in groups:
+        if group in process_groups():
+            dist.destroy_process_group(group)

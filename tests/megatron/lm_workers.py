@@ -2,7 +2,7 @@
 
 from single_controller import Dispatch, register
 from workers import MegatronLMWorker
-from workers.distributed import end_subgroups
+from workers.distributed import end_process_groups, process_groups
 
 
 class ManyModels(MegatronLMWorker):
@@ -17,7 +17,7 @@ class ManyModels(MegatronLMWorker):
 
         parallel_state.destroy_model_parallel()
         self.decoder = None
-        end_subgroups()
+        end_process_groups(process_groups())
         MegatronLMWorker.__init__(self, *args, **kwargs)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from workers.device import has_cuda
-from workers.distributed import end_subgroups, rank_by_rank
+from workers.distributed import end_process_groups, process_groups, rank_by_rank
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
@@ -65,9 +66,35 @@ class ModelWorker(TrainWorker):
         """See `TrainWorker.init`."""
         if role not in ROLES:
             raise ValueError(f"init(role={role!r}): it is one of {', '.join(map(repr, ROLES))}")
+        self._forget()
         self.args, self.role = role_args(read_args(args), role), role
         self.weight_version = self.optimizer_step = 0
-        self._forget_model()
+        before = process_groups()
+        try:
+            return self._make(with_ref)
+        finally:
+            self._groups = [group for group in process_groups() if group not in before]
+
+    _groups: Sequence[Any] = ()
+
+    def _forget(self) -> None:
+        """Let go of the model of an earlier `init`: of its memory, and of the process groups that were made for it."""
+        if "checkpoints" in vars(self):
+            try:
+                self.checkpoints.wait()
+            except CheckpointError as error:
+                logger.error("rank %d: before init() is called again: %s", self.rank, error)
+        for name in ("model", "memory", "backup", "checkpoints"):
+            vars(self).pop(name, None)
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if self._groups:
+            self.clear_memory()
+        groups, self._groups = self._groups, ()
+        end_process_groups(groups)
+
+    def _make(self, with_ref: bool) -> int:
         self.begin()
         if self.args.debug_rollout_only:
             return 0
@@ -104,20 +131,6 @@ class ModelWorker(TrainWorker):
         self.clear_memory()
         return 0 if found is None else found.rollout_id + 1
 
-    def _forget_model(self) -> None:
-        """Of an earlier `init`."""
-        if "checkpoints" in vars(self):
-            try:
-                self.checkpoints.wait()
-            except CheckpointError as error:
-                logger.warning("%s", error)
-        for name in ("model", "memory", "backup", "checkpoints"):
-            vars(self).pop(name, None)
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
-        end_subgroups()
-
     def get_parallel_config(self) -> dict[str, int]:
         """See `TrainWorker.get_parallel_config`."""
         return {"dp_size": dist.get_world_size(self.dp_group)}
@@ -132,9 +145,8 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("update_weights")
         if self._sender is None:
             raise RuntimeError("update_weights(): there is nobody to send them to; call set_rollout_manager() first")
-        everywhere = self._sender.everywhere
-        weights = self.model.hf_weights(everywhere=everywhere)
-        self._sender.send(version, weights, rank=self.rank, ranks=self.world_size, everywhere=everywhere)
+        weights = self.model.hf_weights(everywhere=self._sender.everywhere)
+        self._sender.send(version, weights, rank=self.rank, ranks=self.world_size)
         self.weight_version = version
         if self.args.keep_old_actor:
             self._keep_version(version)
