@@ -1,4 +1,4 @@
-"""Groups of FSDP ranks that several files share. A test initialises them as it needs them."""
+"""Groups of ranks of both backends that several files share. A test initialises them as it needs them."""
 
 import pytest
 from reference import small_llama
@@ -23,6 +23,21 @@ def fsdp_groups(train_pool):
     def of(ranks):
         if ranks not in made:
             made[ranks] = RayTrainGroup({}, 1, ranks, train_pool, num_gpus_per_actor=0.1)
+        return made[ranks]
+
+    yield of
+    for group in made.values():
+        group.close()
+
+
+@pytest.fixture(scope="session")
+def megatron_groups(train_pool):
+    """Groups of two and four ranks of Megatron, made when first asked for. Give `begin` the sizes."""
+    made = {}
+
+    def of(ranks):
+        if ranks not in made:
+            made[ranks] = RayTrainGroup({"train_backend": "megatron"}, 1, ranks, train_pool, num_gpus_per_actor=0.1)
         return made[ranks]
 
     yield of
