@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import single_controller
+import workers
 from single_controller import Dispatch
 from single_controller.base.engine import Engine
 
@@ -53,7 +54,7 @@ def test_links_lead_somewhere(page):
 def test_every_mode_and_error_is_in_the_readme():
     modes = [name for name in Dispatch.__annotations__ if not name.startswith("_")]  # other tests add to Dispatch
     text = README.read_text()
-    errors = [name for name in single_controller.__all__ if name.endswith("Error")]
+    errors = [name for package in (single_controller, workers) for name in package.__all__ if name.endswith("Error")]
     assert [name for name in [*modes, *errors] if f"`{name}`" not in text] == []
 
 
