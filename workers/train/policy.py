@@ -48,7 +48,8 @@ class PolicyTrainWorker(ModelWorker):
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_log_prob(self, rollout_data: Any) -> torch.Tensor | None:
         """Log-probabilities of the tokens under the actor as it is, (B, T) float32, 0 where there is none."""
-        return self.model.log_probs(self._checked(rollout_data), self.args.temperature)
+        data = self._checked(rollout_data)
+        return self.model.log_probs(data, self.args.temperature)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_old_log_prob(self, rollout_data: Any) -> torch.Tensor:
@@ -61,13 +62,15 @@ class PolicyTrainWorker(ModelWorker):
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_ref_log_prob(self, rollout_data: Any) -> torch.Tensor | None:
         """Log-probabilities of the tokens under the reference, (B, T) float32, 0 where there is none."""
+        data = self._checked(rollout_data)
         with self.backup.swapped("ref"):
-            return self.model.log_probs(self._checked(rollout_data), self.args.temperature)
+            return self.model.log_probs(data, self.args.temperature)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_values(self, rollout_data: Any) -> torch.Tensor | None:
         """What the critic expects before each token, (B, T) float32, 0 where there is nothing."""
-        return self.model.values(self._checked(rollout_data))
+        data = self._checked(rollout_data)
+        return self.model.values(data)
 
     def _train_actor(self, data: Data) -> dict[str, float]:
         args = self.args
