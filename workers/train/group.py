@@ -177,7 +177,7 @@ class RayTrainGroup:
     def release(self) -> None:
         """End the workers, and keep their place, the version of their weights, and where their checkpoints are. A
         checkpoint that is written in the background is waited for."""
-        self._seen = None
+        self._seen = self._beginning = None
         try:
             self._finish_writing()
         finally:
@@ -234,7 +234,12 @@ class RayTrainGroup:
             raise GroupClosedError(f"the {self.role}'s train group was closed, or its place was; make a new one")
         if not self._alive or self._group is None:
             raise GroupClosedError(f"the {self.role}'s train workers are released; create() makes them again")
+        if self._beginning is not None and _answered(self._beginning):
+            self._beginning = None
         return self._group
+
+    _beginning: WorkerFuture | None = None
+    """The call of init() whose end this process may not have looked at, though whoever has its references has."""
 
     def _ready(self, method: str) -> RayWorkerGroup:
         """The group of workers, which have a model."""
@@ -269,7 +274,8 @@ class RayTrainGroup:
         self._init = (self.args, self.role, with_ref)
         self._saved = self._writing = False
         self._seen = None
-        return _refs(workers.init.remote(*self._init))
+        self._beginning = workers.init.remote(*self._init)
+        return _refs(self._beginning)
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
         """Have every rank learn from a rollout.
@@ -462,3 +468,15 @@ def _actors(manager: Any) -> list[Any]:
 
 def _refs(future: WorkerFuture) -> list[Any]:
     return list(future.refs)
+
+
+def _answered(future: WorkerFuture) -> bool:
+    """Whether all ranks have answered. What they said of where they stand is known from then on: calls that follow are
+    cut for it, and not for the sizes before."""
+    import ray
+
+    refs = _refs(future)
+    if len(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0]) < len(refs):
+        return False
+    future.exception()
+    return True
