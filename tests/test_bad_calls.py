@@ -127,6 +127,7 @@ class Stage:
     def once(self, name, make):
         if name not in self._made:
             self._made[name] = make()
+            self.now()
         return self._made[name]
 
     def made(self, name):
