@@ -312,12 +312,14 @@ def test_versions_are_counted_and_told_to_the_manager(slots):
         assert (group.weight_version, group.update_weights(), group.update_weights()) == (0, 1, 2)
         manager = types.SimpleNamespace(weight_version=None, refresh=None)
         sent = []
-        group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "rollout_manager", None))
         group.set_rollout_manager(manager)
         assert group.worker_group.said()[1]["manager"] == types.SimpleNamespace(weight_version=None, refresh=None)
         assert group.update_weights() == manager.weight_version == group.weight_version == 3
         assert manager.refresh() == 4, "the manager calls it for workers that were restarted"
         assert [s["version"] for s in group.worker_group.said()] == [4, 4]
+        ray.get(group.async_init())  # whose workers forget whom they send to
+        group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "rollout_manager", None))
+        assert group.update_weights() == 5 and group.worker_group.said()[0]["manager"] is not None
         other = types.SimpleNamespace(refresh=sent.append)
         group.set_rollout_manager(other)
         assert other.refresh == sent.append

@@ -107,7 +107,7 @@ class RayTrainGroup:
         self.pool = _first_slots(pg, self._ranks)
         self._init: tuple[Any, ...] | None = None
         self._manager: Any = None
-        self._receivers: list[Any] = []
+        self._receivers: list[Any] | None = None
         self._critic: RayTrainGroup | None = None
         self._actor: RayTrainGroup | None = None
         self._saved = self._writing = False
@@ -273,7 +273,7 @@ class RayTrainGroup:
         workers = self.worker_group
         self._init = (self.args, self.role, with_ref)
         self._saved = self._writing = False
-        self._seen = None
+        self._seen = self._receivers = None
         self._beginning = workers.init.remote(*self._init)
         return _refs(self._beginning)
 
@@ -329,7 +329,7 @@ class RayTrainGroup:
             return self.weight_version
         version = self.weight_version + 1
         if self._manager is not None:
-            if _actors(self._manager) != self._receivers:  # rollout workers were restarted: other processes
+            if _actors(self._manager) != self._receivers:  # others, since they were restarted; or init() anew
                 self.set_rollout_manager(self._manager)
             self._manager.weight_version = version  # whoever has not got it when it generates next is an error
         workers.update_weights(version)
