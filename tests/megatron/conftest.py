@@ -6,9 +6,9 @@ from megatron_workers import Lab
 from single_controller import NVMegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def four_processes(ray_cluster):
-    """On the whole session's pool of four CPU slots."""
+    """On a pool of four CPU slots, which others need when these tests are over."""
     with (
         RayResourcePool([4], use_gpu=False) as pool,
         NVMegatronRayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Lab)) as group,

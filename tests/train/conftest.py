@@ -30,7 +30,7 @@ def fsdp_groups(train_pool):
         group.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def megatron_groups(train_pool):
     """Groups of two and four ranks of Megatron, made when first asked for. Give `begin` the sizes."""
     made = {}

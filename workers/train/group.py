@@ -151,7 +151,7 @@ class RayTrainGroup:
             begin: list[int] = self._group.init(*self._init_again())
             self._group.set_weight_version(self.weight_version)
             if self._manager is not None:
-                self._group.set_rollout_manager(self._manager)
+                self.set_rollout_manager(self._manager)
             actor = self if self._critic is not None else self._actor
             if actor is not None and actor._critic is not None and actor._alive and actor._critic._alive:
                 actor.connect(actor._critic)
@@ -351,7 +351,10 @@ class RayTrainGroup:
     def set_rollout_manager(self, manager: Any) -> None:
         """Tell every rank whose rollout workers `update_weights` sends to. The manager calls it from then on for
         workers that were restarted, unless it has a ``refresh`` of its own."""
-        self._ready("set_rollout_manager").set_rollout_manager(manager)
+        workers = self._ready("set_rollout_manager")
+        if getattr(manager, "refresh", None) == self.update_weights:
+            manager.refresh = None  # it stays in this process
+        workers.set_rollout_manager(manager)
         self._manager, self._receivers = manager, _actors(manager)
         if getattr(manager, "refresh", self) is None:
             manager.refresh = self.update_weights
