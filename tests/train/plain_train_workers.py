@@ -7,6 +7,16 @@ from single_controller import Dispatch, register
 from workers.train.worker import TrainWorker
 
 
+class Manager:
+    """What a train group wants of a rollout manager. As with the real one, `refresh` stays on the driver."""
+
+    def __init__(self, name="manager", refresh=None):
+        self.name, self.refresh, self.weight_version = name, refresh, None
+
+    def __getstate__(self):
+        return {**vars(self), "refresh": None}
+
+
 class Plain(TrainWorker):
     """Notes its calls. A checkpoint is a file that rank 0 writes."""
 

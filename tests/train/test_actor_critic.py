@@ -1,10 +1,9 @@
 """An actor and its critic, as FSDP ranks: what each computes for the other, once, on whatever number of ranks."""
 
-import types
-
 import pytest
 import ray
 import torch
+from plain_train_workers import Manager
 from reference import small_llama
 from tensordict import TensorDict
 from torch.nn.functional import pad
@@ -184,7 +183,7 @@ def test_a_checkpoint_in_the_background_is_what_create_goes_on_from(fsdp_groups,
 
         # Nothing but rollouts: no model is made.
         assert begin(group, {"debug_rollout_only": True}) == [0]
-        manager = types.SimpleNamespace(weight_version=None, refresh=None)
+        manager = Manager()
         group.set_rollout_manager(manager)
         assert ray.get(group.async_train(0, data)) == [{}]
         assert (group.save_model(0), group.offload(), group.onload(), group.clear_memory()) == (None, 0, 0, None)

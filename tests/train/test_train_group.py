@@ -10,12 +10,11 @@ import subprocess
 import sys
 import textwrap
 import time
-import types
 
 import numpy as np
 import pytest
 import ray
-from plain_train_workers import Incomplete, Meeting, Plain
+from plain_train_workers import Incomplete, Manager, Meeting, Plain
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from single_controller import GroupClosedError, PlacementError, RayResourcePool, Worker, WorkerError
@@ -310,17 +309,17 @@ def test_versions_are_counted_and_told_to_the_manager(slots):
     with group_of(pg=slots) as group:
         ray.get(group.async_init())
         assert (group.weight_version, group.update_weights(), group.update_weights()) == (0, 1, 2)
-        manager = types.SimpleNamespace(weight_version=None, refresh=None)
+        manager = Manager()
         sent = []
         group.set_rollout_manager(manager)
-        assert group.worker_group.said()[1]["manager"] == types.SimpleNamespace(weight_version=None, refresh=None)
+        assert group.worker_group.said()[1]["manager"].name == "manager"
         assert group.update_weights() == manager.weight_version == group.weight_version == 3
         assert manager.refresh() == 4, "the manager calls it for workers that were restarted"
         assert [s["version"] for s in group.worker_group.said()] == [4, 4]
         ray.get(group.async_init())  # whose workers forget whom they send to
         group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "rollout_manager", None))
         assert group.update_weights() == 5 and group.worker_group.said()[0]["manager"] is not None
-        other = types.SimpleNamespace(refresh=sent.append)
+        other = Manager(refresh=sent.append)
         group.set_rollout_manager(other)
         assert other.refresh == sent.append
 
@@ -358,7 +357,7 @@ def test_released_workers_are_made_again_where_they_were(slots, tmp_path):
     assert group.release() is None and group.create() is None, "not initialised before, not after"
     ray.get(group.async_init(with_ref=True))
     group.update_weights()
-    group.set_rollout_manager(types.SimpleNamespace(name="manager"))
+    group.set_rollout_manager(Manager())
     before = where(group), group.worker_group.said()
     with pytest.raises(RuntimeError, match=r"has its workers; release\(\) ends them first"):
         group.create()
@@ -373,7 +372,8 @@ def test_released_workers_are_made_again_where_they_were(slots, tmp_path):
     assert where(group) == before[0]
     for old, new in zip(before[1], group.worker_group.said(), strict=True):
         assert old["pid"] != new["pid"]
-        assert {**old, "pid": 0} == {**new, "pid": 0}
+        same = {"pid": 0, "manager": None}
+        assert {**old, **same} == {**new, **same}
         assert (new["version"], new["manager"].name, new["with_ref"]) == (1, "manager", True)
     assert group.save_model(4) == str(tmp_path)
     group.release()
