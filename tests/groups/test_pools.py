@@ -142,7 +142,7 @@ def test_a_full_pool_says_who_is_in_it(ray_cluster):
 @pytest.mark.parametrize(
     ("pool", "missing"),
     [
-        ({"process_on_nodes": [64], "use_gpu": False}, r"missing: 48 CPU \(asked 64, there are 16\)"),
+        ({"process_on_nodes": [64], "use_gpu": False}, r"missing: 32 CPU \(asked 64, there are 32\)"),
         ({"process_on_nodes": [4]}, r"missing: 4 GPU \(asked 4, there are 0\)"),
         ({"process_on_nodes": [1], "use_gpu": False, "resources": {"disk": 2}}, r"missing: 2 disk"),
         ({"process_on_nodes": [1], "use_gpu": False, "accelerator_type": "H100"}, r"accelerator_type:H100"),

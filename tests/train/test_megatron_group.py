@@ -186,7 +186,7 @@ def test_an_actor_takes_values_from_a_critic_of_another_backend(
     begin(actor, args, with_ref=True)
     monkeypatch.setattr(critic, "role", "critic")
     begin(critic, args)
-    for group, name in ((actor, "_critic"), (critic, "_actor"), (actor, "_parts"), (critic, "_parts")):
+    for group, name in ((actor, "_critic"), (critic, "_actor"), (actor, "_seen"), (critic, "_seen")):
         monkeypatch.setattr(group, name, getattr(group, name))  # put back after this test
     actor.connect(critic)
     values = critic.worker_group.compute_values(data)
