@@ -1246,7 +1246,7 @@ unplaceable("place-options-beyond-the-slot", PlacementError, r"GPU",
          rf"not placed within 1 s.*{TABLE_BY_NODE}.*in use now", within=4.0)
 def _(s):
     assert s.kit
-    s.group(RayClassWithInitArgs(Starts), s.own_pool([16], placement_timeout=1.0))
+    s.group(RayClassWithInitArgs(Starts), s.own_pool([32], placement_timeout=1.0))
 
 
 @partial(unplaceable, "place-pool-full", PlacementError, r"is full: max_colocate_count=1.*Starts.*Close one")

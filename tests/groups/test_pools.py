@@ -757,8 +757,8 @@ class TestManager:
             ResourcePoolManager([8], {})
 
     def test_pools_that_never_fit_side_by_side_are_said_at_once(self, ray_cluster):
-        manager = ResourcePoolManager({"a": [9], "b": [9]}, {"x": "a"}, use_gpu=False)
-        with pytest.raises(PlacementError, match=r"b \[9\] has no room beside a \[9\]"):
+        manager = ResourcePoolManager({"a": [17], "b": [17]}, {"x": "a"}, use_gpu=False)
+        with pytest.raises(PlacementError, match=r"b \[17\] has no room beside a \[17\]"):
             manager.get_resource_pool("x")
         with pytest.raises(PlacementError, match=r"pool 'a' can never be placed[\s\S]*1 GPU \(asked 1, there are 0\)"):
             ResourcePoolManager({"a": [1]}, {"x": "a"}).create_resource_pool()
