@@ -15,12 +15,12 @@ import pytest  # noqa: E402  (Ray reads the variables when it is imported)
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A Ray of this session's own: 32 logical CPUs, 8 crates for the tests of pools, no GPU, no dashboard."""
+    """A Ray of this session's own: 16 logical CPUs, 8 crates for the tests of pools, no GPU, no dashboard."""
     import ray
 
     ray.init(
         "local",
-        num_cpus=32,
+        num_cpus=16,
         num_gpus=0,
         resources={"crate": 8},
         include_dashboard=False,

@@ -1218,10 +1218,10 @@ unplaceable = partial(bad, within=2.0, then=Then.NOTHING_LEFT)
 TABLE_BY_NODE = r"asked: .*\nnode .*free/total.*\n\d+\.\d+\.\d+\.\d+ \(.*missing: "
 
 unplaceable("place-too-many-cpus", PlacementError,
-            rf"can never be placed.*{TABLE_BY_NODE}68 CPU \(asked 100, there are 32\)",
+            rf"can never be placed.*{TABLE_BY_NODE}84 CPU \(asked 100, there are 16\)",
             lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([100])))
-unplaceable("place-too-many-on-one-node", PlacementError, rf"{TABLE_BY_NODE}1 CPU \(asked 33, there are 32\)",
-            lambda s: s.own_pool([33]).place())
+unplaceable("place-too-many-on-one-node", PlacementError, rf"{TABLE_BY_NODE}1 CPU \(asked 17, there are 16\)",
+            lambda s: s.own_pool([17]).place())
 unplaceable("place-gpu-where-there-is-none", PlacementError,
             rf"{TABLE_BY_NODE}2 GPU \(asked 2, there are 0\).*use_gpu=False",
             lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([2], use_gpu=True)))
@@ -1246,7 +1246,7 @@ unplaceable("place-options-beyond-the-slot", PlacementError, r"GPU",
          rf"not placed within 1 s.*{TABLE_BY_NODE}.*in use now", within=4.0)
 def _(s):
     assert s.kit
-    s.group(RayClassWithInitArgs(Starts), s.own_pool([32], placement_timeout=1.0))
+    s.group(RayClassWithInitArgs(Starts), s.own_pool([16], placement_timeout=1.0))
 
 
 @partial(unplaceable, "place-pool-full", PlacementError, r"is full: max_colocate_count=1.*Starts.*Close one")

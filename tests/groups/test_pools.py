@@ -142,7 +142,7 @@ def test_a_full_pool_says_who_is_in_it(ray_cluster):
 @pytest.mark.parametrize(
     ("pool", "missing"),
     [
-        ({"process_on_nodes": [64], "use_gpu": False}, r"missing: 32 CPU \(asked 64, there are 32\)"),
+        ({"process_on_nodes": [64], "use_gpu": False}, r"missing: 48 CPU \(asked 64, there are 16\)"),
         ({"process_on_nodes": [4]}, r"missing: 4 GPU \(asked 4, there are 0\)"),
         ({"process_on_nodes": [1], "use_gpu": False, "resources": {"disk": 2}}, r"missing: 2 disk"),
         ({"process_on_nodes": [1], "use_gpu": False, "accelerator_type": "H100"}, r"accelerator_type:H100"),
@@ -757,8 +757,8 @@ class TestManager:
             ResourcePoolManager([8], {})
 
     def test_pools_that_never_fit_side_by_side_are_said_at_once(self, ray_cluster):
-        manager = ResourcePoolManager({"a": [17], "b": [17]}, {"x": "a"}, use_gpu=False)
-        with pytest.raises(PlacementError, match=r"b \[17\] has no room beside a \[17\]"):
+        manager = ResourcePoolManager({"a": [9], "b": [9]}, {"x": "a"}, use_gpu=False)
+        with pytest.raises(PlacementError, match=r"b \[9\] has no room beside a \[9\]"):
             manager.get_resource_pool("x")
         with pytest.raises(PlacementError, match=r"pool 'a' can never be placed[\s\S]*1 GPU \(asked 1, there are 0\)"):
             ResourcePoolManager({"a": [1]}, {"x": "a"}).create_resource_pool()

@@ -8,9 +8,9 @@ from single_controller import NVMegatronRayWorkerGroup, RayClassWithInitArgs, Ra
 
 @pytest.fixture(scope="package")
 def four_processes(ray_cluster):
-    """On a pool of four CPU slots, which others need when these tests are over."""
+    """On four slots that leave the CPUs of the test cluster to other tests."""
     with (
-        RayResourcePool([4], use_gpu=False) as pool,
+        RayResourcePool([4], use_gpu=False, num_cpus=0.1) as pool,
         NVMegatronRayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Lab)) as group,
     ):
         yield group

@@ -10,8 +10,8 @@ from workers.train.group import RayTrainGroup
 
 @pytest.fixture(scope="package")
 def train_pool(ray_cluster):
-    """Four CPU slots."""
-    with RayResourcePool([4], use_gpu=False) as pool:
+    """Four slots that leave the CPUs of the test cluster to other tests."""
+    with RayResourcePool([4], use_gpu=False, num_cpus=0.1) as pool:
         yield pool
 
 

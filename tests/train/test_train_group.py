@@ -78,7 +78,7 @@ def test_a_class_that_is_no_train_worker(ray_cluster, cls, message):
         (lambda: group_of(role="judge"), ValueError, "role='judge': it is one of 'actor', 'critic'"),
         (lambda: group_of(num_resources_per_node=2), ValueError, "give resources, and no pg"),
         (lambda: group_of(pg=3), TypeError, "takes a placement group"),
-        (lambda: group_of(ranks=40), PlacementError, r"missing: 8 CPU \(asked 40, there are 32\)"),
+        (lambda: group_of(ranks=40), PlacementError, r"missing: 24 CPU \(asked 40, there are 16\)"),
         (lambda: group_of(resources={"barge": 1}), PlacementError, "barge"),
     ],
 )
@@ -168,7 +168,7 @@ def test_place_puts_roles_side_by_side_or_together(ray_cluster):
         with pytest.raises(GroupClosedError):
             where(group)
     with (
-        pytest.raises(PlacementError, match=r"(?s)node.*missing: 28 CPU \(asked 60, there are 32\)"),
+        pytest.raises(PlacementError, match=r"(?s)node.*missing: 44 CPU \(asked 60, there are 16\)"),
         place({"actor_num_gpus_per_node": 59}) as side,
     ):
         group_of(ranks=59, pg=side.actor)
