@@ -88,9 +88,20 @@ def shard(
     model.to_empty(device="cpu" if cpu_offload else device)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
+    take_weights(model, whole, cpu_offload)
+    _same_buffers(model, buffers, device)
+
+
+def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -> None:
+    """Give every rank its part of rank 0's weights.
+
+    Args:
+        model: what `shard` has cut.
+        whole: on rank 0 the state dict of the whole model; on the others it is not looked at.
+        cpu_offload: as for `shard`.
+    """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(model, whole, options=options)
-    _same_buffers(model, buffers, device)
 
 
 def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor], device: torch.device) -> None:

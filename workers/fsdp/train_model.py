@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from workers.fsdp.build import build, mesh_of, shard
+from workers.fsdp.build import build, mesh_of, shard, take_weights
 from workers.fsdp.checkpoint import Checkpoints
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
@@ -226,15 +226,12 @@ class FSDPTrainModel(TrainModel):
 
     def load_hf(self, folder: str) -> None:
         """See `TrainModel`."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
         options = self.options
         trust = options.trust_remote_code
         other = build(self.hf_config, self.role, seed=options.seed, folder=folder, trust_remote_code=trust)
         whole = dict(other.state_dict()) if not dist.get_rank() else {}
         self._reshard()
-        settings = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=options.cpu_offload)
-        set_model_state_dict(self.module, whole, options=settings)
+        take_weights(self.module, whole, options.cpu_offload)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

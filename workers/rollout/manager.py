@@ -124,7 +124,8 @@ class RolloutManager:
         Raises:
             PromptError: a prompt is empty.
             ValueError: an entry of ``extras`` does not have one value for each prompt.
-            WeightVersionError: workers have other weights than the last sync brought, or are amid an update.
+            WeightVersionError: workers have other weights than the last sync brought, or are amid an update; and there
+                is no `refresh`, or they still have after it.
             RewardError: the reward function raised, or returned what is no reward.
             SingleControllerError: what else a call of the group raises: `WorkerError`, `WorkerDiedError`, ...
         """
@@ -148,7 +149,7 @@ class RolloutManager:
     ) -> Future[TensorDict]:
         """`generate` without waiting. The workers have been sent the call when this returns, and so generate with the
         weights of now, whatever update is sent to them next; rewards are computed in a thread of this process, one
-        rollout after the other.
+        rollout after the other. Workers that have other weights are an error here, `refresh` or not.
 
         Returns:
             A future of `concurrent.futures`: ``.result()``; ``await asyncio.wrap_future(...)``.
