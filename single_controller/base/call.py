@@ -58,6 +58,8 @@ class GroupState:
             class is None.
         deaths: what calls found out: how many restarts there had been, and the error.
         replays: (role, method) -> the latest successful call of a ``replay=True`` method.
+        referred: calls under way whose answers' references were handed out: whoever has these may know of the call's
+            end before the group does.
     """
 
     def __init__(self, name: str, error_grace: float) -> None:
@@ -73,6 +75,7 @@ class GroupState:
         self.deaths: list[tuple[int, WorkerDiedError]] = []
         self.standings: dict[str | None, dict[int, int]] = {}
         self.replays: dict[tuple[str | None, str], Replay] = {}
+        self.referred: weakref.WeakSet[Call] = weakref.WeakSet()
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
     def check(self) -> None:
@@ -237,6 +240,13 @@ class Call:
         if self._answers is None:
             raise RuntimeError(f"{self.label}() was sent without keeping its answers")
         return self._answers
+
+    def refs(self) -> list[Any]:
+        """The engine's references to the answers, to be handed out."""
+        with self._lock:
+            if not self.settled:
+                self._state.referred.add(self)
+        return self.answers.refs()
 
     def absorb_soon(self, seconds: float) -> None:
         """Take in all receipts, if they come within so many seconds."""
@@ -417,6 +427,7 @@ class Call:
             return
         self.error = error
         self.settled = True
+        self._state.referred.discard(self)
         if self._accounts is not None:
             self._record.settled = time.time()
             self._record.failed = None if error is None else type(error).__name__

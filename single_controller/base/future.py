@@ -96,7 +96,7 @@ class WorkerFuture(_HandedOn):
     @property
     def refs(self) -> list[Any]:
         """The engine's references to the answers, one per collecting rank (ObjectRefs, on Ray)."""
-        return self._call.answers.refs()
+        return self._call.refs()
 
     @property
     def failed(self) -> Exception | None:

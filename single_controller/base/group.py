@@ -138,6 +138,10 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         if self._table is None:
             ways = ", ".join(f"group.{role}" for role in self.roles)
             raise DispatchError(f"every role of {self.name} has a layout of its own: ask {ways}", method="layout")
+        with self._state.lock:
+            referred = list(self._state.referred)
+        for call in referred:  # one may have ended, and said something new, unnoticed by this process
+            monitor.poll(call)
         here = self._learned[self._role]
         known = here.layout
         said = self._state.standings.get(self._role, {})

@@ -226,6 +226,14 @@ class TestLayouts:
         assert group.compute(["a", "b"]) == [(0, "a"), (1, "b")]
         assert group.layout.size("tp") == 2
 
+    def test_whoever_waits_for_the_references_of_a_move_has_the_next_call_cut_for_it(self, engine, make_group):
+        group = make_group(Grid, DP2_TP2)
+        ways = ({"dp": [0, 1, 0, 1], "tp": [0, 0, 1, 1]}, [(0, "a"), (1, "b")]), (DP2_TP2, [(0, "a"), (2, "b")])
+        for axes, answers in ways * 5:
+            future = group.move.remote(axes)
+            engine.get(future.refs)
+            assert group.compute(["a", "b"]) == answers
+
     def test_ranks_that_do_not_say_are_named(self, make_group):
         group = make_group(Grid, DP2_TP2, silent=(1, 3))
         with pytest.raises(DispatchError, match=r"ranks \[1, 3\]"):
