@@ -31,6 +31,9 @@ SAY_SECONDS = 5.0
 _POLL_SECONDS = (0.01, 0.2)
 """First and longest pause between two questions whether Ray has placed something."""
 
+_SETTLE_SECONDS = 0.3
+"""How long placement groups may take from the first step of their reservation to the second before they are removed."""
+
 
 class Placement:
     """The placement groups of one pool, and its slots in them. `reserve` makes one.
@@ -200,11 +203,20 @@ def _made(prefix: str, count: int) -> list[PlacementGroup]:
 
 
 def _remove(groups: Sequence[PlacementGroup], made_in: str | None) -> None:
+    end = time.monotonic() + _SETTLE_SECONDS
     for group in groups if session() == made_in else ():
         try:
+            _let_it_settle(group, end)
             remove_placement_group(group)
         except Exception:  # Ray is gone, and with it the placement group
             logger.debug("placement group %s could not be removed", group.id, exc_info=True)
+
+
+def _let_it_settle(group: PlacementGroup, end: float) -> None:
+    """Ray reserves in two steps, and what it removes between the two stays reserved for ever (Ray 2.60): a placement
+    group that may be there is given time to get on. One that waits for room is not held up for long."""
+    while placement_group_table(group).get("state") in ("PENDING", "PREPARED") and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS[0])
 
 
 def wait_placed(refs: Sequence[Any], placements: Sequence[Placement], timeout: float, name: str) -> None:
