@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import mmap
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +14,8 @@ from single_controller import SingleControllerError
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _LISTS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """What hides devices from torch: the first of them that is set, on AMD; elsewhere the second alone."""
@@ -34,6 +40,33 @@ def backend() -> str:
 def every_backend() -> str:
     """The backends for ``torch.distributed`` where the CPU's tensors travel too: by gloo, and by nccl the devices'."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Host memory, uint8; pinned, CUDA devices copy to and from it directly.
+
+    It is registered with CUDA as it is: torch's own pinned memory is rounded up to a power of two, and is kept when
+    nobody needs it any more. Where the machine pins no more of it, the copies are slower, and a warning says so.
+    """
+    import numpy as np
+    import torch
+
+    if not pinned or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    # Whole pages, which no other memory is on. Weak references to an array are told before it is freed.
+    whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = np.empty(whole + mmap.PAGESIZE, np.uint8)
+    begin = -memory.ctypes.data % mmap.PAGESIZE
+    address = memory.ctypes.data + begin
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(address, whole, 0))
+    if status:
+        logger.warning("%.2f GB of host memory were not pinned (CUDA error %d)", nbytes / 1e9, status)
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel: this one
+            torch.zeros(1, device="cuda")
+    else:
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return torch.from_numpy(memory[begin : begin + nbytes])
 
 
 def device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:

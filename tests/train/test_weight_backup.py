@@ -48,6 +48,9 @@ def test_what_was_copied_comes_back_bit_by_bit_into_the_same_memory(weights):
     backup.restore("actor")
     assert before == {name: (bits(t), t.data_ptr(), t.untyped_storage().data_ptr()) for name, t in weights.items()}
     assert told == [1]
+    with backup.swapped("actor"):
+        pass
+    assert told == [1], "an optimizer keeps its float32 copies of what comes back"
 
 
 def test_what_lies_between_the_elements_is_left_alone(weights):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from workers.device import has_cuda
+from workers.device import has_cuda, host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class DeviceMemory:
             for storage in storages:
                 memory = self._host.get(storage._cdata)
                 if memory is None or memory.numel() != storage.nbytes():
-                    memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                    memory = host_memory(storage.nbytes(), pinned=storage.device.type == "cuda")
                 memory.copy_(_bytes_of(storage), non_blocking=True)
                 host[storage._cdata] = memory
             _synchronize(storages)  # nothing is freed before everything is copied: a failure leaves all as it was

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from single_controller import SingleControllerError
-from workers.device import has_cuda
+from workers.device import has_cuda, host_memory
 
 ALIGNMENT = 64
 """Bytes: every tensor of a snapshot begins at a multiple, which any dtype can be read at."""
@@ -49,7 +49,7 @@ class WeightBackup:
     Args:
         weights: gives (name, live tensor), each name once; asked anew every time. Under FSDP these are the local
             shards, as plain tensors.
-        after: called when the live tensors were written to, for example `TrainModel.weights_changed`.
+        after: called when the live tensors were written to for good, for example `TrainModel.weights_changed`.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class WeightBackup:
             BackupError: there is no such snapshot, the weights are asleep, or have other names, shapes or dtypes.
         """
         self._write(self._known(name), name)
+        if self._after is not None:
+            self._after()
 
     def clone(self, source: str, target: str) -> None:
         """Make one snapshot the copy of another; the live weights are not asked.
@@ -109,7 +111,8 @@ class WeightBackup:
     def swapped(self, name: str) -> Iterator[None]:
         """Inside, the live weights are those of a snapshot; afterwards they are again what they were.
 
-        What they were is copied too. The memory for it is kept for the next time. Contexts nest.
+        What they were is copied too. The memory for it is kept for the next time. Contexts nest. The optimizer is not
+        told, and takes no step inside: its float32 copies of bf16 weights stay as they are, digits and all.
 
         Raises:
             BackupError: as `restore`.
@@ -160,8 +163,6 @@ class WeightBackup:
                 tensor.copy_(snapshot.parts[key], non_blocking=True)
                 written.add(place)
         _wait(live)
-        if self._after is not None:
-            self._after()
 
 
 @torch.no_grad()
@@ -190,7 +191,7 @@ def _room_for(tensors: dict[str, torch.Tensor]) -> _Snapshot:
             continue
         begins[name] = of_place[place] = end
         end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    memory = torch.empty(end, dtype=torch.uint8, pin_memory=has_cuda())
+    memory = host_memory(end, pinned=has_cuda())
     parts = {}
     for name, tensor in tensors.items():
         length = tensor.numel() * tensor.element_size()
