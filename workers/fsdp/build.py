@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from workers.extras import require
+from workers.train.hf_files import ModelFilesError
 
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
@@ -37,11 +38,21 @@ def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_rem
         seed: of random weights.
         folder: Hugging Face folder of the weights; None for random ones. A critic's head is random if it has none.
         trust_remote_code: whether code in that folder may run.
+
+    Raises:
+        ModelFilesError: transformers has no model with such a head.
     """
     transformers = require("transformers", extra="hf")
     kind = transformers.AutoModelForTokenClassification if role == "critic" else transformers.AutoModelForCausalLM
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
     if role == "critic":
+        own = getattr(hf_config, "auto_map", None) or {}
+        if type(hf_config) not in kind._model_mapping and kind.__name__ not in own:
+            raise ModelFilesError(
+                f"a critic of {hf_config.model_type!r}: transformers has no token classification for that kind of "
+                "model, and so no place for a value head; take another model, or advantage_estimator='grpo', which "
+                "needs no critic"
+            )
         hf_config = copy.deepcopy(hf_config)
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
     if dist.get_rank():

@@ -178,7 +178,8 @@ def _strategy(group: Any, copy: bool) -> Any:
             def write() -> None:
                 save_parts(
                     state,
-                    storage_writer=FileSystemWriter(checkpoint_dir),
+                    # Copies are on the host: the thread that writes them has no business with a device.
+                    storage_writer=FileSystemWriter(checkpoint_dir, per_thread_copy_ahead=0 if copy else 10_000_000),
                     planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                     process_group=group,
                 )

@@ -75,7 +75,7 @@ class MegatronDecoder:
         Args:
             batch: see `MicroBatch`; its rows may be none.
             micro_batch_size: rows that go through the pipeline at once.
-            temperature: the logits are divided by it.
+            temperature: the logits are divided by it, unless it is 0.
 
         Returns:
             (rows, tokens - 1), float32, on the last stage; None on the others.

@@ -76,7 +76,7 @@ class MegatronLMWorker(MegatronWorker):
             input_ids: (rows, tokens), integers, tokens at least 2.
             attention_mask: (rows, tokens), 1 for real tokens; padding may be on either side. What comes out where the
                 token or the one before it is padding means nothing.
-            temperature: the logits are divided by it.
+            temperature: the logits are divided by it, unless it is 0.
 
         Returns:
             (rows, tokens - 1), float32.

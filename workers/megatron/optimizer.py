@@ -99,6 +99,7 @@ def make_optimizer(options: AdamOptions, config: Any, chunks: Sequence[Any]) -> 
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
+        initial_loss_scale=2.0**16,  # of fp16; from megatron's own 2^32 the first dozen steps overflow
     )
     optimizer = get_megatron_optimizer(adam, list(chunks))
     config.finalize_model_grads_func = finalize_model_grads

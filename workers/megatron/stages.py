@@ -28,10 +28,7 @@ class Stages:
     Megatron's model parallelism must be initialised.
 
     Args:
-        hf_config: a Hugging Face ``LlamaConfig`` or ``Qwen2Config``.
-        param_dtype: "fp32", "bf16" or "fp16".
-        optimizer: `AdamOptions` or a mapping of them; None for a model that does not train.
-        overrides: fields of megatron's ``TransformerConfig`` to set.
+        hf_config, param_dtype, optimizer, overrides: see `MegatronDecoder`.
         critic: whether a value head is where a language model has its output layer.
 
     Raises:

@@ -36,6 +36,14 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
             distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
 
+    def seed(self, number: int) -> None:
+        """See `ModelWorker.seed`."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        number += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron does it
+        super().seed(number)
+        tensor_parallel.model_parallel_cuda_manual_seed(number, force_reset_rng=True)
+
     def make_model(self, hf_config: Any) -> MegatronTrainModel:
         """See `ModelWorker.make_model`."""
         args = self.args

@@ -17,7 +17,7 @@ def token_log_probs(
             them falls nothing.
         tokens: (...), int64, from 0 to below ``vocab_size``.
         vocab_size: without what fills up.
-        temperature: the logits are divided by it.
+        temperature: the logits are divided by it, unless it is 0.
         entropy: whether it is asked for.
 
     Returns:
@@ -27,7 +27,7 @@ def token_log_probs(
 
     part = logits.shape[-1]
     first = part * parallel_state.get_tensor_model_parallel_rank()
-    logits = logits.float() / temperature
+    logits = logits.float() / (temperature or 1.0)
     if vocab_size - first < part:
         padding = torch.arange(first, first + part, device=logits.device) >= vocab_size
         logits = logits.masked_fill(padding, float("-inf"))
