@@ -26,8 +26,9 @@ from single_controller import (
 from workers.rollout.engine import Sampling
 from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.hf_engine import HFEngine
-from workers.rollout.manager import RolloutManager, sample_seed
+from workers.rollout.manager import RolloutManager
 from workers.rollout.worker import RolloutWorker
+from workers.seeds import mixed_seed
 from workers.train.rollout_data import check_rollout_data
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4]]
@@ -100,7 +101,7 @@ def test_rollout_data_row_by_row(one):
     lengths = set()
     for row in range(15):
         prompt = PROMPTS[row // 3]
-        (answer,) = engine.generate([prompt], HOW, [sample_seed(1, 2, row // 3, row % 3)])
+        (answer,) = engine.generate([prompt], HOW, [mixed_seed(1, 2, row // 3, row % 3)])
         lengths.add(len(answer.token_ids))
         begin, end = longest - len(prompt), longest + len(answer.token_ids)
         width = data["input_ids"].shape[1]
@@ -137,7 +138,7 @@ def test_seeds_and_rollout_ids_and_samples_draw_differently(one):
     rows = [*drawn(), *drawn(rollout_id=1), *drawn(seed=2)]
     assert len({tuple(row) for row in rows}) == 12
     assert drawn() == rows[:4]
-    assert len({sample_seed(*(x // n % 5 for n in (1, 5, 25, 125))) for x in range(625)}) == 625
+    assert len({mixed_seed(*(x // n % 5 for n in (1, 5, 25, 125))) for x in range(625)}) == 625
 
 
 def test_fewer_prompts_than_workers_and_none(echoes):
@@ -312,6 +313,17 @@ def test_async_rollouts_are_rewarded_one_after_the_other(echoes):
     manager = RolloutManager(echoes, Sampling(2), reward)
     futures = [manager.generate_async([[1], [2]], rollout_id=k) for k in range(3)]
     assert all(len(future.result(timeout=20)) == 2 for future in futures)
+
+
+def test_weights_that_sleep_loses_have_no_version(echoes):
+    manager = RolloutManager(echoes)
+    before = echoes.current_weight_version()
+    manager.offload()
+    assert echoes.current_weight_version() == [None, None]  # an EchoEngine says nothing of keeping them
+    manager.onload()
+    with pytest.raises(WeightVersionError, match="were to generate with complete weights"):
+        manager.generate([[1]])
+    echoes.set_weight_version(before[0])
 
 
 def test_sleep_and_wake_up(echoes):

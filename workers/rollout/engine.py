@@ -72,7 +72,14 @@ class Answer:
 
 
 class RolloutEngine(ABC):
-    """Generates answers to prompts, and takes new weights. One engine lives in each rollout worker's process."""
+    """Generates answers to prompts, and takes new weights. One engine lives in each rollout worker's process.
+
+    Attributes:
+        keeps_weights: whether the weights after `wake_up` are those before `sleep`. If not, the worker has no version
+            until the next update.
+    """
+
+    keeps_weights = False
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Answer]:

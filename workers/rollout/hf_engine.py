@@ -38,6 +38,8 @@ class HFEngine(RolloutEngine):
         OSError: there is no such model; the message is transformers'.
     """
 
+    keeps_weights = True
+
     def __init__(
         self,
         model: Any,
@@ -108,7 +110,10 @@ class HFEngine(RolloutEngine):
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `RolloutEngine.weight_shapes`."""
-        return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        first: dict[int, tuple[str, tuple[int, ...]]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            first.setdefault(id(tensor), (name, tuple(tensor.shape)))
+        return dict(first.values())
 
     def sleep(self) -> None:
         """Move the weights to the host, and give the device's memory back. They are not lost, and can be updated."""

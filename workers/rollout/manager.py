@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
 import threading
@@ -16,6 +15,7 @@ from workers.rollout.engine import Answer, Sampling
 from workers.rollout.errors import PromptError, RolloutError, WeightVersionError
 from workers.rollout.pack import pack_answers
 from workers.rollout.rewards import RewardFunction, Sample, compute_rewards
+from workers.seeds import mixed_seed
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -147,9 +147,10 @@ class RolloutManager:
         sampling: Sampling | None = None,
         samples_per_prompt: int | None = None,
     ) -> Future[TensorDict]:
-        """`generate` without waiting. The workers have been sent the call when this returns, and so generate with the
-        weights of now, whatever update is sent to them next; rewards are computed in a thread of this process, one
-        rollout after the other. Workers that have other weights are an error here, `refresh` or not.
+        """`generate` without waiting. The workers have been sent the call when this returns; rewards are computed in a
+        thread of this process, one rollout after the other. Workers that have other weights than now are an error
+        here, `refresh` or not: also where an update, which comes from other processes, has overtaken the call on its
+        way. Send that when the answers are there.
 
         Returns:
             A future of `concurrent.futures`: ``.result()``; ``await asyncio.wrap_future(...)``.
@@ -166,6 +167,14 @@ class RolloutManager:
 
         threading.Thread(target=finish, name="rollout", daemon=True).start()
         return outcome
+
+    def weight_receivers(self) -> Any:
+        """The workers' group; for a manager that is a Ray actor."""
+        return self.group
+
+    def set_weight_version(self, version: int | None) -> None:
+        """Set `weight_version`; for a manager that is a Ray actor."""
+        self.weight_version = version
 
     def offload(self) -> None:
         """Free the memory of the workers' devices."""
@@ -219,7 +228,7 @@ class RolloutManager:
         answers = generate.remote(
             [row.prompt_ids for row in rows],
             Broadcast(sampling or self.sampling),
-            [sample_seed(self.seed, rollout_id, row.prompt, row.sample) for row in rows],
+            [mixed_seed(self.seed, rollout_id, row.prompt, row.sample) for row in rows],
             self.weight_version,
         )
         return _UnderWay(rows, given, self.weight_version, answers)
@@ -253,12 +262,6 @@ class _Lost:
 
     def __call__(self, *args: Any, **kwargs: Any) -> float:
         raise RolloutError(f"this manager was sent to another process, and its reward function {self.why}")
-
-
-def sample_seed(seed: int, rollout_id: int, prompt: int, sample: int) -> int:
-    """The seed of one answer, from 0 to 2^63 - 1: the same numbers give the same seed in every process."""
-    text = f"{seed} {rollout_id} {prompt} {sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Answer], list[int]]:

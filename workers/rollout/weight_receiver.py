@@ -177,6 +177,8 @@ class WeightReceiver(Worker):
                 f"{_some(update.missing)}",
             )
         self._version, self._update = update.version, None
+        for member in self._members.values():
+            member.let_go()
 
     def load_bucket(self, key: str, bucket: Sequence[tuple[str, Any]]) -> None:
         """Hand tensors to the engine, which copies them.

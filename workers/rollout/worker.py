@@ -91,6 +91,8 @@ class RolloutWorker(WeightReceiver):
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free the device's memory, for a trainer on the same device."""
+        if not self.engine.keeps_weights:
+            self.weight_version = None
         self.engine.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -101,9 +103,9 @@ class RolloutWorker(WeightReceiver):
     @register(Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
         """`sleep` under the name that train groups have for it."""
-        self.engine.sleep()
+        self.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
         """`wake_up` under the name that train groups have for it."""
-        self.engine.wake_up()
+        self.wake_up()
