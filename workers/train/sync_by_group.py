@@ -71,6 +71,10 @@ class Member:
         where = device(worker.local_rank, worker.device_ids) if invitation.backend == "nccl" else torch.device("cpu")
         self._channel = Channel(invitation, store, rank, where)
 
+    def let_go(self) -> None:
+        """See `Channel.let_go`."""
+        self._channel.let_go()
+
     def receive(self, lies: Sequence[Lies]) -> list[Pair]:
         """Take part in the broadcast of a bucket: its tensors, until the next one."""
         flat = self._channel.memory.take(_length(lies))
@@ -90,8 +94,10 @@ class Channel:
         if invitation.backend == "nccl":
             torch.cuda.set_device(where)
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _seconds(OPERATION_SECONDS)
+            # `broadcast` counts the seconds itself; torch's watchdog, which ends the process, is not to come first.
+            options._timeout = _seconds(10 * OPERATION_SECONDS)
             self._group = dist.ProcessGroupNCCL(meeting, rank, size, options)
+            self._group.eager_connect_single_device(where)  # now, while whoever does not come is noticed
         else:
             self._group = dist.ProcessGroupGloo(meeting, rank, size, _seconds(MEET_SECONDS))
         self._store = store
@@ -130,6 +136,11 @@ class Channel:
             work = None  # it holds the group, and a traceback holds it
         self.leave()
         raise raised
+
+    def let_go(self) -> None:
+        """Give a device's memory back until the next update; the connections stay."""
+        if self._where.type == "cuda":
+            self.memory = FlatMemory(self._where)
 
     def leave(self) -> None:
         """Drop the connections. gloo ends what is under way first, up to its time: nobody waits for that."""
@@ -202,6 +213,11 @@ class GroupTransport(Transport):
             if len(flat):
                 channel.broadcast(flat, futures)
             all_results(futures)
+
+    def flush(self, update: Update) -> None:
+        """See `Transport.flush`: every bucket was waited for."""
+        if self._channel is not None:
+            self._channel.let_go()
 
     def failed(self, update: Update) -> None:
         """See `Transport.failed`."""

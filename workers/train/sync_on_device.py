@@ -79,6 +79,13 @@ class DeviceTransport(Transport):
         if error is not None:
             raise error
 
+    def flush(self, update: Update) -> None:
+        """See `Transport.flush`: every bucket was waited for. The device's memory is given back until the next update;
+        its train ranks may be about to sleep."""
+        if isinstance(self._memory, FlatMemory):
+            self._memory = None
+            torch.cuda.ipc_collect()
+
     def close(self) -> None:
         """See `Transport.close`."""
         self._memory = None
