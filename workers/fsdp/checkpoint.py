@@ -34,15 +34,21 @@ class Checkpoints:
     def save(self, folder: Path, *, background: bool) -> None:
         """Write model and optimizer; all ranks call it. In the background: return when the state is copied."""
         self.wait()
+        fresh = not self._optimizer.state
         model, optimizer = get_state_dict(self._model, self._optimizer)
         state = {"model": model, "optimizer": optimizer}
+        if fresh:  # what it has now is of a step that torch made, with gradients of 0, and that counts
+            self._optimizer.state.clear()
+            del state["optimizer"]
         if not background:
             dcp.save(state, checkpoint_id=folder)
             return
         if self._group is None:
             # Writing talks among the ranks, beside what training says meanwhile: it needs a group of its own.
             self._group = dist.new_group(backend="gloo")
-        writing: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
+        # The state is on the host already: the thread that writes it has no business with a device.
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        writing: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
         self._writing = getattr(writing, "upload_completion", writing)
 
     def wait(self) -> None:
@@ -60,6 +66,9 @@ class Checkpoints:
         if not (folder / ".metadata").exists():
             raise FileNotFoundError(f"{str(folder)!r} has no complete checkpoint of torch.distributed.checkpoint")
         options = StateDictOptions()
+        if optimizer and not _has_optimizer(folder):
+            optimizer = False
+            self._optimizer.state.clear()
         if optimizer:
             model_state, optimizer_state = get_state_dict(self._model, self._optimizer)
             state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
@@ -75,3 +84,9 @@ class Checkpoints:
             state = {"model": get_model_state_dict(self._model)}
             dcp.load(state, checkpoint_id=folder)
             set_model_state_dict(self._model, state["model"], options=options)
+
+
+def _has_optimizer(folder: Path) -> bool:
+    """Whether the checkpoint is of an optimizer that had made a step."""
+    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return any(name.startswith("optimizer.") for name in names)

@@ -123,6 +123,7 @@ class FSDPTrainModel(TrainModel):
     ) -> StepReport:
         """See `TrainModel`."""
         self.module.train()
+        self._optimizer.zero_grad(set_to_none=True)  # of a step that failed
         sums: dict[str, torch.Tensor] = {}
         for part in self._cut(data):
             here = part.to(self.device)
@@ -180,6 +181,10 @@ class FSDPTrainModel(TrainModel):
         self._reshard()
         for name, parameter in self.module.named_parameters():
             yield name, _local(parameter.detach())
+        saved = self.module.state_dict().keys()
+        for name, buffer in self.module.named_buffers():
+            if name in saved:  # a router's bias, say
+                yield name, buffer
 
     def weights_changed(self) -> None:
         """See `TrainModel`: there are no copies."""
@@ -197,12 +202,12 @@ class FSDPTrainModel(TrainModel):
         """See `TrainModel`: rank 0 has them all."""
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
-        for name, value in self.module.state_dict().items():
+        for name, value in self.module.state_dict(keep_vars=True).items():
             if name in tied:
                 continue
             whole = _whole(value.detach().to(self.device))
             if everywhere or not dist.get_rank():
-                yield name, whole.to(self.options.param_dtype)
+                yield name, whole.to(self.options.param_dtype) if isinstance(value, torch.nn.Parameter) else whole
 
     def _reshard(self) -> None:
         # After a forward pass the outermost part is whole, and changes to the parts would not count.

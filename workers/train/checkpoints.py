@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,13 @@ from single_controller import SingleControllerError
 from workers.train.model import TrainModel
 
 LATEST = "latest.json"
+POSITION = "position.json"
+"""The same note, in the folder of each checkpoint that is complete."""
+
+
+def folder_of(step: int, again: bool = False) -> str:
+    """The name of a checkpoint's folder; of one that is written beside a complete one of the same step."""
+    return f"rollout_{step:07d}" + ("_again" if again else "")
 
 
 class CheckpointError(SingleControllerError, RuntimeError):
@@ -47,34 +55,45 @@ class RolloutCheckpoints:
         load: folder to read from, or None.
         save: folder to write into, or None.
         rank: of this process; rank 0 writes the notes.
+        step: rollout id of the checkpoint to read; None for the latest.
     """
 
-    def __init__(self, load: str | None, save: str | None, rank: int) -> None:
+    def __init__(self, load: str | None, save: str | None, rank: int, step: int | None = None) -> None:
         self._load = None if load is None else Path(load)
         self._save = None if save is None else Path(save)
         self._rank = rank
+        self._step = step
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def latest(self) -> Position | None:
-        """The latest complete checkpoint in ``load``; None if there is none. All ranks find the same one.
+    def find(self) -> Position | None:
+        """The latest complete checkpoint in ``load``, or that of the step; None if there is none at all. All ranks find
+        the same one.
 
         Raises:
-            CheckpointError: its note cannot be read.
+            CheckpointError: its note cannot be read, or there is none of that step.
         """
         found: list[Any] = [None]
         if self._load is not None and not self._rank:
-            note = self._load / LATEST
             try:
-                found = [json.loads(note.read_text())] if note.exists() else [None]
+                found = [self._read(self._load)]
             except (OSError, ValueError) as error:
-                found = [f"{note}: {error}"]
+                found = [str(error)]
         dist.broadcast_object_list(found, src=0)
         if found[0] is None or self._load is None:
             return None
         if isinstance(found[0], str):
-            raise CheckpointError(f"the latest checkpoint is not known: {found[0]}")
+            raise CheckpointError(f"the checkpoint to go on from in {str(self._load)!r} is not known: {found[0]}")
         return Position(**{**found[0], "folder": self._load / found[0]["folder"]})
+
+    def _read(self, load: Path) -> Any:
+        if self._step is None:
+            return json.loads((load / LATEST).read_text()) if (load / LATEST).exists() else None
+        for name in (folder_of(self._step), folder_of(self._step, again=True)):
+            if (load / name / POSITION).exists():
+                return json.loads((load / name / POSITION).read_text())
+        having = ", ".join(sorted(note.parent.name for note in load.glob(f"*/{POSITION}"))) or "none"
+        raise ValueError(f"there is no complete one of ckpt_step={self._step}; there are {having}")
 
     def save(
         self, model: TrainModel, step: int, *, optimizer_step: int, weight_version: int, background: bool
@@ -97,9 +116,10 @@ class RolloutCheckpoints:
         self.wait()
         if self._save is None:
             return None
-        folder = self._save / f"rollout_{step:07d}"
+        folder = self._save / self._name(step)
         if not self._rank:
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / POSITION).unlink(missing_ok=True)  # of one of this step that is written over
         dist.barrier()
         model.save(folder, background=background)
         at = Position(folder, step, optimizer_step, weight_version)
@@ -109,6 +129,21 @@ class RolloutCheckpoints:
         else:
             self._note(at)
         return str(folder)
+
+    def _name(self, step: int) -> str:
+        """The folder's name: another one than that of the latest complete checkpoint, also if that is of this step."""
+        name = [folder_of(step)]
+        if not self._rank and self._noted() == name[0]:
+            name = [folder_of(step, again=True)]
+        dist.broadcast_object_list(name, src=0)
+        return name[0]
+
+    def _noted(self) -> str | None:
+        """The folder that the note names."""
+        try:
+            return None if self._save is None else str(json.loads((self._save / LATEST).read_text())["folder"])
+        except (OSError, ValueError, KeyError):
+            return None
 
     def wait(self) -> None:
         """Wait until what is written in the background is on disk.
@@ -133,7 +168,12 @@ class RolloutCheckpoints:
     def _note(self, at: Position) -> None:
         if self._rank or self._save is None:
             return
+        before = self._noted()
         note = {**asdict(at), "folder": at.folder.name}
+        (at.folder / POSITION).write_text(json.dumps(note) + "\n")
         fresh = self._save / f"{LATEST}.new"
         fresh.write_text(json.dumps(note) + "\n")
         os.replace(fresh, self._save / LATEST)
+        of_this_step = {folder_of(at.rollout_id), folder_of(at.rollout_id, again=True)}
+        if before in of_this_step - {at.folder.name}:
+            shutil.rmtree(self._save / before, ignore_errors=True)

@@ -66,7 +66,7 @@ def read_tokenizer(args: Any) -> Any:
 
 
 def vocab_size_of(args: Any, config: Any, tokenizer: Any) -> int:
-    """Token ids of rollout data are below it: ``args.vocab_size``, or the tokenizer's length, or the config's.
+    """How many tokens there are: ``args.vocab_size``, or the tokenizer's length, or the config's.
 
     Raises:
         ModelFilesError: it is more than the model has.
