@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 import ray
-from plain_train_workers import Incomplete, Manager, Meeting, Plain
+from plain_train_workers import DiskFull, Incomplete, Manager, Meeting, Plain, Spartan
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from single_controller import GroupClosedError, PlacementError, RayResourcePool, Worker, WorkerError
@@ -153,9 +153,9 @@ def test_place_puts_roles_side_by_side_or_together(ray_cluster):
         assert (side.whole.world_size, side.critic, side.share) == (5, None, 1.0)
         with group_of(pg=side.actor, share=side.share) as actor, group_of(ranks=3, pg=side.rollout) as rollout:
             assert [w["bundle"] for w in where(actor) + where(rollout)] == [s.bundle for s in side.whole.slots()]
-    with place({**args, "advantage_estimator": "gae", "critic_num_gpus_per_node": 1}) as side:
-        assert [side.actor.world_size, side.critic.world_size, side.rollout.world_size] == [2, 1, 3]
-        assert side.whole.world_size == 6
+    with place({**args, "advantage_estimator": "gae", "critic_num_nodes": 2, "critic_num_gpus_per_node": 1}) as side:
+        assert [side.actor.world_size, side.critic.world_size, side.rollout.world_size] == [2, 2, 3]
+        assert side.whole.world_size == 7
     with pytest.raises(GroupClosedError, match="closed"):
         group_of(pg=side.actor)
     with place({**args, "advantage_estimator": "gae", "colocate": True}) as shared:
@@ -202,7 +202,14 @@ def test_variables_by_role_and_machine(monkeypatch, tmp_path):
     megatron = {"offload_train": True, "train_backend": "megatron"}
     with pytest.raises(TrainArgsError, match="without its preload library"):
         train_environment(read_args(megatron), "actor", use_gpu=True)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    (tmp_path / "torch_memory_saver_hook_mode_preload_cu12.abi3.so").touch()
+    with pytest.raises(TrainArgsError, match="library beside it for CUDA 13"):
+        train_environment(read_args(megatron), "actor", use_gpu=True)
     library = tmp_path / "torch_memory_saver_hook_mode_preload.abi3.so"
+    library.touch()
+    assert train_environment(read_args(megatron), "actor", use_gpu=True).process["LD_PRELOAD"] == str(library)
+    library = tmp_path / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
     library.touch()
     found = train_environment(read_args(megatron), "critic", use_gpu=True)
     assert found.process == {
@@ -212,7 +219,11 @@ def test_variables_by_role_and_machine(monkeypatch, tmp_path):
         "TMS_INIT_ENABLE_CPU_BACKUP": "1",
     }
     assert not found.worker.keys() & found.process.keys()
-    for args in ({"offload_train": True}, {"train_backend": "megatron"}):
+    for args in (
+        {"offload_train": True},
+        {"train_backend": "megatron"},
+        {**megatron, "update_weights_transport": "device"},  # another process cannot open such memory
+    ):
         assert "LD_PRELOAD" not in train_environment(read_args(args), "actor", use_gpu=True).process
     given = train_environment(read_args({**megatron, "train_env_vars": {"LD_PRELOAD": "m"}}), "actor", use_gpu=True)
     assert given.process["LD_PRELOAD"] == "m"
@@ -319,6 +330,9 @@ def test_versions_are_counted_and_told_to_the_manager(slots):
         ray.get(group.async_init())  # whose workers forget whom they send to
         group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "rollout_manager", None))
         assert group.update_weights() == 5 and group.worker_group.said()[0]["manager"] is not None
+        group.offload()
+        assert manager.refresh() == 6 and group.worker_group.said()[0]["asleep"], "they sleep while others generate"
+        group.onload()
         other = Manager(refresh=sent.append)
         group.set_rollout_manager(other)
         assert other.refresh == sent.append
@@ -347,6 +361,22 @@ def test_a_rank_that_is_killed_amid_a_collective_shows_soon_and_the_group_can_go
         group._init = (read_args({}), "actor", False)
         assert group.create() == [0, 0]
         assert ray.get(group.async_train(0, ROWS)) == [{"sum": 2.0}] * 2
+
+
+def test_a_worker_of_slimes_form(slots):
+    """Whose methods take no version and return nothing."""
+    with group_of(pg=slots, actor_cls=Spartan) as group:
+        ray.get(group.async_init())
+        assert (group.update_weights(), group.offload(), group.onload()) == (1, 0, 0)
+
+
+def test_a_call_that_is_refused_changes_nothing(slots):
+    with group_of({"lr": 1.0}, pg=slots) as group:
+        with pytest.raises(ValueError, match="was made for the role 'actor'"):
+            group.async_init({"lr": 2.0}, role="critic")
+        assert group.args.lr == 1.0
+        with pytest.raises(RuntimeError, match="no model yet"):
+            group.save_model(0)
 
 
 # --- release and create ------------------------------------------------------------------------------------------
@@ -392,6 +422,41 @@ def test_a_critic_goes_on_from_its_own_checkpoint(slots, tmp_path):
         group.save_model(7)
         group.release()
         assert group.create() == [8, 8]
+
+
+def test_a_checkpoint_that_was_not_written_is_an_error_and_not_gone_on_from(slots, tmp_path):
+    (tmp_path / "latest.json").write_text('{"folder": "rollout_0000009", "rollout_id": 9}')  # another run's
+    args = {"save": str(tmp_path), "load": str(tmp_path / "mine"), "async_save": True}
+    with group_of(args, pg=slots, actor_cls=DiskFull) as group:
+        ray.get(group.async_init())
+        for unsuccessful in (group.wait_for_save, group.release):
+            group.save_model(2)
+            with pytest.raises(WorkerError, match="disk full"):
+                unsuccessful()
+        group.create()
+        group.save_model(3)
+        ray.kill(group.worker_group.workers[0])
+        for _ in range(2):
+            group.release()
+            group.create()
+            assert {s["load"] for s in group.worker_group.said()} == {args["load"]}
+        group.save_model(4)
+        with pytest.raises(WorkerError, match="disk full"):
+            group.close()
+
+
+def test_a_manager_that_knows_nothing_of_versions(slots):
+    """A Ray actor of the user's own, for workers of the user's own; or nobody any more."""
+    with group_of(pg=slots) as group:
+        ray.get(group.async_init())
+        group.set_rollout_manager(ray.remote(num_cpus=0)(Incurious).remote())
+        assert group.update_weights() == 1
+        group.set_rollout_manager(None)
+        assert group.update_weights() == 2
+
+
+class Incurious:
+    pass
 
 
 def test_create_that_fails_can_be_tried_again(slots):

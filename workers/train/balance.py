@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 from dispatch.rows import share_rows
+from workers.train.rollout_data import rows_of
 
 _EXCHANGES = 4  # for each part: the rows are laid out well already, and more gain little
 
@@ -38,6 +40,11 @@ def balanced_order(lengths: Sequence[int], parts: int) -> list[int]:
     if _fullest(lengths, as_they_are) <= _fullest(lengths, spread):
         spread = as_they_are
     return [row for part in spread for row in sorted(part)]
+
+
+def balanced_rows(data: Any, parts: int) -> Any:
+    """Rollout data in that order, by the real tokens of each row."""
+    return rows_of(data, balanced_order(data["attention_mask"].bool().sum(1).tolist(), parts))
 
 
 def _fullest(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int:

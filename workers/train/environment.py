@@ -63,7 +63,9 @@ def train_environment(args: Any, role: str, use_gpu: bool) -> TrainEnvironment:
     }
     if role == "actor" and args.use_routing_replay:
         variables["ENABLE_ROUTING_REPLAY"] = "1"
-    if use_gpu and args.offload_train and args.train_backend == "megatron":
+    # Memory that torch_memory_saver looks after cannot be opened by another process.
+    by_saver = args.offload_train and args.update_weights_transport != "device"
+    if use_gpu and by_saver and args.train_backend == "megatron":
         variables |= _memory_saver()
     variables |= {str(name): str(value) for name, value in args.train_env_vars.items()}
     process: Mapping[str, str] = {}
@@ -72,16 +74,27 @@ def train_environment(args: Any, role: str, use_gpu: bool) -> TrainEnvironment:
     return TrainEnvironment({name: value for name, value in variables.items() if name not in process}, dict(process))
 
 
+def _cuda_major() -> str:
+    import torch
+
+    return (torch.version.cuda or "").split(".")[0]
+
+
 def _memory_saver() -> dict[str, str]:
     """What has torch_memory_saver catch the allocations of a process; nothing where it is not installed."""
     spec = importlib.util.find_spec("torch_memory_saver")
     if spec is None or spec.origin is None:
         return {}
-    # The library lies beside the package, under a name that tells its way of hooking and Python's version.
-    found = sorted(Path(spec.origin).parent.parent.glob("torch_memory_saver_hook_mode_preload*.so"))
+    # The libraries lie beside the package, under names that tell the way of hooking and the version of CUDA. One that
+    # does not find its CUDA ends the process before Python begins.
+    stem = "torch_memory_saver_hook_mode_preload"
+    folder = Path(spec.origin).parent.parent
+    major = _cuda_major()
+    found = sorted(folder.glob(f"{stem}_cu{major}*.so")) if major else []
+    found = found or sorted(folder.glob(f"{stem}.*so"))
     if not found:
         raise TrainArgsError(
             "args.offload_train: torch_memory_saver is installed, but without its preload library beside it "
-            f"({Path(spec.origin).parent.parent}); install it anew, or remove it: offloading works without"
+            f"for CUDA {major or 'of any version'} ({folder}); install it anew, or remove it: offloading works without"
         )
     return {"LD_PRELOAD": str(found[0]), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from single_controller import (
-    CallTimeoutError,
-    GroupBrokenError,
-    GroupClosedError,
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    WorkerDiedError,
-    WorkerFuture,
-)
+from single_controller import GroupClosedError, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers.train.environment import train_environment
-from workers.train.placement import cluster_has_gpus
+from workers.train.last_checkpoint import LastCheckpoint
+from workers.train.placement import cluster_has_gpus, first_slots, share_of_slot
 from workers.train.read_args import TrainArgsError, read_args, role_args
-from workers.train.shared_rollout import SharedRollout
+from workers.train.rollout_link import RolloutLink
+from workers.train.shared_rollout import ActorCritic
 from workers.train.worker import TrainWorker
 from workers.train.worker_class import backend_class, checked_class
 
 ROLES = ("actor", "critic")
-
-logger = logging.getLogger(__name__)
 
 
 class RayTrainGroup:
@@ -90,6 +81,7 @@ class RayTrainGroup:
                 "place that is made here; give resources, and no pg"
             )
         self._class = checked_class(actor_cls) if actor_cls is not None else backend_class(self.args.train_backend)
+        self._takes_version = _takes_version(self._class)
         self._owned: RayResourcePool | None = None
         self._closed = False
         if pg is None:
@@ -104,14 +96,12 @@ class RayTrainGroup:
                 max_colocate_count=math.floor(1 / num_gpus_per_actor + 1e-6),
                 resources=per_node,
             )
-        self.pool = _first_slots(pg, self._ranks)
+        self.pool = first_slots(pg, self._ranks)
         self._init: tuple[Any, ...] | None = None
-        self._manager: Any = None
-        self._receivers: list[Any] | None = None
-        self._critic: RayTrainGroup | None = None
-        self._actor: RayTrainGroup | None = None
-        self._saved = self._writing = False
-        self._seen: SharedRollout | None = None
+        self._rollout: RolloutLink | None = None
+        self._saved = LastCheckpoint()
+        self._pair: ActorCritic | None = None
+        self._asleep = False
         self._group: RayWorkerGroup | None = None
         try:
             self.create()
@@ -135,26 +125,23 @@ class RayTrainGroup:
             raise RuntimeError(f"{self!r} has its workers; release() ends them first")
         made = RayClassWithInitArgs(self._class)
         environment = train_environment(self.args, self.role, self.pool.use_gpu)
-        slot = self.pool.bundle
-        options: dict[str, Any] = {"num_cpus": _part(slot.get("CPU", 0), self._share)}
-        if self.pool.use_gpu:
-            options["num_gpus"] = _part(slot.get("GPU", 0), self._share)
+        options: dict[str, Any] = dict(share_of_slot(self.pool, self._share))
         if environment.process:
             options["runtime_env"] = {"env_vars": environment.process}
         made.update_options(options)
         if self._resources:
             made.set_additional_resource(self._resources)
         self._group = RayWorkerGroup(self.pool, made, name_prefix=f"{self.role}_", worker_env=environment.worker)
+        self._asleep = False
         if self._init is None:
             return None
         try:
             begin: list[int] = self._group.init(*self._init_again())
             self._group.set_weight_version(self.weight_version)
-            if self._manager is not None:
-                self.set_rollout_manager(self._manager)
-            actor = self if self._critic is not None else self._actor
-            if actor is not None and actor._critic is not None and actor._alive and actor._critic._alive:
-                actor.connect(actor._critic)
+            if self._rollout is not None:
+                self._rollout.introduce(self._group.set_rollout_manager)
+            if self._pair is not None and all(group._alive for group in self._pair.groups):
+                self._pair.groups[0].connect(self._pair.groups[1])
         except BaseException:
             self._group.close()  # released, as before
             raise
@@ -166,23 +153,23 @@ class RayTrainGroup:
             raise RuntimeError("nothing was initialised")
         args, role, with_ref = self._init
         folder = role_args(args, role).save
-        if folder is not None and self._writing:  # the workers ended before they had said that it is on disk
-            self._saved = bool(self.worker_group.execute_with_func_generator(_has_checkpoint, folder)[0])
-            self._writing = False
-        if folder is not None and self._saved:
+        if folder is not None and self._saved.exists(self.worker_group, folder):
             args = args.copy()
             args["critic_load" if role == "critic" else "load"] = folder
+            args["no_load_optim"], args["ckpt_step"] = False, None  # those were about another run's checkpoint
         return args, role, with_ref
 
     def release(self) -> None:
         """End the workers, and keep their place, the version of their weights, and where their checkpoints are. A
         checkpoint that is written in the background is waited for."""
-        self._seen = self._beginning = None
+        if self._pair is not None:
+            self._pair.forget()
+        if self._group is None:
+            return
         try:
-            self._finish_writing()
+            self._saved.wait(self._group, 60 * self.args.distributed_timeout_minutes, self.role)
         finally:
-            if self._group is not None:
-                self._group.close()
+            self._group.close()
 
     def close(self) -> None:
         """End the workers, and free the place if it was made here. A checkpoint that is written in the background is
@@ -198,17 +185,6 @@ class RayTrainGroup:
             self._group.close()
         if self._owned is not None:
             self._owned.close()
-
-    def _finish_writing(self) -> None:
-        """Wait for a checkpoint; of workers that are lost it is found out when there are new ones."""
-        if self._writing and self._alive and self._group is not None and not self._group.broken:
-            seconds = 60 * self.args.distributed_timeout_minutes
-            try:
-                self._group.wait_for_save.options(timeout=seconds or None)()
-            except (WorkerDiedError, GroupBrokenError, CallTimeoutError) as error:
-                logger.warning("the %s's last checkpoint may not be complete: %s", self.role, error)
-                return
-            self._saved, self._writing = True, False
 
     def __enter__(self) -> Self:
         return self
@@ -234,15 +210,18 @@ class RayTrainGroup:
             raise GroupClosedError(f"the {self.role}'s train group was closed, or its place was; make a new one")
         if not self._alive or self._group is None:
             raise GroupClosedError(f"the {self.role}'s train workers are released; create() makes them again")
-        if self._beginning is not None and _answered(self._beginning):
-            self._beginning = None
         return self._group
 
-    _beginning: WorkerFuture | None = None
-    """The call of init() whose end this process may not have looked at, though whoever has its references has."""
+    def ready_workers(self, method: str) -> RayWorkerGroup:
+        """The group of workers, which have a model.
 
-    def _ready(self, method: str) -> RayWorkerGroup:
-        """The group of workers, which have a model."""
+        Args:
+            method: what they are needed for.
+
+        Raises:
+            GroupClosedError: see `worker_group`.
+            RuntimeError: `async_init` was not called.
+        """
         workers = self.worker_group
         if self._init is None:
             raise RuntimeError(f"{method}(): the {self.role}'s workers have no model yet; call async_init() first")
@@ -266,16 +245,17 @@ class RayTrainGroup:
         Returns:
             By rank, a reference to the rollout id to begin with.
         """
-        if args is not None:
-            self.args = read_args(args)
         if role is not None and role != self.role:
             raise ValueError(f"async_init(role={role!r}): this group was made for the role {self.role!r}")
-        workers = self.worker_group
-        self._init = (self.args, self.role, with_ref)
-        self._saved = self._writing = False
-        self._seen = self._receivers = None
-        self._beginning = workers.init.remote(*self._init)
-        return _refs(self._beginning)
+        args = self.args if args is None else read_args(args)
+        sent = self.worker_group.init.remote(args, self.role, with_ref)
+        self.args, self._init = args, (args, self.role, with_ref)
+        self._saved, self._asleep = LastCheckpoint(), False
+        if self._rollout is not None:
+            self._rollout.forget()
+        if self._pair is not None:
+            self._pair.forget()
+        return list(sent.refs)
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
         """Have every rank learn from a rollout.
@@ -289,13 +269,15 @@ class RayTrainGroup:
         Returns:
             By rank, a reference to the metrics of the whole step.
         """
-        workers = self._ready("async_train")
+        workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
-            return _refs(workers.train.remote(rollout_id, None))
+            return list(workers.train.remote(rollout_id, None).refs)
         if isinstance(rollout_data_ref, (list, tuple)) and len(rollout_data_ref) != workers.dp_size:
             raise TrainArgsError(f"async_train(): {len(rollout_data_ref)} references for {workers.dp_size} dp ranks")
-        data = self._look(rollout_id, rollout_data_ref).data
-        return _refs(workers.train.remote(rollout_id, data, **self._computed(rollout_id, rollout_data_ref)))
+        pair = self._pair or ActorCritic(self)
+        data = pair.rollout(rollout_id, rollout_data_ref).data
+        beside = pair.computed(rollout_id, rollout_data_ref)
+        return list(workers.train.remote(rollout_id, data, **beside).refs)
 
     def save_model(self, step: int, force_sync: bool = False) -> str | None:
         """Write a checkpoint, and the Hugging Face export that ``args.save_hf`` asks for.
@@ -307,16 +289,19 @@ class RayTrainGroup:
         Returns:
             Its folder; None if the configuration names none.
         """
-        folder: str | None = self._ready("save_model").save_model(step, force_sync)[0]
+        workers = self.ready_workers("save_model")
+        with self._saved.failing():
+            folder: str | None = workers.save_model(step, force_sync)[0]
         if folder is not None:
-            self._saved = self._saved or self._writing or force_sync or not self.args.async_save
-            self._writing = self.args.async_save and not force_sync
+            self._saved.begun(folder, background=self.args.async_save and not force_sync)
         return folder
 
     def wait_for_save(self) -> None:
         """Wait until a checkpoint that is written in the background is on disk; raise what went wrong with it."""
-        self._ready("wait_for_save").wait_for_save()
-        self._saved, self._writing = self._saved or self._writing, False
+        workers = self.ready_workers("wait_for_save")
+        with self._saved.failing():
+            workers.wait_for_save()
+        self._saved.ended()
 
     def update_weights(self) -> int:
         """Send the weights to the rollout workers, as the next version.
@@ -324,44 +309,61 @@ class RayTrainGroup:
         Returns:
             The version; with ``debug_rollout_only`` nothing is sent, and it stays.
         """
-        workers = self._ready("update_weights")
+        workers = self.ready_workers("update_weights")
         if self.args.debug_rollout_only:
             return self.weight_version
         version = self.weight_version + 1
-        if self._manager is not None:
-            if _actors(self._manager) != self._receivers:  # others, since they were restarted; or init() anew
-                self.set_rollout_manager(self._manager)
-            self._manager.weight_version = version  # whoever has not got it when it generates next is an error
-        workers.update_weights(version)
+        if self._rollout is not None:
+            if self._rollout.outdated:
+                self._rollout.introduce(workers.set_rollout_manager)
+            self._rollout.expect(version)  # whoever has not got it when it generates next is an error
+        workers.update_weights(*((version,) if self._takes_version else ()))
         self.weight_version = version
         return version
 
     def onload(self) -> int:
         """Take the devices' memory back. Returns the bytes, over all ranks."""
-        return sum(self._ready("onload").wake_up())
+        taken = self.ready_workers("onload").wake_up()
+        self._asleep = False
+        return sum(taken_here or 0 for taken_here in taken)
 
     def offload(self) -> int:
         """Give the devices' memory away. Returns the bytes, over all ranks."""
-        return sum(self._ready("offload").sleep())
+        freed = self.ready_workers("offload").sleep()
+        self._asleep = True
+        return sum(freed_here or 0 for freed_here in freed)
 
     def clear_memory(self) -> None:
         """Let go of caches."""
-        self._ready("clear_memory").clear_memory()
+        self.ready_workers("clear_memory").clear_memory()
 
     def set_rollout_manager(self, manager: Any) -> None:
-        """Tell every rank whose rollout workers `update_weights` sends to. The manager calls it from then on for
-        workers that were restarted, unless it has a ``refresh`` of its own."""
-        workers = self._ready("set_rollout_manager")
-        if getattr(manager, "refresh", None) == self.update_weights:
-            manager.refresh = None  # it stays in this process
-        workers.set_rollout_manager(manager)
-        self._manager, self._receivers = manager, _actors(manager)
-        if getattr(manager, "refresh", self) is None:
-            manager.refresh = self.update_weights
+        """Tell every rank whose rollout workers `update_weights` sends to.
+
+        Args:
+            manager: None for nobody; or a `RolloutManager`, a Ray actor of one, or anything with the workers' group as
+                its ``group``. One in this process, unless it has a ``refresh`` of its own, has `update_weights` called
+                when workers were restarted: all get the weights of now, as the next version.
+        """
+        workers = self.ready_workers("set_rollout_manager")
+        link = RolloutLink(manager, self._refresh)
+        link.introduce(workers.set_rollout_manager)
+        self._rollout = None if manager is None else link
+
+    def _refresh(self) -> int:
+        """`update_weights`, of workers that may sleep while others generate."""
+        asleep = self._asleep
+        if asleep:
+            self.onload()
+        try:
+            return self.update_weights()
+        finally:
+            if asleep and not self.worker_group.broken:
+                self.offload()
 
     def get_parallel_config(self) -> dict[str, int]:
         """The sizes of the axes."""
-        config: dict[str, int] = self._ready("get_parallel_config").get_parallel_config()[0]
+        config: dict[str, int] = self.ready_workers("get_parallel_config").get_parallel_config()[0]
         return config
 
     # --- the critic -------------------------------------------------------------------------------------
@@ -383,103 +385,29 @@ class RayTrainGroup:
                 f"{self.role!r} with {critic_group.role!r}"
             )
         self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
-        for before in (self._critic, critic_group._actor):
-            if before is not None:  # whom one of the two was connected with
-                before._actor = before._critic = None
-        self._critic, critic_group._actor = critic_group, self
-        self._seen = critic_group._seen = None
+        for group in (self, critic_group):
+            group.disconnect()
+        self._pair = critic_group._pair = ActorCritic(self, critic_group)
 
-    def _computed(self, rollout_id: int, given: Any) -> dict[str, Any]:
-        """What one of the two groups computes for both: futures, whose rows go from rank to rank."""
-        actor = self if self.role == "actor" else self._actor
-        critic = self if self.role == "critic" else self._critic
-        args = self._leader.args
-        if args.advantage_estimator != "gae":
-            return {}
-        wanted = [("values", critic, "compute_values")]
-        if args.kl_coef:
-            wanted += [
-                ("old_log_probs", actor, "compute_old_log_prob"),
-                ("ref_log_probs", actor, "compute_ref_log_prob"),
-            ]
-        has = given.keys() if hasattr(given, "keys") else ()
-        return {
-            name: group._look(rollout_id, given).once(method, group)
-            for name, group, method in wanted
-            # A worker of the user's own that has no such method may ask its neighbour itself.
-            if group is not None and name not in has and method in group._ready("async_train").methods
-        }
-
-    @property
-    def _leader(self) -> RayTrainGroup:
-        """Whose configuration counts for an actor and its critic: the actor's."""
-        return self if self._actor is None else self._actor
-
-    def _look(self, rollout_id: int, given: Any) -> SharedRollout:
-        """Rollout data in the order in which its rows are dealt; the same for this group and its critic's."""
-        if self._seen is None or self._seen.given is not given or self._seen.rollout_id != rollout_id:
-            parts = self._rows_into() if self._leader.args.balance_data else None
-            self._seen = SharedRollout(rollout_id, given, parts)
-        return self._seen
-
-    def _rows_into(self) -> int:
-        """Parts of about as many tokens: an actor and its critic cut the same rows, so an order that suits the two."""
-        groups = [group for group in (self, self._actor, self._critic) if group is not None]
-        return math.lcm(*(group._ready("async_train").dp_size for group in groups))
+    def disconnect(self) -> None:
+        """Let an actor and its critic, if there are two, go on without each other."""
+        for group in () if self._pair is None else self._pair.groups:
+            group._pair = None
 
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
         return f"<RayTrainGroup of {self._ranks}: {self.role}, {state}>"
 
 
-def _first_slots(pg: RayResourcePool | Sequence[Any], ranks: int) -> RayResourcePool:
-    if isinstance(pg, (list, tuple)) and len(pg) in (2, 3) and pg[1] is not None:
-        if len(pg[1]) < ranks:
-            raise TrainArgsError(f"pg has {len(pg[1])} bundle indices for {ranks} ranks")
-        pg = (pg[0], *(part if part is None else list(part)[:ranks] for part in pg[1:]))
-    if not isinstance(pg, RayResourcePool):
-        pg = RayResourcePool.from_placement_group(pg)
-    if pg.world_size < ranks:
-        raise TrainArgsError(f"{pg!r} has {pg.world_size} slots for {ranks} ranks")
-    return pg if pg.world_size == ranks else pg[:ranks]
-
-
-def _part(amount: float, share: float) -> float:
-    """A share of a resource. Ray counts ten-thousandths; rounded down, so that all shares of a slot fit into it."""
-    part = amount * share
-    return part if part == int(part) else math.floor(part * 10_000 + 1e-6) / 10_000
-
-
-def _has_checkpoint(worker: Any, folder: str) -> bool:
-    from pathlib import Path
-
-    from workers.train.checkpoints import LATEST
-
-    return (Path(folder) / LATEST).exists()
+def _takes_version(cls: type[TrainWorker]) -> bool:
+    try:
+        inspect.signature(cls.update_weights).bind(None, 1)
+    except TypeError:
+        return False
+    return True
 
 
 def _count(name: str, number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"{name}={number!r}: it is an integer from 1")
     return number
-
-
-def _actors(manager: Any) -> list[Any]:
-    """The rollout workers of a manager."""
-    return list(getattr(getattr(manager, "group", None), "workers", ()))
-
-
-def _refs(future: WorkerFuture) -> list[Any]:
-    return list(future.refs)
-
-
-def _answered(future: WorkerFuture) -> bool:
-    """Whether all ranks have answered. What they said of where they stand is known from then on: calls that follow are
-    cut for it, and not for the sizes before."""
-    import ray
-
-    refs = _refs(future)
-    if len(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0]) < len(refs):
-        return False
-    future.exception()
-    return True

@@ -35,13 +35,16 @@ class ModelWorker(TrainWorker):
     Attributes:
         args: the configuration as this role sees it.
         role: "actor" or "critic".
+        device: of this rank.
         model: the `TrainModel`.
         tokenizer: of hf_checkpoint; None if it has none.
+        vocab_size: of the tokenizer, unless ``args`` say another.
         optimizer_step: steps of the optimizer so far.
     """
 
     args: Any
     role: str
+    device: torch.device
     model: TrainModel
     optimizer_step: int = 0
 
@@ -54,6 +57,14 @@ class ModelWorker(TrainWorker):
     @abstractmethod
     def make_model(self, hf_config: Any) -> TrainModel:
         """The model of `args` and `role`, with the weights of hf_checkpoint or random ones."""
+
+    def seed(self, number: int) -> None:
+        """Seed what the model draws from in training, which is dropout.
+
+        Args:
+            number: the same on the ranks of one dp rank.
+        """
+        torch.manual_seed(number)
 
     @property
     @abstractmethod
@@ -118,15 +129,15 @@ class ModelWorker(TrainWorker):
                 self.backup.drop("actor")
             else:
                 self.backup.copy("ref")
-        self.checkpoints = RolloutCheckpoints(self.args.load, self.args.save, self.rank)
-        found = self.checkpoints.latest()
+        self.checkpoints = RolloutCheckpoints(self.args.load, self.args.save, self.rank, self.args.ckpt_step)
+        found = self.checkpoints.find()
         if found is not None:
             self.model.load(found.folder, optimizer=not self.args.no_load_optim)
             if not self.args.no_load_optim:
                 self.optimizer_step = found.optimizer_step
             self.weight_version = found.weight_version
         self._versions: dict[str, int] = {}
-        if self.args.keep_old_actor:
+        if self._keeps_versions:
             self._keep_version(self.weight_version)
         self.clear_memory()
         return 0 if found is None else found.rollout_id + 1
@@ -148,7 +159,7 @@ class ModelWorker(TrainWorker):
         weights = self.model.hf_weights(everywhere=self._sender.everywhere)
         self._sender.send(version, weights, rank=self.rank, ranks=self.world_size)
         self.weight_version = version
-        if self.args.keep_old_actor:
+        if self._keeps_versions:
             self._keep_version(version)
         return version
 
@@ -169,6 +180,10 @@ class ModelWorker(TrainWorker):
             folder=self.args.update_weights_disk_dir if by == "disk" else None,
         )
 
+    @property
+    def _keeps_versions(self) -> bool:
+        return bool(self.args.keep_old_actor) and self.role == "actor"
+
     def _keep_version(self, version: int) -> None:
         """Remember the weights of this version, and those of the one before."""
         if "rollout_actor" in self.backup.names:
@@ -186,13 +201,17 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("save_model")
         if self.args.save_hf is not None:
             self._export(self.args.save_hf.format(rollout_id=step))
-        return self.checkpoints.save(
-            self.model,
-            step,
-            optimizer_step=self.optimizer_step,
-            weight_version=self.weight_version,
-            background=self.args.async_save and not force_sync,
-        )
+        before = process_groups()
+        try:
+            return self.checkpoints.save(
+                self.model,
+                step,
+                optimizer_step=self.optimizer_step,
+                weight_version=self.weight_version,
+                background=self.args.async_save and not force_sync,
+            )
+        finally:  # one may have been made for it, and ends with the model
+            self._groups = [*self._groups, *(group for group in process_groups() if group not in before)]
 
     def _export(self, folder: str) -> None:
         export_hf(self.model, folder)
@@ -242,6 +261,11 @@ class ModelWorker(TrainWorker):
             raise RuntimeError(f"{method}(): this worker has no model; call init() first")
         if self.memory.asleep:
             raise RuntimeError(f"{method}(): this worker sleeps; call onload() (wake_up()) first")
+
+    def _prepare_thread(self) -> None:
+        super()._prepare_thread()
+        if "device" in vars(self) and has_cuda():  # each thread has a current device of its own
+            torch.cuda.set_device(self.device)
 
     # --- the inside -------------------------------------------------------------------------------------
 

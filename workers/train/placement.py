@@ -1,14 +1,17 @@
-"""Placement: the pools of actor, critic and rollout, side by side or on the same devices."""
+"""Placement: the pools of actor, critic and rollout, side by side or on the same devices; and what of a pool one group
+takes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from single_controller import RayResourcePool
 from single_controller.base.closing import Closing
 from single_controller.ray.runtime import ensure_ray
-from workers.train.read_args import read_args
+from workers.train.read_args import TrainArgsError, actor_size, critic_size, read_args
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,9 @@ def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | N
     """
     args = read_args(args)
     use_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
-    sizes = {"actor": args.actor_num_nodes * args.actor_num_gpus_per_node}
+    sizes = {"actor": math.prod(actor_size(args))}
     if args.advantage_estimator == "gae":
-        nodes, per_node = args.critic_num_nodes, args.critic_num_gpus_per_node
-        sizes["critic"] = (nodes or args.actor_num_nodes) * (per_node or args.actor_num_gpus_per_node)
+        sizes["critic"] = math.prod(critic_size(args))
     sizes["rollout"] = args.rollout_num_workers
     total = max(sizes.values()) if args.colocate else sum(sizes.values())
     if max_colocate_count is None:
@@ -72,6 +74,42 @@ def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | N
         parts[role] = whole[begin : begin + size]
         begin += 0 if args.colocate else size
     return Placement(parts["actor"], parts.get("critic"), parts["rollout"], whole, 1 / max_colocate_count)
+
+
+def first_slots(pg: RayResourcePool | Sequence[Any], ranks: int) -> RayResourcePool:
+    """As many slots as a group has ranks.
+
+    Args:
+        pg: a pool, or what `RayResourcePool.from_placement_group` takes.
+        ranks: how many.
+
+    Raises:
+        TrainArgsError: it has fewer.
+    """
+    if isinstance(pg, (list, tuple)) and len(pg) in (2, 3) and pg[1] is not None:
+        if len(pg[1]) < ranks:
+            raise TrainArgsError(f"pg has {len(pg[1])} bundle indices for {ranks} ranks")
+        pg = (pg[0], *(part if part is None else list(part)[:ranks] for part in pg[1:]))
+    if not isinstance(pg, RayResourcePool):
+        pg = RayResourcePool.from_placement_group(pg)
+    if pg.world_size < ranks:
+        raise TrainArgsError(f"{pg!r} has {pg.world_size} slots for {ranks} ranks")
+    return pg if pg.world_size == ranks else pg[:ranks]
+
+
+def share_of_slot(pool: RayResourcePool, share: float) -> dict[str, float]:
+    """Options of an actor that takes a share of a slot's CPUs, and of its GPUs where it has any."""
+    slot: Mapping[str, float] = pool.bundle
+    options = {"num_cpus": _part(slot.get("CPU", 0), share)}
+    if pool.use_gpu:
+        options["num_gpus"] = _part(slot.get("GPU", 0), share)
+    return options
+
+
+def _part(amount: float, share: float) -> float:
+    """A share of a resource. Ray counts ten-thousandths; rounded down, so that all shares of a slot fit into it."""
+    part = amount * share
+    return part if part == int(part) else math.floor(part * 10_000 + 1e-6) / 10_000
 
 
 def cluster_has_gpus() -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ import torch.distributed as dist
 
 from dispatch.rows import share_rows
 from single_controller import Dispatch, register
+from workers.seeds import mixed_seed
 from workers.train.advantages import gae, group_advantages, moments, token_rewards, whiten
-from workers.train.balance import balanced_order
+from workers.train.balance import balanced_rows
 from workers.train.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.train.model import StepReport, TokenLoss
 from workers.train.model_worker import ModelWorker
 from workers.train.postprocess import function_at
 from workers.train.profiling import profiled
-from workers.train.rollout_data import RolloutDataError, check_rollout_data
+from workers.train.rollout_data import RolloutDataError, check_rollout_data, rows_of
 from workers.train.schedule import learning_rate
 from workers.train.worker import Referred
 
@@ -37,10 +39,10 @@ class PolicyTrainWorker(ModelWorker):
             return {}
         began = time.perf_counter()
         self._refuse_asleep("train")
-        with profiled(self.args, rollout_id, self.rank):
-            data = self._rows(rollout_data_ref)
-            data = {**{name: _own(value) for name, value in computed.items() if value is not None}, **data}
-            check_rollout_data(data, self.vocab_size)
+        # Dropout, too, is the same in a run that goes on from a checkpoint.
+        self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
+        with profiled(self.args, self.role, rollout_id, self.rank):
+            data = self._checked(lambda: self._rows(rollout_data_ref, computed))
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = learn(data)
         return {**metrics, "seconds": time.perf_counter() - began}
@@ -48,13 +50,13 @@ class PolicyTrainWorker(ModelWorker):
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_log_prob(self, rollout_data: Any) -> torch.Tensor | None:
         """Log-probabilities of the tokens under the actor as it is, (B, T) float32, 0 where there is none."""
-        data = self._checked(rollout_data)
+        data = self._to_compute(rollout_data)
         return self.model.log_probs(data, self.args.temperature)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_old_log_prob(self, rollout_data: Any) -> torch.Tensor:
         """Log-probabilities of the tokens under the policy that the ratio is to, as ``args`` has it: (B, T) float32."""
-        data = self._checked(rollout_data)
+        data = self._to_compute(rollout_data)
         if "old_log_probs" not in data and not self._old_log_probs(data):
             self._set(data, "old_log_probs", self.model.log_probs(data, self.args.temperature))
         return data["old_log_probs"]
@@ -62,14 +64,16 @@ class PolicyTrainWorker(ModelWorker):
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_ref_log_prob(self, rollout_data: Any) -> torch.Tensor | None:
         """Log-probabilities of the tokens under the reference, (B, T) float32, 0 where there is none."""
-        data = self._checked(rollout_data)
+        data = self._to_compute(rollout_data)
+        if "ref" not in self.backup.names:
+            raise RolloutDataError("there is no reference: init(with_ref=True) keeps one, for kl_coef and kl_loss_coef")
         with self.backup.swapped("ref"):
             return self.model.log_probs(data, self.args.temperature)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_values(self, rollout_data: Any) -> torch.Tensor | None:
         """What the critic expects before each token, (B, T) float32, 0 where there is nothing."""
-        data = self._checked(rollout_data)
+        data = self._to_compute(rollout_data)
         return self.model.values(data)
 
     def _train_actor(self, data: Data) -> dict[str, float]:
@@ -122,7 +126,7 @@ class PolicyTrainWorker(ModelWorker):
                 temperature = args.temperature if self.role == "actor" else 1.0
                 entropy = self.role == "actor"
                 reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
-                self.optimizer_step += 1
+                self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # else an fp16 step was left out
         sums: dict[str, float] = {"grad_norm": 0.0}
         for report in reports:
             for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
@@ -217,13 +221,46 @@ class PolicyTrainWorker(ModelWorker):
 
     # --- the inside -------------------------------------------------------------------------------------
 
-    def _rows(self, given: Any) -> Data:
-        """This rank's rows, postprocessed, as tensors on the CPU."""
-        given = self._fetch(given)
+    def _checked(self, rows: Callable[[], Data]) -> Data:
+        """This rank's rows, if those of all data-parallel ranks are right; else it is an error on each of them, and
+        none is left waiting for the others."""
+        data: Data = {}
+        error: Exception | None = None
+        try:
+            data = rows()
+            check_rollout_data(data, self.args.vocab_size or int(self.model.hf_config.vocab_size))
+        except Exception as raised:
+            error = raised
+        said = self._over_dp(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if wrong := {rank: why for rank, why in enumerate(said) if why is not None}:
+            first = min(wrong)
+            raise RolloutDataError(f"the rows of the dp ranks {sorted(wrong)} are not right; {first}: {wrong[first]}")
+        return data
+
+    def _rows(self, given: Any, computed: Mapping[str, Any]) -> Data:
+        """This rank's rows, postprocessed, as tensors on the CPU; with what others have computed of them."""
+        data = self._postprocessed(self._fetch(given))
+        return {**{name: _own(value) for name, value in computed.items() if value is not None}, **data}
+
+    def _postprocessed(self, given: Any) -> Data:
         path = self.args.rollout_data_postprocess_path
-        if path is not None:
-            given = function_at(path, "rollout_data_postprocess_path")(self.args, given)
-        return _tensors(given)
+        if path is None:
+            return _tensors(given)
+        by_gae = self.args.advantage_estimator == "gae"
+        before = given["input_ids"].clone() if by_gae else None
+        made = _tensors(function_at(path, "rollout_data_postprocess_path")(self.args, given))
+        if before is not None and not torch.equal(made.get("input_ids", before[:0]), before):
+            raise RolloutDataError(
+                f"rollout_data_postprocess_path={path!r} has changed, moved or dropped rows; with gae it may change "
+                "what they are worth, but values were computed of the rows as they came"
+            )
+        return made
+
+    def _to_compute(self, given: Any) -> Data:
+        self._refuse_asleep("compute")
+        return self._checked(lambda: _tensors(self._fetch(given)))
 
     def _fetch(self, given: Any) -> Any:
         """This rank's rows, where they are behind a reference."""
@@ -231,15 +268,9 @@ class PolicyTrainWorker(ModelWorker):
             return _own(given)
         whole = _fetched(given.ref)
         if given.parts is not None:
-            whole = whole[balanced_order(whole["attention_mask"].bool().sum(1).tolist(), given.parts)]
+            whole = balanced_rows(whole, given.parts)
         share = share_rows(len(whole["input_ids"]), dist.get_world_size(self.dp_group), "ragged")[self._dp_rank]
-        return whole[slice(*share.ranges[0])]
-
-    def _checked(self, given: Any) -> Data:
-        self._refuse_asleep("compute")
-        data = _tensors(self._fetch(given))
-        check_rollout_data(data, self.vocab_size)
-        return data
+        return rows_of(whole, slice(*share.ranges[0]))
 
     def _set(self, data: Data, name: str, value: torch.Tensor | None) -> None:
         # A pipeline stage that is not the last has no outputs, and needs none: its loss function is never called.

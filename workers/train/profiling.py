@@ -9,9 +9,9 @@ from typing import Any
 
 
 @contextmanager
-def profiled(args: Any, rollout_id: int, rank: int) -> Iterator[None]:
+def profiled(args: Any, role: str, rollout_id: int, rank: int) -> Iterator[None]:
     """Record what runs inside, for rollouts from ``profile_step_start`` to before ``profile_step_end``, into
-    ``profile_dir/rollout_0000003_rank_0.json``: a Chrome trace for Perfetto."""
+    ``profile_dir/actor_rollout_0000003_rank_0.json``: a Chrome trace for Perfetto."""
     start, end = args.profile_step_start, args.profile_step_end
     if start is None or not start <= rollout_id < end:
         yield
@@ -25,4 +25,4 @@ def profiled(args: Any, rollout_id: int, rank: int) -> Iterator[None]:
         yield
     folder = Path(args.profile_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(folder / f"rollout_{rollout_id:07d}_rank_{rank}.json"))
+    profiler.export_chrome_trace(str(folder / f"{role}_rollout_{rollout_id:07d}_rank_{rank}.json"))

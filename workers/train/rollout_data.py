@@ -42,6 +42,11 @@ class RolloutDataError(SingleControllerError, ValueError):
     """Rollout data lacks something, or has it in another shape than it should; nothing was computed."""
 
 
+def rows_of(data: Any, which: Any) -> Any:
+    """Some rows of a TensorDict or of a dict of tensors; ``which`` is a slice or a list of numbers."""
+    return {name: value[which] for name, value in data.items()} if isinstance(data, dict) else data[which]
+
+
 def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
     """Check what `TrainWorker.train` is about to learn from.
 

@@ -98,7 +98,8 @@ class TrainWorker(Worker, ABC):
         """Send the weights to the rollout workers.
 
         Args:
-            version: of these weights; by default one more than the last.
+            version: of these weights; by default one more than the last. A worker that needs none may leave the
+                parameter away.
 
         Returns:
             The version.
@@ -106,12 +107,12 @@ class TrainWorker(Worker, ABC):
 
     @register(Dispatch.ONE_TO_ALL)
     @abstractmethod
-    def sleep(self) -> int:
+    def sleep(self) -> int | None:
         """Give the device's memory away: weights, gradients and optimizer go to the host. Returns the bytes."""
 
     @register(Dispatch.ONE_TO_ALL)
     @abstractmethod
-    def wake_up(self) -> int:
+    def wake_up(self) -> int | None:
         """Take it back. Returns the bytes."""
 
     @register(Dispatch.ONE_TO_ALL)
