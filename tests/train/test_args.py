@@ -51,6 +51,16 @@ def test_defaults_and_what_was_given():
         ({"update_weights_transport": "disk"}, "needs update_weights_disk_dir"),
         ({"keep_old_actor": True, "enable_weights_backuper": False}, "needs enable_weights_backuper"),
         ({"profile_step_start": 1}, "set together"),
+        ({"profile_step_start": 1, "profile_step_end": 1, "profile_dir": "x"}, "above profile_step_start=1"),
+        ({"temperature": 0}, "args.temperature=0.0: it is a number above 0"),
+        ({"rollout_top_p": 1.5}, "rollout_top_p=1.5: it is a number above 0 and at most 1"),
+        ({"adam_beta1": 1.0}, "adam_beta1=1.0: it is a number from 0 and below 1"),
+        ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: it is a number above 0"),
+        ({"param_dtype": "fp16"}, "on fsdp it is 'bf16' or 'fp32'"),
+        ({"kl_coef": 0.1}, "kl_coef=0.1 counts with advantage_estimator='gae' alone"),
+        ({"advantage_estimator": "gae", "critic_num_nodes": 2}, "make 4 ranks, actor_num_nodes and .* 2"),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_iters": 5}, "less than lr_warmup_iters=5"),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": 3, "critic_lr_warmup_iters": 5}, "than critic_lr_warmup_iters"),
         ("lr=3", "an OmegaConf config, a mapping or a Namespace"),
         (argparse.Namespace(lr="fast"), "args.lr='fast'"),
     ],
@@ -80,8 +90,10 @@ def test_the_critic_has_keys_of_its_own():
     assert (critic.load, critic.save, critic.lr, critic.lr_warmup_iters) == ("c", "d", 2.0, 7)
     assert (actor.load, actor.save, actor.lr, actor.lr_warmup_iters) == ("a", "b", 1.0, 0)
     assert args.load == "a"
-    other = role_args(read_args({"lr": 5.0, "save": "x"}), "critic")
+    other = role_args(read_args({"lr": 5.0, "save": "x", "save_hf": "y_{rollout_id}"}), "critic")
     assert (other.lr, other.save, other.load) == (5.0, "x/critic", None)  # never the actor's own folder
+    assert other.save_hf == "y_{rollout_id}/critic"
+    assert role_args(read_args({"save_hf": "y", "critic_save_hf": "z"}), "critic").save_hf == "z"
 
 
 def test_a_function_by_its_path():

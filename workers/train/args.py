@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 
-def _key(default: Any, meaning: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    metadata = {"meaning": meaning, "choices": choices, "least": least}
+def _key(
+    default: Any,
+    meaning: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    limits = {"from": least, "above": above, "at most": most, "below": below}
+    metadata = {"meaning": meaning, "choices": choices, "limits": limits}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -31,7 +41,10 @@ class TrainArgs:
     )
     model_name: str | None = _key(None, "the kind of model; by default the config's `model_type`")
     vocab_size: int | None = _key(
-        None, "token ids are below it; by default the tokenizer's length, or without a tokenizer the config's", least=1
+        None,
+        "tokens; by default the tokenizer's length, or without a tokenizer the config's. Set, ids of rollout data are "
+        "below it; else they are tokens that the model has",
+        least=1,
     )
     trust_remote_code: bool = _key(False, "whether code that comes with hf_checkpoint may run")
     param_dtype: str = _key("fp32", "dtype that the model computes in", choices=("fp32", "bf16", "fp16"))
@@ -61,8 +74,8 @@ class TrainArgs:
     lr_decay_iters: int | None = _key(
         None, "step at which min_lr is reached; by default that of the last rollout", least=1
     )
-    adam_beta1: float = _key(0.9, "AdamW's decay of the first moment", least=0)
-    adam_beta2: float = _key(0.999, "AdamW's decay of the second moment", least=0)
+    adam_beta1: float = _key(0.9, "AdamW's decay of the first moment", least=0, below=1)
+    adam_beta2: float = _key(0.999, "AdamW's decay of the second moment", least=0, below=1)
     adam_eps: float = _key(1e-8, "AdamW's epsilon", least=0)
     weight_decay: float = _key(0.0, "AdamW's decoupled weight decay; megatron leaves norms and biases out", least=0)
     clip_grad: float = _key(1.0, "largest norm of the whole gradient; 0 for no clipping", least=0)
@@ -73,8 +86,8 @@ class TrainArgs:
     )
     grpo_std_normalization: bool = _key(True, "grpo: whether advantages are divided by the group's standard deviation")
     normalize_advantages: bool = _key(True, "gae: whether advantages are whitened over all tokens of a rollout")
-    gamma: float = _key(1.0, "gae: discount for each token", least=0)
-    gae_lambda: float = _key(0.95, "gae: lambda", least=0)
+    gamma: float = _key(1.0, "gae: discount for each token", least=0, most=1)
+    gae_lambda: float = _key(0.95, "gae: lambda", least=0, most=1)
     eps_clip: float = _key(0.2, "how far below 1 the ratio to the old policy counts", least=0)
     eps_clip_high: float | None = _key(None, "how far above 1; by default eps_clip", least=0)
     value_clip: float = _key(
@@ -90,7 +103,7 @@ class TrainArgs:
     num_steps_per_rollout: int = _key(1, "steps of the optimizer that one rollout's rows are dealt to", least=1)
     ppo_epochs: int = _key(1, "times that a rollout is gone through", least=1)
     use_rollout_logprobs: bool = _key(False, "whether old log-probabilities are the rollout's, not computed again")
-    temperature: float = _key(1.0, "logits are divided by it, in training and in rollouts", least=0)
+    temperature: float = _key(1.0, "logits are divided by it, in training and in rollouts", above=0)
     keep_old_actor: bool = _key(
         False, "keep the weights that the rollout has, and compute old log-probabilities by them"
     )
@@ -99,11 +112,16 @@ class TrainArgs:
     max_tokens_per_micro_batch: int = _key(8192, "tokens that go through the model at once, padding included", least=1)
     balance_data: bool = _key(False, "whether rows are dealt so that all dp ranks have about as many tokens")
     rollout_data_postprocess_path: str | None = _key(
-        None, "dotted path of a function (args, rollout data) -> rollout data, run on each rank's rows before training"
+        None,
+        "dotted path of a function (args, rollout data) -> rollout data, run on each rank's rows before training; "
+        "with gae it leaves the rows themselves as they are, for values were computed of them",
     )
 
     # checkpoints
     load: str | None = _key(None, "folder of checkpoints to go on from: its latest, if it has one")
+    ckpt_step: int | None = _key(
+        None, "rollout id of the checkpoint in load to go on from; by default the latest", least=0
+    )
     save: str | None = _key(None, "folder that save_model writes checkpoints into")
     save_interval: int | None = _key(None, "rollouts between two checkpoints, for the driver's script", least=1)
     async_save: bool = _key(False, "write checkpoints in the background")
@@ -114,11 +132,14 @@ class TrainArgs:
     ref_load: str | None = _key(None, "Hugging Face folder of the reference; by default the weights to begin with")
     critic_load: str | None = _key(None, "load, for the critic role; by default the folder critic in load")
     critic_save: str | None = _key(None, "save, for the critic role; by default the folder critic in save")
+    critic_save_hf: str | None = _key(None, "save_hf, for the critic role; by default the folder critic in save_hf")
     critic_lr: float | None = _key(None, "lr, for the critic role; by default lr", least=0)
     critic_lr_warmup_iters: int = _key(0, "lr_warmup_iters, for the critic role", least=0)
 
     # weights to the rollout
-    update_weights_interval: int = _key(1, "rollouts between two updates of the rollout's weights", least=1)
+    update_weights_interval: int = _key(
+        1, "rollouts between two updates of the rollout's weights, for the driver's script", least=1
+    )
     update_weights_transport: str = _key(
         "store",
         "how weights travel: through Ray's object store, by a process group of their own, by files, or from memory "
@@ -132,7 +153,11 @@ class TrainArgs:
     )
 
     # memory
-    offload_train: bool = _key(False, "let train workers give their device's memory away between steps")
+    offload_train: bool = _key(
+        False,
+        "for the driver's script: train workers give their device's memory away between steps, by offload() and "
+        "onload(); on megatron with CUDA it loads torch_memory_saver too",
+    )
     train_memory_margin_bytes: int = _key(
         1 << 30, "device memory that must be free after training wakes up; less is warned of", least=0
     )
@@ -141,29 +166,31 @@ class TrainArgs:
     # placement
     actor_num_nodes: int = _key(1, "nodes of the actor", least=1)
     actor_num_gpus_per_node: int = _key(2, "ranks of the actor on each (without CUDA: CPU slots)", least=1)
-    critic_num_nodes: int | None = _key(None, "nodes of the critic; by default the actor's", least=1)
+    critic_num_nodes: int | None = _key(
+        None, "nodes of the critic; by default the actor's; it has as many ranks", least=1
+    )
     critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic on each; by default the actor's", least=1)
     rollout_num_workers: int = _key(1, "rollout workers", least=1)
 
     # rollout
-    num_rollout: int = _key(1, "rollouts of the run", least=1)
-    rollout_batch_size: int = _key(8, "prompts of a rollout", least=1)
-    n_samples_per_prompt: int = _key(8, "answers to each", least=1)
+    num_rollout: int = _key(1, "rollouts of the run: its learning rate decays over them", least=1)
+    rollout_batch_size: int = _key(8, "prompts of a rollout, for the driver's script", least=1)
+    n_samples_per_prompt: int = _key(8, "answers to each, for the driver's script", least=1)
     rollout_max_response_len: int = _key(16, "tokens of an answer, at most", least=1)
-    rollout_top_p: float = _key(1.0, "answers are drawn from the likeliest tokens of this probability", least=0)
+    rollout_top_p: float = _key(1.0, "answers are drawn from the likeliest tokens of this probability", above=0, most=1)
     rollout_top_k: int = _key(0, "answers are drawn from this many likeliest tokens; 0 for all", least=0)
     rollout_stop_token_ids: list[int] = _key([], "an answer ends with one of them")
-    rollout_seed: int | None = _key(None, "of the rollout's samples; by default seed")
+    rollout_seed: int | None = _key(None, "of the rollout's samples, for the driver's script; by default seed")
     debug_rollout_only: bool = _key(False, "make no train workers' model: their methods do nothing")
 
     # run
-    distributed_timeout_minutes: float = _key(10.0, "a collective that takes longer has failed", least=0)
+    distributed_timeout_minutes: float = _key(10.0, "a collective that takes longer has failed", above=0)
     train_env_vars: dict[str, str] = _key({}, "environment of the train workers")
     use_routing_replay: bool = _key(False, "set ENABLE_ROUTING_REPLAY=1 for the actor role")
     profile_step_start: int | None = _key(None, "first rollout id that torch's profiler records", least=0)
     profile_step_end: int | None = _key(None, "the one after the last", least=0)
-    profile_dir: str | None = _key(None, "folder for its Chrome traces, one for each rank")
-    tensorboard_dir: str | None = _key(None, "folder for TensorBoard's event files")
+    profile_dir: str | None = _key(None, "folder for its Chrome traces, one for each role and rank")
+    tensorboard_dir: str | None = _key(None, "folder for TensorBoard's event files, for the driver's script")
     user: dict[str, Any] = _key({}, "yours: anything")
 
 

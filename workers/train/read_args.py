@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any, get_type_hints
@@ -66,13 +68,24 @@ def role_args(args: Any, role: str) -> Any:
     seen = OmegaConf.create(args)
     if role == "critic":
         with_struct_off = seen.copy()
-        for own, general in (("critic_load", "load"), ("critic_save", "save")):
+        for own, general in (("critic_load", "load"), ("critic_save", "save"), ("critic_save_hf", "save_hf")):
             beside = None if args[general] is None else f"{args[general]}/critic"
             with_struct_off[general] = beside if args[own] is None else args[own]
         with_struct_off.lr = args.lr if args.critic_lr is None else args.critic_lr
         with_struct_off.lr_warmup_iters = args.critic_lr_warmup_iters
         return with_struct_off
     return seen
+
+
+def actor_size(args: Any) -> tuple[int, int]:
+    """Nodes of the actor, and ranks on each."""
+    return args.actor_num_nodes, args.actor_num_gpus_per_node
+
+
+def critic_size(args: Any) -> tuple[int, int]:
+    """Nodes of the critic, and ranks on each."""
+    nodes, per_node = actor_size(args)
+    return args.critic_num_nodes or nodes, args.critic_num_gpus_per_node or per_node
 
 
 def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,16 +116,21 @@ def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return {name: value for name, value in plain.items() if name in known}, extras
 
 
+_WITHIN = {"from": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+
+
 def _check_value(name: str, item: dataclasses.Field[Any], value: Any) -> None:
-    choices, least = item.metadata["choices"], item.metadata["least"]
+    choices = item.metadata["choices"]
     if value is None:
         return
     if choices and value not in choices:
         close = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise TrainArgsError(f"args.{name}={value!r}: it is one of {', '.join(map(repr, choices))}{hint}")
-    if least is not None and not value >= least:
-        raise TrainArgsError(f"args.{name}={value!r}: it is a number from {least}")
+    limits = {word: limit for word, limit in item.metadata["limits"].items() if limit is not None}
+    if not all(_WITHIN[word](value, limit) for word, limit in limits.items()):
+        said = " and ".join(f"{word} {limit}" for word, limit in limits.items())
+        raise TrainArgsError(f"args.{name}={value!r}: it is a number {said}")
 
 
 def _check_together(args: Any) -> None:
@@ -126,6 +144,30 @@ def _check_together(args: Any) -> None:
         raise TrainArgsError("args.update_weights_transport='disk' needs update_weights_disk_dir")
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("args.profile_step_start and args.profile_step_end are set together")
+    if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
+        raise TrainArgsError(
+            f"args.profile_step_end={args.profile_step_end}: it is the rollout id after the last, above "
+            f"profile_step_start={args.profile_step_start}"
+        )
+    for warmup in ("lr_warmup_iters", "critic_lr_warmup_iters"):
+        if args.lr_decay_style != "constant" and (args.lr_decay_iters or args[warmup]) < args[warmup]:
+            raise TrainArgsError(
+                f"args.lr_decay_iters={args.lr_decay_iters} is less than {warmup}={args[warmup]}: it is the step at "
+                "which the decay ends, counted from the first one of the warm-up"
+            )
+    if args.train_backend == "fsdp" and args.param_dtype == "fp16":
+        raise TrainArgsError("args.param_dtype='fp16': on fsdp it is 'bf16' or 'fp32', for losses are not scaled there")
+    if args.kl_coef and args.advantage_estimator != "gae":
+        raise TrainArgsError(
+            f"args.kl_coef={args.kl_coef} counts with advantage_estimator='gae' alone; kl_loss_coef is the weight of "
+            "the divergence in the loss"
+        )
+    actor, critic = actor_size(args), critic_size(args)
+    if args.advantage_estimator == "gae" and math.prod(actor) != math.prod(critic):
+        raise TrainArgsError(
+            f"args.critic_num_nodes and critic_num_gpus_per_node make {math.prod(critic)} ranks, actor_num_nodes and "
+            f"actor_num_gpus_per_node {math.prod(actor)}; rank i of the actor is connected with rank i of the critic"
+        )
     if args.profile_step_start is not None and not args.profile_dir:
         raise TrainArgsError("args.profile_step_start needs profile_dir")
 
