@@ -2,10 +2,13 @@
 
 python tests/demo_runs.py            # FSDP and Megatron, colocated and not, five seeds each: a quarter of an hour
 python tests/demo_runs.py --seeds 1
+python tests/demo_runs.py --resume   # one run killed at step 20 of 40, and gone on with on 2 ranks and on 1
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,21 +37,37 @@ def command(folder, *given):
 def environment():
     """A user's: without the paths that tests need."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {**kept, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**kept, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def run(folder, *given, timeout=240):
     """The rewards of a whole run, by rollout.
 
     Raises:
-        RuntimeError: it failed; with what it said.
+        RuntimeError: it failed, or took too long; with what it said, and where its threads stood then.
     """
-    done = subprocess.run(command(folder, *given), env=environment(), capture_output=True, text=True, timeout=timeout)
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(given)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
+    driver, said = start(folder, *given)
+    how = "ended"
+    try:
+        driver.wait(timeout)
+    except subprocess.TimeoutExpired:
+        how = f"had not ended after {timeout} s, and was made to"
+        driver.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            driver.wait(30)
+    finally:
+        driver.kill()  # if something else came in between
+        driver.wait()
+    if driver.returncode:
+        raise RuntimeError(f"{' '.join(given)} {how} with {driver.returncode}:\n{said.read_text()[-8000:]}")
     return scalars(folder)
+
+
+def start(folder, *given):
+    """A driver, and the file that takes what it says."""
+    said = Path(folder) / "said"
+    with open(said, "w") as out:
+        return subprocess.Popen(command(folder, *given), env=environment(), stdout=out, stderr=out), said
 
 
 def scalars(folder, name="reward"):
@@ -65,13 +84,12 @@ def scalars(folder, name="reward"):
 
 def run_until_killed(folder, step, *given, timeout=240):
     """Start a run, and kill its driver with SIGKILL once it has logged a step. The rewards so far."""
-    with open(Path(folder) / "said", "w") as said:
-        driver = subprocess.Popen(command(folder, *given), env=environment(), stdout=said, stderr=said)
+    driver, said = start(folder, *given)
     end = time.monotonic() + timeout
     try:
         while max(scalars(folder), default=-1) < step:
             if driver.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"it did not get to step {step}:\n{(Path(folder) / 'said').read_text()[-4000:]}")
+                raise RuntimeError(f"it did not get to step {step}:\n{said.read_text()[-4000:]}")
             time.sleep(0.2)
     finally:
         driver.kill()
@@ -79,12 +97,51 @@ def run_until_killed(folder, step, *given, timeout=240):
     return scalars(folder)
 
 
+def run_resumed(folder, rollouts, save_interval, kill_at, *given, ranks=(2, 1)):
+    """A whole run on two ranks; one that is killed; and one from its last checkpoint on each of these numbers of ranks.
+
+    Returns:
+        Rewards by step: of the whole, of the killed until then, and by number of ranks of those that went on.
+    """
+    common = (f"num_rollout={rollouts}", f"save_interval={save_interval}", *given)
+    folders = {name: Path(folder) / str(name) for name in ("whole", "killed", *ranks)}
+    for made in folders.values():
+        made.mkdir()
+    whole = run(folders["whole"], *common, f"save={folders['whole']}/checkpoints")
+    kept = folders["killed"] / "checkpoints"
+    before = run_until_killed(folders["killed"], kill_at, *common, f"save={kept}")
+    after = {count: run(folders[count], *common, f"load={kept}", f"actor_num_gpus_per_node={count}") for count in ranks}
+    return whole, before, after
+
+
+def report_resumed(ranks, *given):
+    """Run `run_resumed` at the size of the demo, and print how far the rewards lie apart."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole, before, after = run_resumed(folder, 40, 10, 20, *given, ranks=ranks)
+    print(f"killed after step {max(before)}; up to there it was {_apart(whole, before):.4f} from the whole run at most")
+    for count, rewards in after.items():
+        print(
+            f"{count} ranks went on with step {min(rewards)}; {_apart(whole, rewards):.4f} from the whole run at most"
+        )
+    return _apart(whole, before) <= 0.02 and all(
+        min(rewards) == 20 and _apart(whole, rewards) <= 0.02 for rewards in after.values()
+    )
+
+
+def _apart(whole, part):
+    return max(abs(whole[step] - reward) for step, reward in part.items())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--ranks", default="2,1", help="with --resume: on how many it goes on")
     parser.add_argument("given", nargs="*", help="key=value, for all runs")
     asked = parser.parse_args()
+    if asked.resume:
+        sys.exit(not report_resumed([int(count) for count in asked.ranks.split(",")], *asked.given))
     failed = 0
     for way in asked.ways:
         for seed in range(asked.seeds):
@@ -92,7 +149,7 @@ def main():
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     rewards = run(folder, *WAYS[way], f"seed={seed}", *asked.given)
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                except RuntimeError as error:
                     failed += 1
                     print(f"{way:<20} seed {seed}: FAILED: {error}")
                     continue

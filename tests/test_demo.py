@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from demo_runs import WAYS, run, run_until_killed, scalars
+from demo_runs import WAYS, run, run_resumed, scalars
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -40,17 +40,10 @@ def test_ppo_learns_with_a_critic(tmp_path):
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
     """On the same number of ranks, and on another."""
-    folders = {name: tmp_path / name for name in ("whole", "killed", "again", "other")}
-    for folder in folders.values():
-        folder.mkdir()
-    common = ("num_rollout=14", "save_interval=4", "lr_decay_style=cosine")
-    whole = run(folders["whole"], *common, f"save={folders['whole']}/checkpoints")
-    kept = f"{folders['killed']}/checkpoints"
-    before = run_until_killed(folders["killed"], 9, *common, f"save={kept}")
+    whole, before, after = run_resumed(tmp_path, 14, 4, 9, "lr_decay_style=cosine")
     assert before == pytest.approx({step: whole[step] for step in before}, abs=1e-3)
-    for name, ranks in (("again", 2), ("other", 1)):
-        after = run(folders[name], *common, f"load={kept}", f"actor_num_gpus_per_node={ranks}")
-        begin = min(after)
+    for rewards in after.values():
+        begin = min(rewards)
         assert begin in (8, 12)  # after the last checkpoint before it was killed
         # The same prompts and seeds; what another number of ranks changes in the last digit may change a token.
-        assert after == pytest.approx({step: whole[step] for step in range(begin, 14)}, abs=0.02)
+        assert rewards == pytest.approx({step: whole[step] for step in range(begin, 14)}, abs=0.02)

@@ -6,7 +6,8 @@
     python tutorials/train_grpo.py advantage_estimator=gae             # PPO: a critic learns beside the policy
     python tutorials/train_grpo.py task=sort                           # put the prompt's digits into order
 
-Any key of workers/train/ARGUMENTS.md can be given as key=value. The model is a Llama of two layers with random weights.
+The keys of workers/train/ARGUMENTS.md can be given as key=value. The model is a Llama of two layers with random
+weights; hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER takes another.
 """
 
 import sys
@@ -41,24 +42,29 @@ def arguments(given):
     if name not in TASKS:
         sys.exit(f"task={name}: there are {', '.join(TASKS)}")
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
-    model = {**MODEL, "vocab_size": TASKS[name].vocab_size}
-    return TASKS[name], out, read_args({"hf_config": model, **RECIPE, **TASKS[name].args, **said})
+    model = {**MODEL, "vocab_size": TASKS[name].vocab_size, **said.pop("hf_config", {})}
+    model = {} if "hf_checkpoint" in said else {"hf_config": model}
+    return TASKS[name], out, read_args({**model, **RECIPE, **TASKS[name].args, **said})
 
 
 def main():
     task, out, args = arguments(sys.argv[1:])
     began = time.monotonic()
     with place(args) as placement, RunLog(args.tensorboard_dir) as log:
-        size = args.actor_num_nodes, args.actor_num_gpus_per_node
-        actor = RayTrainGroup(args, *size, placement.actor, placement.share)
-        start = ray.get(actor.async_init(with_ref=args.kl_loss_coef > 0))[0]
+        actor = RayTrainGroup(args, 1, placement.actor.world_size, placement.actor, placement.share)
+        start = ray.get(actor.async_init(with_ref=bool(args.kl_loss_coef or args.kl_coef)))[0]
         groups = [actor]
         if placement.critic is not None:
-            critic = RayTrainGroup(args, *size, placement.critic, placement.share, role="critic")
-            ray.get(critic.async_init())
+            critic = RayTrainGroup(
+                args, 1, placement.critic.world_size, placement.critic, placement.share, role="critic"
+            )
+            other = ray.get(critic.async_init())[0]
+            if other != start:
+                both = min(start, other) - 1
+                sys.exit(f"The actor would go on with {start}, the critic with {other}: give ckpt_step={both}.")
             actor.connect(critic)
             groups.append(critic)
-        model = OmegaConf.to_container(args.hf_config)
+        model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
         rollout = RayWorkerGroup(
             placement.rollout, RayClassWithInitArgs(RolloutWorker, HFEngine, model, random_weights=True)
         )
@@ -93,11 +99,15 @@ def main():
                 if args.offload_train:
                     manager.onload()
             about_the_critic = {f"critic/{name}": value for of in metrics[1:] for name, value in of.items()}
-            noted = log.log(rollout_id, {**metrics[0], **about_the_critic})
-            progress.set_postfix(reward=f"{noted['reward']:.2f}", entropy=f"{noted['entropy']:.2f}")
-            if args.save_interval and (rollout_id + 1) % args.save_interval == 0:
+            mean_reward = data["rewards"].mean().item()
+            noted = log.log(rollout_id, {"reward": mean_reward, **metrics[0], **about_the_critic})
+            progress.set_postfix({name: f"{noted[name]:.2f}" for name in ("reward", "entropy") if name in noted})
+            due = (rollout_id + 1) % (args.save_interval or args.num_rollout) == 0
+            if due or rollout_id + 1 == args.num_rollout:
                 for group in groups:
-                    group.save_model(rollout_id)
+                    group.save_model(rollout_id)  # if save or save_hf says where
+        for group in groups:
+            group.wait_for_save()
         if args.tensorboard_dir is not None:  # the trace of calls opens in Perfetto
             for name, group in (("actor", actor.worker_group), ("rollout", rollout)):
                 group.trace(Path(args.tensorboard_dir) / f"calls_{name}.json")
