@@ -1,19 +1,18 @@
 """Four megatron processes that several test files share; megatron's groups in them are made anew as tests need them."""
 
 import pytest
+from folder_scope import shared
 from megatron_workers import Lab
 
 from single_controller import NVMegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def four_processes(ray_cluster):
     """On four slots that leave the CPUs of the test cluster to other tests."""
-    with (
-        RayResourcePool([4], use_gpu=False, num_cpus=0.1) as pool,
-        NVMegatronRayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Lab)) as group,
-    ):
-        yield group
+    pool = shared(__file__, "pool", lambda: RayResourcePool([4], use_gpu=False, num_cpus=0.1))
+    made = RayClassWithInitArgs(cls=Lab)
+    return shared(__file__, "group", lambda: NVMegatronRayWorkerGroup(resource_pool=pool, ray_cls_with_init=made))
 
 
 @pytest.fixture

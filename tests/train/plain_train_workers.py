@@ -48,10 +48,14 @@ class Plain(TrainWorker):
         self.weight_version = version
         return version
 
+    asleep = False
+
     def sleep(self):
+        self.asleep = True
         return 100 + self.rank
 
     def wake_up(self):
+        self.asleep = False
         return 10 + self.rank
 
     def clear_memory(self):
@@ -72,6 +76,8 @@ class Plain(TrainWorker):
             "manager": self.rollout_manager,
             "pid": os.getpid(),
             "calls": getattr(self, "calls", None),
+            "asleep": self.asleep,
+            "load": self.args.load if hasattr(self, "args") else None,
         }
 
     @register(Dispatch.ONE_TO_ALL)
@@ -125,6 +131,34 @@ class Meeting(Plain):
         one = torch.ones(1)
         dist.all_reduce(one)
         return {"sum": one.item()}
+
+
+class Spartan(Plain):
+    """Its methods take and return no more than they must."""
+
+    def update_weights(self):
+        pass
+
+    def sleep(self):
+        pass
+
+    def wake_up(self):
+        pass
+
+
+class DiskFull(Plain):
+    """It would write in the background, and cannot. Who has said so forgets it."""
+
+    failed = False
+
+    def save_model(self, step, force_sync=False):
+        self.failed = True
+        return os.path.join(self.args.save, f"rollout_{step:07d}")
+
+    def wait_for_save(self):
+        failed, self.failed = self.failed, False
+        if failed:
+            raise OSError("disk full")
 
 
 class Incomplete(TrainWorker):

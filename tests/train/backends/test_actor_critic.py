@@ -37,8 +37,8 @@ def pair_of(fsdp_groups, train_pool):
         return actor, critic
 
     yield of
-    for ranks, group in critics.items():
-        fsdp_groups(ranks)._critic = None  # others use the actors alone
+    for group in critics.values():
+        group.disconnect()  # others use the actors alone
         group.close()
 
 
@@ -157,6 +157,11 @@ def test_a_critic_that_is_released_is_named(pair_of, llama_folder, data):
         actor.async_train(0, data)
     critic.create()
     learn(actor, 0, data)
+    critic.offload()
+    with pytest.raises(WorkerError, match=r"this worker sleeps; call onload\(\)"):
+        ray.get(actor.async_train(1, data))
+    critic.onload()
+    learn(actor, 1, data)  # the same rows of the same rollout, asked for again
 
 
 def test_a_checkpoint_in_the_background_is_what_create_goes_on_from(fsdp_groups, train_pool, llama_folder, tmp_path):
@@ -175,7 +180,7 @@ def test_a_checkpoint_in_the_background_is_what_create_goes_on_from(fsdp_groups,
         group.save_model(1)
         expected = whole_weights(group)
         group.wait_for_save()
-        group._writing = True  # as if nobody had waited
+        group._saved.writing = True  # as if nobody had waited
         ray.kill(group.worker_group.workers[0])
         group.release()
         assert group.create() == [2]

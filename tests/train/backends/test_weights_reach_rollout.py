@@ -8,11 +8,13 @@ import os
 import time
 
 import pytest
+import ray
 import torch
 from reference import ReferenceGRPO
+from rollout_kit import plain_model
 from tensordict import TensorDict
 from train_kit import begin, learn, saved
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from single_controller import Dispatch, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError, WorkerError, register
 from workers.rollout.engine import Sampling
@@ -74,15 +76,9 @@ def reward(prompt, answer):
 
 
 def sharp_model(config):
-    """A model with larger weights than usual, so that its logits are far from uniform."""
+    """The trainers' model, before they learn."""
     with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(8)
-    return model
+        return plain_model(config, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +218,24 @@ def test_restarted_workers_are_stale_and_are_brought_up_to_date(trainer, rollout
     data = manager.generate(PROMPTS)
     assert set(data["weight_versions"].tolist()) == {3} and train.weight_version == 3
     assert difference(train, data) < 1e-4
+
+
+def test_a_manager_that_is_a_ray_actor(trainer, rollout):
+    """As slime has it. It is told which version to expect, and its workers are found."""
+    train = trainer("fsdp")
+    rollout.generate_with(CONFIGS["untied"])
+    manager = ray.remote(num_cpus=0)(RolloutManager).remote(rollout, HOW, reward, samples_per_prompt=2, seed=4)
+    train.set_rollout_manager(manager)
+    learn_something(train, 0)
+    assert train.update_weights() == 1
+    data = ray.get(manager.generate.remote(PROMPTS))
+    assert set(data["weight_versions"].tolist()) == {1}
+    assert difference(train, data) < 1e-4
+    rollout.set_weight_version(7)
+    with pytest.raises(WeightVersionError, match=r"weights of version 1, but rank 0 has version 7"):
+        ray.get(manager.generate.remote(PROMPTS))
+    assert train.update_weights() == 2
+    assert set(ray.get(manager.generate.remote(PROMPTS))["weight_versions"].tolist()) == {2}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,328 @@
+"""FSDP and Megatron against a naive loop in one process: the same losses, the same weights, however they are cut.
+
+Processes are slow to start: groups of one, two and four ranks serve all tests, and are initialised anew for each.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+import ray
+import torch
+from reference import ReferenceGRPO, small_llama
+from train_kit import begin, distance, learn, rollout, saved, whole_weights
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
+
+from single_controller import WorkerError
+
+pytestmark = pytest.mark.timeout(180)
+
+GRPO = {"lr": 3e-3, "kl_loss_coef": 0.01, "entropy_coef": 0.003, "max_tokens_per_micro_batch": 64}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is cut: a backend, a number of ranks, and the sizes of the axes."""
+
+    backend: str
+    ranks: int
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def parallel(self):
+        """What the group says of it."""
+        if self.backend == "fsdp":
+            shard = self.sizes.get("fsdp_shard_size", self.ranks)
+            return {"dp_size": self.ranks, "shard_size": shard, "replicas": self.ranks // shard}
+        tp = self.sizes.get("tensor_model_parallel_size", 1)
+        pp = self.sizes.get("pipeline_model_parallel_size", 1)
+        return {"dp_size": self.ranks // tp // pp, "tp_size": tp, "pp_size": pp, "cp_size": 1}
+
+
+TP = {"tensor_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+FSDP1, FSDP2, FSDP4 = (Way("fsdp", ranks) for ranks in (1, 2, 4))
+HSDP = Way("fsdp", 4, {"fsdp_shard_size": 2})
+TP2, PP2, DP2 = Way("megatron", 2, TP), Way("megatron", 2, PP), Way("megatron", 2)
+TP2_DP2, TP2_PP2 = Way("megatron", 4, TP), Way("megatron", 4, TP | PP)
+NAMES = {"FSDP1": FSDP1, "FSDP2": FSDP2, "FSDP4": FSDP4, "HSDP": HSDP, "TP2": TP2, "PP2": PP2, "DP2": DP2,
+         "TP2_DP2": TP2_DP2, "TP2_PP2": TP2_PP2}  # fmt: skip
+
+
+def called(value):
+    """A way's name, for the test's."""
+    if isinstance(value, Way):
+        return next(name.lower() for name, way in NAMES.items() if way == value)
+    return "-".join(value) or "plain" if isinstance(value, dict) else None
+
+
+def ways(*of):
+    return pytest.mark.parametrize("way", of, ids=called)
+
+
+def other_rollout(model, seed):
+    return rollout(model, prompts=5, samples=3, seed=seed)
+
+
+@pytest.fixture
+def start(fsdp_groups, megatron_groups, llama_folder):
+    """``start(way, with_ref=False, **args)``: a group with the model anew, cut in a way."""
+
+    def of(way, with_ref=False, begins=0, **args):
+        group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+        assert begin(group, arguments(way, llama_folder, **args), with_ref) == [begins] * way.ranks
+        return group
+
+    return of
+
+
+def arguments(way, folder, **args):
+    return {"train_backend": way.backend, "hf_checkpoint": folder, "lr": 3e-3, **way.sizes, **args}
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        (FSDP1, {}),
+        (FSDP2, {}),
+        (FSDP4, {"balance_data": True}),
+        (HSDP, {"loss_aggregation": "sequence"}),
+        (FSDP2, {"gradient_checkpointing": True}),
+        (TP2, {}),
+        (PP2, {}),
+        (TP2_DP2, {"balance_data": True, "use_distributed_optimizer": True}),
+        (TP2_PP2, {"loss_aggregation": "sequence"}),
+        (TP2, {"gradient_checkpointing": True}),
+        (PP2, {"gradient_checkpointing": True}),
+    ],
+    ids=called,
+)
+def test_three_steps_of_grpo_are_those_of_a_plain_loop(start, way, options):
+    """The prompts have the config's padding token in them, which Hugging Face does not train; nor may Megatron."""
+    group = start(way, with_ref=True, **GRPO, **options)
+    assert group.get_parallel_config() == way.parallel
+    plain = ReferenceGRPO(
+        small_llama(), kl_coef=0.01, entropy_coef=0.003, aggregation=options.get("loss_aggregation", "token")
+    )
+    for step in range(3):
+        rows = other_rollout(plain.model, seed=step)  # 15 rows: no number of ranks divides them
+        expected = plain.step(rows)
+        metrics = learn(group, step, rows)
+        assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert metrics["kl"] == pytest.approx(expected["kl"], abs=1e-5)
+        assert metrics["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)
+        assert metrics["reward"] == pytest.approx(rows["rewards"].mean().item())
+    assert distance(whole_weights(group), plain.weights()) < 1e-4
+
+
+@ways(FSDP2, TP2, PP2)
+def test_tied_embeddings_and_biases(start, way, tmp_path):
+    """A Qwen2; in a pipeline its first and last stage share a tensor and its gradient."""
+    config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                         vocab_size=32, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    group = start(way, hf_checkpoint=saved(model, tmp_path))
+    plain = ReferenceGRPO(model)
+    for step in range(2):
+        rows = other_rollout(plain.model, seed=step)
+        assert learn(group, step, rows)["loss"] == pytest.approx(plain.step(rows)["loss"], abs=1e-4)
+    found = whole_weights(group)
+    assert "lm_head.weight" not in found
+    assert distance(found, plain.weights()) < 1e-4
+
+
+@ways(FSDP2, TP2, PP2)
+def test_epochs_of_one_rollout(start, way, data):
+    """With all rows in each step, epochs are the reference's: the ratio is to the policy before the first of them."""
+    group = start(way, ppo_epochs=3)
+    plain = ReferenceGRPO(small_llama())
+    plain.step(data, epochs=3)
+    assert learn(group, 0, data)["clip_fraction"] > 0
+    assert distance(whole_weights(group), plain.weights()) < 1e-4
+
+
+@ways(FSDP2, TP2)
+def test_bfloat16_is_near(start, way, data):
+    group = start(way, param_dtype="bf16")
+    found = group.worker_group.compute_log_prob(data)
+    torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=0.1, rtol=0.1)
+    assert learn(group, 0, data)["grad_norm"] > 0
+    before = whole_weights(group)
+    assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
+    group.offload()
+    group.onload()
+    assert distance(whole_weights(group), before) == 0.0
+
+
+@ways(FSDP2, TP2)
+def test_swapping_weights_leaves_the_optimizers_own_digits_alone(start, way, data):
+    """Steps that are too small for a bf16 weight add up in the optimizer's float32 copy, with a reference too."""
+    found = {}
+    for with_ref in (False, True):
+        group = start(way, with_ref, param_dtype="bf16", lr=2e-6)
+        for step in range(60):
+            learn(group, step, data[:2])
+        found[with_ref] = whole_weights(group)
+    assert distance(found[True], found[False]) == 0.0
+    assert distance(found[True], small_llama().to(torch.bfloat16).state_dict()) > 0
+
+
+@ways(FSDP2, PP2, DP2)
+def test_old_log_probs_are_those_of_the_version_that_generated(start, way, data):
+    """Rows of the last version and of the one before are compared each with its own weights."""
+    group = start(way, keep_old_actor=True)
+    kept = []
+    for version in (1, 2):
+        group.worker_group.execute_with_func_generator(lambda worker, v: worker._keep_version(v), version)
+        kept.append(group.worker_group.compute_log_prob(data))
+        learn(group, version, data.clone().set("weight_versions", torch.full((len(data),), version)))
+    versions = torch.arange(len(data)) % 2 + 1
+    mixed = torch.where((versions == 1)[:, None], kept[0], kept[1])
+    now = group.worker_group.compute_log_prob(data)
+    counts = data["loss_mask"] != 0
+    ratio = (now - mixed).exp()[counts].mean().item()
+    assert learn(group, 3, data.clone().set("weight_versions", versions))["ratio"] == pytest.approx(ratio, abs=1e-5)
+    with pytest.raises(WorkerError, match=r"weight versions \[0\]; keep_old_actor has those of \[1, 2\]"):
+        group.worker_group.train(4, data.clone().set("weight_versions", versions * 0))
+
+
+@ways(FSDP2, TP2, PP2)
+def test_the_critic_learns_what_is_to_be_expected(start, way, llama_folder, data, tmp_path):
+    workers = start(way).worker_group
+    args = arguments(way, llama_folder, critic_lr=1e-2, gae_lambda=1.0, advantage_estimator="gae")
+    workers.init({**args, "save_hf": str(tmp_path)}, "critic")
+    losses = [workers.train(step, data)[0]["value_loss"] for step in range(60)]
+    assert losses[-1] < losses[0] / 3
+    counts = data["loss_mask"] != 0
+    values = workers.compute_values(data)
+    assert values.shape == data["input_ids"].shape
+    expected = (data["rewards"][:, None] * counts)[counts]  # without discount every token is worth the reward
+    assert values[counts].mean().item() == pytest.approx(expected.mean().item(), abs=0.05)
+    workers.save_model(0)
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").eval()
+    row = data["attention_mask"][0].bool()
+    with torch.no_grad():
+        expected = model(data["input_ids"][0][row][None]).logits[0, :-1, 0]
+    torch.testing.assert_close(values[0][row][1:], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("way", "others"), [(FSDP4, [FSDP2, FSDP1]), (TP2_DP2, [PP2])], ids=["fsdp", "megatron"])
+def test_checkpoints_go_on_when_cut_otherwise(start, way, others, llama_folder, data, tmp_path):
+    folders = {"save": str(tmp_path), "load": str(tmp_path)}
+    group = start(way, **folders)
+    for step in range(2):
+        learn(group, step, data)
+    assert group.save_model(1) == str(tmp_path / "rollout_0000001")
+    note = json.loads((tmp_path / "latest.json").read_text())
+    assert note == {"folder": "rollout_0000001", "rollout_id": 1, "optimizer_step": 2, "weight_version": 0}
+    kept = whole_weights(group)
+    expected = learn(group, 2, data)["loss"], whole_weights(group)
+    group.save_model(2)
+    assert distance(whole_weights(start(others[0], begins=3, **folders)), expected[1]) == 0.0
+    with pytest.raises(WorkerError, match="ckpt_step=7; there are rollout_0000001, rollout_0000002"):
+        group.worker_group.init(arguments(way, llama_folder, ckpt_step=7, **folders), "actor")
+    folders["ckpt_step"] = 1
+    for other in others:
+        group = start(other, begins=2, **folders)
+        assert distance(whole_weights(group), kept) == 0.0
+        assert learn(group, 2, data)["loss"] == pytest.approx(expected[0], abs=1e-5)
+        assert distance(whole_weights(group), expected[1]) < 1e-5
+        group = start(other, begins=2, no_load_optim=True, **folders)
+        learn(group, 2, data)
+        assert distance(whole_weights(group), expected[1]) > 1e-4  # Adam began anew
+
+
+@pytest.mark.parametrize(("way", "other"), [(FSDP2, FSDP2), (TP2, PP2)], ids=["fsdp", "megatron"])
+def test_a_checkpoint_in_the_background(start, way, other, data, tmp_path):
+    args = {"save": str(tmp_path), "load": str(tmp_path), "async_save": True}
+    group = start(way, **args)
+    group.save_model(0)
+    expected = whole_weights(group)
+    learn(group, 1, data)  # while it is written
+    assert distance(whole_weights(group), expected) > 1e-4
+    group.worker_group.wait_for_save()
+    group = start(other, begins=1, **args)
+    assert distance(whole_weights(group), expected) == 0.0
+    group.save_model(5, force_sync=True)
+    assert json.loads((tmp_path / "latest.json").read_text())["rollout_id"] == 5
+
+
+@ways(FSDP2, TP2_PP2)
+def test_the_export_is_a_hugging_face_model(start, way, data, tmp_path):
+    group = start(way, save_hf=str(tmp_path / "hf_{rollout_id}"))
+    learn(group, 0, data)
+    assert group.save_model(7) is None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf_7").eval()
+    found = group.worker_group.compute_log_prob(data)
+    torch.testing.assert_close(found, ReferenceGRPO(model).log_probs(data), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "bytes_per_parameter", "more"),
+    [
+        (FSDP2, {}, 12, 0.0),  # a parameter, float32, and Adam's two moments
+        (TP2, {}, 16, 0.05),  # and its gradient; norms are on both tp ranks, and Megatron pads its buffers
+        (PP2, {}, 16, 0.05),
+        (DP2, {"use_distributed_optimizer": True}, 2 * 8 + 8, 0.05),  # both have all of it, and half of Adam each
+    ],
+    ids=called,
+)
+def test_sleep_frees_every_byte_and_waking_up_changes_none(start, data, way, options, bytes_per_parameter, more):
+    group = start(way, **options)
+    learn(group, 0, data)
+    before = whole_weights(group)
+    freed = group.offload()
+    assert freed == pytest.approx(bytes_per_parameter * sum(p.numel() for p in small_llama().parameters()), rel=more)
+    with pytest.raises(WorkerError, match="this worker sleeps; call onload"):
+        group.worker_group.train(1, data)
+    with pytest.raises(WorkerError, match="this worker sleeps; call onload"):
+        group.worker_group.compute_log_prob(data)
+    assert group.onload() == freed
+    assert distance(whole_weights(group), before) == 0.0
+    expected = learn(group, 1, data)["loss"]
+    group = start(way, **options)
+    learn(group, 0, data)
+    assert learn(group, 1, data)["loss"] == expected
+
+
+WRONG = [
+    (lambda data: data.exclude("loss_mask"), "rollout data has no 'loss_mask'"),
+    (lambda data: data.exclude("group_ids"), "GRPO needs rewards and group_ids"),
+    (lambda data: data.clone().set("input_ids", data["input_ids"] + 30), "vocab_size is 32"),
+    (lambda data: data.clone().set("rewards", data["input_ids"].float()), "rewards is .*one number for each row"),
+    (lambda data: data.clone().set("loss_mask", torch.ones_like(data["loss_mask"])), "counts padding, or its first"),
+]
+
+
+@ways(FSDP2, PP2)
+def test_rollout_data_that_is_wrong_is_refused_and_changes_nothing(start, way, data):
+    group = start(way)
+    before = whole_weights(group)
+    for change, message in WRONG:
+        with pytest.raises(WorkerError, match=message):
+            group.worker_group.train(0, change(data))
+    assert distance(whole_weights(group), before) == 0.0
+
+
+@ways(FSDP2, DP2)
+def test_rows_that_are_wrong_on_one_rank_are_an_error_on_all_and_the_group_goes_on(start, way, data):
+    group = start(way)
+    wrong = data.clone()
+    wrong["input_ids"][-1] = 77
+    for call in (group.worker_group.train, lambda _, rows: group.worker_group.compute_log_prob(rows)):
+        with pytest.raises(WorkerError, match=r"tokens from .* to 77; vocab_size is 32"):
+            call(0, wrong)
+    assert group.worker_group.broken is None
+    learn(group, 0, data)
+
+
+@ways(FSDP2, DP2)
+def test_references_instead_of_data(start, way, data):
+    found = []
+    plain = dict(data.items())
+    for given in (data, ray.put(data), [ray.put(data[:12]), ray.put(data[12:])], plain, ray.put(plain)):
+        group = start(way)
+        found.append({**learn(group, 0, given), "seconds": 0})
+    assert all(other == found[0] for other in found)

@@ -1,0 +1,234 @@
+"""What only the FSDP workers can, and what comes before and after the sums, which are in test_both_backends.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from reference import ReferenceGRPO, small_llama
+from train_kit import begin, distance, learn, saved, whole_weights
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+
+from single_controller import WorkerError
+from workers.rollout.hf_engine import HFEngine
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=32,
+                    num_key_value_heads=2),
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=32, n_positions=64),
+    ],
+    ids=["qwen2", "gpt2"],
+)  # fmt: skip
+def test_any_causal_model(fsdp_groups, data, config, tmp_path):
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": saved(model, tmp_path), "max_tokens_per_micro_batch": 50})
+    found = group.worker_group.compute_log_prob(data)
+    torch.testing.assert_close(found, ReferenceGRPO(model).log_probs(data), atol=1e-5, rtol=1e-4)
+
+
+def test_random_weights_are_the_seeds(fsdp_groups):
+    config = {"model_type": "llama", **small_llama().config.to_dict()}
+    found = []
+    for ranks in (1, 2):
+        begin(fsdp_groups(ranks), {"hf_config": config, "seed": 7})
+        found.append(whole_weights(fsdp_groups(ranks)))
+    torch.manual_seed(7)
+    expected = AutoModelForCausalLM.from_config(small_llama().config).state_dict()
+    assert distance(found[0], expected) == distance(found[1], expected) == 0.0
+
+
+def test_rows_are_dealt_to_steps_of_the_optimizer_by_a_schedule(fsdp_groups, llama_folder, data):
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "lr": 7e-3, "num_steps_per_rollout": 4, "num_rollout": 2,
+                  "lr_decay_style": "linear", "lr_warmup_iters": 2})  # fmt: skip
+    # Eight steps: 3.5e-3, then from 7e-3 at step 1 down to 0 at step 8. The last of each rollout is told.
+    assert [learn(group, step, data)["lr"] for step in range(2)] == pytest.approx([5e-3, 1e-3])
+
+
+def test_an_unfinished_checkpoint_is_not_gone_on_from(fsdp_groups, llama_folder, tmp_path):
+    (tmp_path / "rollout_0000003").mkdir()
+    assert begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "load": str(tmp_path)}) == [0, 0]
+    (tmp_path / "latest.json").write_text("{ broken")
+    with pytest.raises(WorkerError, match=r"the checkpoint to go on from in .* is not known"):
+        fsdp_groups(2).worker_group.init({"hf_checkpoint": llama_folder, "load": str(tmp_path)}, "actor")
+
+
+def doubled(args, data):
+    """A user's postprocessing: it sees the rows of its rank, and the user's own keys."""
+    return data.clone().set("rewards", data["rewards"] * args.user.factor)
+
+
+def test_rollout_data_is_postprocessed_on_each_rank(fsdp_groups, llama_folder, data):
+    group = fsdp_groups(2)
+    args = {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": "test_fsdp.doubled", "user": {"factor": 3}}
+    begin(group, args)
+    assert learn(group, 0, data)["reward"] == pytest.approx(3 * data["rewards"].mean().item())
+
+
+def test_profiles_are_written(fsdp_groups, llama_folder, data, tmp_path):
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "profile_step_start": 1, "profile_step_end": 2,
+                  "profile_dir": str(tmp_path)})  # fmt: skip
+    for step in range(3):
+        learn(group, step, data)
+    names = sorted(path.name for path in Path(tmp_path).iterdir())
+    assert names == ["actor_rollout_0000001_rank_0.json", "actor_rollout_0000001_rank_1.json"]
+    assert json.loads((tmp_path / names[0]).read_text())["traceEvents"]
+
+
+def test_postprocessing_may_not_move_rows_whose_values_are_known(fsdp_groups, llama_folder, data):
+    path = "test_fsdp.backwards"
+    begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": path})
+    learn(fsdp_groups(2), 0, data)
+    begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": path,
+                           "advantage_estimator": "gae"})  # fmt: skip
+    with pytest.raises(WorkerError, match=r"'test_fsdp.backwards' has changed, moved or dropped rows"):
+        fsdp_groups(2).worker_group.train(0, data)
+
+
+def backwards(args, data):
+    """Postprocessing that puts rows into another order."""
+    return data.flip(0)
+
+
+def test_rows_are_balanced_also_in_a_dict(fsdp_groups, llama_folder, data):
+    found = []
+    for given in (data, dict(data.items()), ray.put(dict(data.items()))):
+        begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "balance_data": True})
+        found.append({**learn(fsdp_groups(2), 0, given), "seconds": 0})
+    assert found[0] == found[1] == found[2]
+
+
+def test_dropout_is_the_seeds_also_after_a_checkpoint(fsdp_groups, data, tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 32, "n_positions": 64}
+    args = {"hf_config": {**config, "resid_pdrop": 0.3}, "lr": 1e-2, "save": str(tmp_path), "seed": 1 << 40}
+    group = fsdp_groups(2)
+    found = []
+    for load in (None, str(tmp_path)):
+        (start, _) = begin(group, {**args, "load": load})
+        for step in range(start, 3):
+            learn(group, step, data)
+            if step == 1 and not load:
+                group.save_model(step)
+        found.append(whole_weights(group))
+    assert start == 2
+    assert distance(*found) == 0.0
+    begin(group, {**args, "seed": 2, "load": str(tmp_path)})
+    learn(group, 2, data)
+    assert distance(whole_weights(group), found[0]) > 1e-4
+
+
+def test_a_checkpoint_before_the_first_step_changes_nothing(fsdp_groups, llama_folder, data, tmp_path):
+    group = fsdp_groups(2)
+    args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "weight_decay": 0.1, "save": str(tmp_path)}
+    found = []
+    for save, load in ((False, None), (True, None), (False, str(tmp_path))):
+        begin(group, {**args, "load": load})
+        if save:
+            group.save_model(-1)
+        for step in range(3):
+            learn(group, step, data)
+        found.append(whole_weights(group))
+    assert distance(found[0], found[1]) == distance(found[0], found[2]) == 0.0
+
+
+def test_a_complete_checkpoint_is_never_written_over(fsdp_groups, llama_folder, data, tmp_path):
+    group = fsdp_groups(1)
+    args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "save": str(tmp_path), "load": str(tmp_path)}
+    begin(group, args)
+    written = []
+    for background in (False, False, True):
+        learn(group, 0, data)
+        group.args.async_save = background
+        written.append(Path(group.save_model(3)).name)
+    group.wait_for_save()
+    assert written == ["rollout_0000003", "rollout_0000003_again", "rollout_0000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "rollout_0000003"]
+    expected = whole_weights(group)
+    assert begin(group, args) == [4]
+    assert distance(whole_weights(group), expected) == 0.0
+
+
+def test_a_reference_of_its_own(fsdp_groups, llama_folder, data, tmp_path):
+    other = small_llama(seed=9)
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "ref_load": saved(other, tmp_path)}, with_ref=True)
+    found = group.worker_group.compute_ref_log_prob(data)
+    torch.testing.assert_close(found, ReferenceGRPO(other).log_probs(data), atol=1e-5, rtol=1e-4)
+    found = group.worker_group.compute_log_prob(data)
+    torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=1e-5, rtol=1e-4)
+    begin(group, {"hf_checkpoint": llama_folder})
+    with pytest.raises(WorkerError, match=r"there is no reference: init\(with_ref=True\) keeps one"):
+        group.worker_group.compute_ref_log_prob(data)
+    with pytest.raises(WorkerError, match="needs enable_weights_backuper=True"):
+        group.worker_group.init({"hf_checkpoint": llama_folder, "enable_weights_backuper": False}, "actor", True)
+
+
+def test_a_rollout_engine_takes_all_that_the_model_has(fsdp_groups):
+    """Buffers too: the experts' bias of this model is none of its parameters."""
+    config = {"model_type": "deepseek_v3", "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+              "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32,
+              "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 8,
+              "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+              "first_k_dense_replace": 1}  # fmt: skip
+    group = fsdp_groups(2)
+    begin(group, {"hf_config": config, "param_dtype": "bf16"})
+    found = whole_weights(group)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == HFEngine(config).weight_shapes()
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert (found[bias].dtype, found["lm_head.weight"].dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_a_critic_needs_a_place_for_its_head(fsdp_groups):
+    config = {"model_type": "olmo2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "vocab_size": 32}  # fmt: skip
+    with pytest.raises(WorkerError, match="a critic of 'olmo2': transformers has no token classification"):
+        fsdp_groups(1).worker_group.init({"hf_config": config, "advantage_estimator": "gae"}, "critic")
+
+
+BASE = {"lr": 3e-3, "ppo_epochs": 2, "num_rollout": 4, "lr_decay_style": "cosine"}
+GRPO = {**BASE, "kl_loss_coef": 0.05, "entropy_coef": 0.01}
+GAE = {**BASE, "advantage_estimator": "gae"}
+KEYS = {
+    "actor": (GRPO, {
+        "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_eps": 1e-2, "weight_decay": 0.1, "clip_grad": 0.01, "lr": 1e-3,
+        "min_lr": 1e-3, "lr_decay_iters": 3, "lr_warmup_iters": 3, "lr_decay_style": "linear", "eps_clip": 1e-3,
+        "eps_clip_high": 1e-3, "kl_loss_coef": 0.0, "kl_loss_type": "k2", "entropy_coef": 0.0,
+        "loss_aggregation": "sequence", "grpo_std_normalization": False, "num_steps_per_rollout": 2, "ppo_epochs": 1,
+        "temperature": 0.5, "use_rollout_logprobs": True, "fsdp_reduce_dtype": "bf16", "param_dtype": "bf16",
+    }),
+    "actor by gae": (GAE, {"gamma": 0.5, "gae_lambda": 0.5, "normalize_advantages": False, "kl_coef": 0.1}),
+    "critic": (GAE, {"critic_lr": 1e-2, "critic_lr_warmup_iters": 3, "gamma": 0.5, "gae_lambda": 0.5,
+                     "value_clip": 1e-4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", KEYS)
+def test_every_key_counts(fsdp_groups, llama_folder, data, what):
+    """Two steps with another value end with other weights."""
+    given, changes = KEYS[what]
+    group = fsdp_groups(1)
+    rows = data.clone()
+    if what == "actor by gae":
+        rows["values"] = torch.rand(data["input_ids"].shape, generator=torch.Generator().manual_seed(0))
+
+    def trained(**change):
+        args = {"hf_checkpoint": llama_folder, **given, **change}
+        group.worker_group.init(args, what.split()[0], what != "critic")
+        for step in range(2):
+            group.worker_group.train(step, rows)
+        return whole_weights(group)
+
+    expected = trained()
+    assert distance(trained(), expected) == 0.0
+    ignored = [name for name, value in changes.items() if distance(trained(**{name: value}), expected) < 1e-7]
+    assert not ignored
+    assert distance(trained(fsdp_cpu_offload=True), expected) < 1e-5
