@@ -1,5 +1,6 @@
 """Train ranks that are pipeline stages of nothing, and rollout workers that only hold weights."""
 
+import dataclasses
 import os
 import time
 
@@ -72,9 +73,17 @@ class Rollout(WeightReceiver):
         return None if moved else self.engine.weights
 
     @register(Dispatch.ONE_TO_ALL)
-    def configure(self, die_at=None, fail_at=None, rank=None):
+    def configure(self, die_at=None, fail_at=None, rank=None, meets=True):
         if rank in (None, self.rank):
             self.engine.die_at, self.engine.fail_at = die_at, fail_at
+            self.meets = meets
+
+    meets = True
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_weight_group(self, key, invitation):
+        """As ever, or by nccl, without a device for it."""
+        super().join_weight_group(key, invitation if self.meets else dataclasses.replace(invitation, backend="nccl"))
 
     @register(Dispatch.ONE_TO_ALL)
     def ask(self, what):
@@ -138,6 +147,19 @@ class Stage(Worker):
         futures = [rollout.note.remote(self.rank, number, seconds) for number in range(times)]
         for future in futures:
             future.result()
+
+
+class Manager:
+    """To be a Ray actor: without a group, and busy when told to be."""
+
+    def weight_receivers(self):
+        return []
+
+    def set_weight_version(self, version):
+        pass
+
+    def generate(self, seconds):
+        time.sleep(seconds)
 
 
 class StageBeside(Stage):

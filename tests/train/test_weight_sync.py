@@ -1,14 +1,22 @@
 """Weights from train ranks, each with a part of them, to rollout workers: whole, once, and with a version."""
 
+import contextlib
+import threading
 import time
 
 import pytest
+import ray
 import sync_workers
 import torch
 from sync_workers import model
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerError, colocate
+from workers.train import rollout_link
+from workers.train.sync_by_group import GroupTransport
+from workers.train.sync_on_device import DeviceTransport, name_of
+from workers.train.weight_receivers import Receivers
 from workers.train.weight_sync import WeightSender, WeightSyncError
+from workers.train.weight_transport import Ranks, Update
 
 TRANSPORTS = ["store", "group", "disk", "device"]
 SMALL = 600  # bytes of a bucket: several for each sender
@@ -107,6 +115,61 @@ def test_a_process_group_is_made_once_and_kept(train, rollouts):
     train.update(4)
     assert train.groups_made() == [2, 2]
     assert same(rollouts[1].weights(), 4)
+
+
+def test_the_process_groups_of_who_sends_no_more_are_left(train, rollout):
+    train.connect(rollout, "group", bucket_bytes=SMALL)
+    train.update(1)
+    assert rollout.ask("members") == [2, 2]
+    WeightSender("store", rollout).send(2, model(seed=2).items())
+    assert rollout.ask("members") == [0, 0] and same(rollout.weights(), 2)
+    train.update(3)  # they do send again, and meet anew
+    assert rollout.ask("members") == [2, 2] and same(rollout.weights(), 3)
+    assert train.groups_made() == [2, 2]
+
+
+def test_a_meeting_that_fails_ends_the_update_at_once_on_all_ranks(train, rollouts):
+    rollout = rollouts[1]
+    train.connect(rollout, "group", bucket_bytes=SMALL)
+    rollout.configure(meets=False)
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rollout rank 0 did not meet sender \d in a process group"):
+        train.update(1)
+    train.groups_made()  # both ranks have ended
+    assert time.monotonic() - begun < 10
+    rollout.configure()
+    train.update(2)
+    assert rollout.current_weight_version() == [2] and same(rollout.weights(), 2)
+
+
+def test_senders_take_turns_and_pass_them_on_when_they_fail():
+    first, second = GroupTransport(5.0), GroupTransport(0.2)
+    updates = [Update("key", 1, Ranks(rank, 2), Receivers(None, 1.0)) for rank in range(2)]
+    address = first.prepare(updates[0])
+    for transport, update in zip((first, second), updates, strict=True):
+        update.shared = address
+        transport.begin(update)
+    with first._turn(updates[0]), pytest.raises(WeightSyncError, match=r"train rank 1 has waited 0.2 s for"):
+        with second._turn(updates[1]):
+            raise AssertionError("two at once")
+    updates[0].key = updates[1].key = "next"
+    order = []
+
+    def send(transport, update):
+        with contextlib.suppress(KeyError), transport._turn(update):
+            order.append("in")
+            time.sleep(0.02)
+            order.append("out")
+            raise KeyError("as when a broadcast fails")
+
+    for _ in range(3):
+        others = threading.Thread(target=send, args=(second, updates[1]))
+        others.start()
+        send(first, updates[0])
+        others.join()
+    assert order == ["in", "out"] * 6
+    left = first._known_store().num_keys()
+    assert left <= 5, "tickets of both updates, a turn that nobody has taken of each, and one of the store's own"
 
 
 def test_the_disk_keeps_the_last_two_versions_as_transformers_reads_them(train, rollout, tmp_path):
@@ -247,8 +310,8 @@ def test_calls_of_several_drivers_to_the_same_workers_come_each_in_its_order(tra
 
 def test_a_bucket_of_another_update_is_refused(rollouts):
     rollout = rollouts[1]
-    rollout.begin_weights("first", 1)
-    rollout.begin_weights("second", 2)
+    rollout.begin_weights("first", 1, "test")
+    rollout.begin_weights("second", 2, "test")
     with pytest.raises(WorkerError, match="another update has begun since"):
         rollout.take_weights("first", {"norm.weight": torch.zeros(7)})
     rollout.set_weight_version(5)
@@ -269,8 +332,8 @@ def test_options_that_make_no_sense_are_refused(rollouts):
         with pytest.raises(ValueError, match=says):
             WeightSender(**bad)
     sender = WeightSender("store", rollouts[1])
-    for version in (-1, 1.5, True, None):
-        with pytest.raises(ValueError, match="integer from 0"):
+    for version in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match=r"integer from 1, got .*; 0 are the weights that .* begins with"):
             sender.send(version, [])
     with pytest.raises(WeightSyncError, match="is a group of rollout workers"):
         WeightSender("store", 3).send(1, [])
@@ -281,3 +344,39 @@ def test_a_driver_can_send_by_itself(rollouts):
     sender = WeightSender("store", lambda: rollouts[1])
     report = sender.send(30, model(seed=30).items())
     assert sender.versions() == [30] and report.buckets == 1 and same(rollouts[1].weights(), 30)
+
+
+def test_a_manager_that_does_not_answer_is_named(ray_cluster, monkeypatch):
+    """A Ray actor, which does one thing at a time, and may be at what waits for the update."""
+    manager = ray.remote(num_cpus=0)(sync_workers.Manager).remote()
+    link = rollout_link.RolloutLink(manager, lambda: 1)
+    asks = [
+        lambda: WeightSender("store", manager, timeout=0.5).send(1, []),
+        lambda: WeightSender("store", [manager], timeout=0.5).versions(),
+        lambda: link.outdated,
+        lambda: link.expect(4),
+    ]
+    link.expect(3)
+    monkeypatch.setattr(rollout_link, "MANAGER_SECONDS", 0.5)
+    manager.generate.remote(60.0)
+    for ask in asks:
+        with pytest.raises(WeightSyncError, match=r"Actor\(Manager, .* within 0.5 s: .* busy in generate\(\)"):
+            ask()
+    ray.kill(manager)
+    for ask in asks:
+        with pytest.raises(WeightSyncError, match=r"Actor\(Manager, .* cannot be asked for .* make it anew"):
+            ask()
+
+
+def test_where_there_is_no_proc(rollouts, monkeypatch):
+    """As on macOS. Only memory of other processes cannot be had there."""
+
+    def no_proc(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("os.readlink", no_proc)
+    monkeypatch.delattr("os.memfd_create")
+    assert name_of(torch.device("cpu")).startswith("cpu:")
+    WeightSender("store", rollouts[1]).send(1, model(seed=1).items())
+    with pytest.raises(WeightSyncError, match=r"only on Linux .* use 'store', 'group' or 'disk'"):
+        DeviceTransport()._room(torch.device("cpu"), 1)

@@ -28,7 +28,7 @@ class ReceiverInfo:
 
     Attributes:
         rank: in its group.
-        life: another one after each restart.
+        life: another one after each restart, and when others send than before: it is then in no process group.
         host: name of the machine.
         device: where it can open other processes' memory: ``cuda:<uuid>``, or ``cpu:<host>``.
     """
@@ -62,6 +62,7 @@ class WeightReceiver(Worker):
         self._life = uuid.uuid4().hex
         self._version: int | None = None
         self._update: _Update | None = None
+        self._sender = ""
         self._members: dict[int, Member] = {}
 
     @property
@@ -85,14 +86,19 @@ class WeightReceiver(Worker):
         return self._version
 
     @register(Dispatch.ONE_TO_ALL)
-    def begin_weights(self, key: str, version: int) -> ReceiverInfo:
-        """Begin an update. One that was under way is given up.
+    def begin_weights(self, key: str, version: int, sender: str) -> ReceiverInfo:
+        """Begin an update. One that was under way is given up, and so are process groups with others than who sends.
 
         Args:
             key: of the update; whatever comes later for another one is refused.
             version: of its weights.
+            sender: name of those who send, the same in all their updates.
         """
         self._version = None
+        if sender != self._sender:
+            self._sender, self._life = sender, uuid.uuid4().hex
+            while self._members:
+                self._members.popitem()[1].leave()
         self._update = _Update(key, version, dict(self.engine.weight_shapes()))
         return ReceiverInfo(self.rank, self._life, socket.gethostname(), _device_name(self))
 
@@ -107,12 +113,26 @@ class WeightReceiver(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def join_weight_group(self, key: str, invitation: Invitation) -> None:
-        """Join a sender's process group; that of the same sender before is left."""
+        """Join a sender's process group; that of the same sender before is left.
+
+        Raises:
+            WeightSyncError: not all came together. The update is given up then.
+        """
         from workers.train.sync_by_group import Member
 
-        self._checked(key)
-        self._members.pop(invitation.sender, None)
-        self._members[invitation.sender] = Member(invitation, self)
+        update = self._checked(key)
+        before = self._members.pop(invitation.sender, None)
+        if before is not None:
+            before.leave()
+        try:
+            self._members[invitation.sender] = Member(invitation, self)
+        except Exception as error:
+            self._give_up(
+                update,
+                f"rollout rank {self.rank} did not meet sender {invitation.sender} in a process group: "
+                f"{type(error).__name__}: {error}",
+                error,
+            )
 
     @register(Dispatch.ONE_TO_ALL)
     def take_broadcast_weights(self, key: str, sender: int, lies: list[Lies]) -> None:

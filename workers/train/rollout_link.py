@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from workers.train.weight_receivers import receiver_groups
+from workers.train.weight_receivers import ask_manager, receiver_groups
+
+MANAGER_SECONDS = 600.0
+"""How long a manager that is a Ray actor may take to answer; it may be in its constructor, or in `generate`."""
 
 
 class RolloutLink:
@@ -23,7 +26,11 @@ class RolloutLink:
         self._receivers: list[Any] | None = None
 
     def introduce(self, tell: Callable[[Any], Any]) -> None:
-        """Have the train workers told of the manager. `refresh` stays in this process."""
+        """Have the train workers told of the manager. `refresh` stays in this process.
+
+        Raises:
+            WeightSyncError: see `ask_manager`.
+        """
         manager = self.manager
         if getattr(manager, "refresh", None) == self._refresh:
             manager.refresh = None
@@ -40,23 +47,30 @@ class RolloutLink:
 
     @property
     def outdated(self) -> bool:
-        """Whether the rollout workers are others than when the train workers were told."""
+        """Whether the rollout workers are others than when the train workers were told.
+
+        Raises:
+            WeightSyncError: see `ask_manager`.
+        """
         return self._actors() != self._receivers
 
     def expect(self, version: int) -> None:
-        """Have the manager refuse answers by weights of another version."""
-        import ray
+        """Have the manager refuse answers by weights of another version.
 
+        Raises:
+            WeightSyncError: see `ask_manager`.
+        """
         if not _is_actor(self.manager):
             self.manager.weight_version = version
         elif hasattr(self.manager, "set_weight_version"):  # an actor of another class may not want to know
-            ray.get(self.manager.set_weight_version.remote(version))
+            ask_manager(self.manager, "set_weight_version", version, timeout=MANAGER_SECONDS)
 
     def _actors(self) -> list[Any]:
         if _is_actor(self.manager):
             if not hasattr(self.manager, "weight_receivers"):
                 return []
-            return [worker for group in receiver_groups(self.manager) for worker in getattr(group, "workers", ())]
+            groups = receiver_groups(self.manager, MANAGER_SECONDS)
+            return [worker for group in groups for worker in getattr(group, "workers", ())]
         return list(getattr(getattr(self.manager, "group", None), "workers", ()))
 
 

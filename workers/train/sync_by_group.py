@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ MEET_SECONDS = 60.0
 OPERATION_SECONDS = 60.0
 """How long the broadcast of a bucket may take once it was announced."""
 
+CUMEM = "NCCL_CUMEM_ENABLE"
+
 _POLL = 0.0005
 _LOOK = 0.05
 
@@ -48,6 +51,7 @@ class Invitation:
         address: host and port of the store.
         lives: the receivers in order; the first one is rank 1 of the group.
         backend: "gloo" or "nccl".
+        cumem: the sender's NCCL_CUMEM_ENABLE: both ends of a connection take memory by the same calls.
     """
 
     sender: int
@@ -55,6 +59,7 @@ class Invitation:
     address: tuple[str, int]
     lives: tuple[str, ...]
     backend: str
+    cumem: str | None = None
 
 
 class Member:
@@ -66,14 +71,24 @@ class Member:
     """
 
     def __init__(self, invitation: Invitation, worker: Worker) -> None:
-        store = dist.TCPStore(*invitation.address, is_master=False, timeout=_seconds(MEET_SECONDS))
+        if invitation.backend == "nccl" and invitation.cumem is not None:
+            own = os.environ.setdefault(CUMEM, invitation.cumem)
+            if own != invitation.cumem:
+                raise WeightSyncError(
+                    f"{CUMEM} is {own} here and {invitation.cumem} on the train ranks, and nccl connects no such two: "
+                    "set it alike (worker_env=..., train_env_vars)"
+                )
         rank = 1 + invitation.lives.index(worker._life)  # type: ignore[attr-defined]
         where = device(worker.local_rank, worker.device_ids) if invitation.backend == "nccl" else torch.device("cpu")
-        self._channel = Channel(invitation, store, rank, where)
+        self._channel = Channel(invitation, rank, where)
 
     def let_go(self) -> None:
         """See `Channel.let_go`."""
         self._channel.let_go()
+
+    def leave(self) -> None:
+        """See `Channel.leave`."""
+        self._channel.leave()
 
     def receive(self, lies: Sequence[Lies]) -> list[Pair]:
         """Take part in the broadcast of a bucket: its tensors, until the next one."""
@@ -84,11 +99,19 @@ class Member:
 
 
 class Channel:
-    """A process group of a sender and all receivers."""
+    """A process group of a sender and all receivers.
 
-    def __init__(self, invitation: Invitation, store: dist.TCPStore, rank: int, where: torch.device) -> None:
+    Args:
+        invitation: to it.
+        rank: of this process in it.
+        where: the device of what is broadcast.
+    """
+
+    def __init__(self, invitation: Invitation, rank: int, where: torch.device) -> None:
         self.memory = FlatMemory(where)
         self._group: Any
+        # A client of its own: a meeting may hold it until its time is over, long after everybody has given up.
+        store = _client(invitation.address)
         meeting = dist.PrefixStore(invitation.key, store)
         size = 1 + len(invitation.lives)
         if invitation.backend == "nccl":
@@ -96,7 +119,8 @@ class Channel:
             options = dist.ProcessGroupNCCL.Options()
             # `broadcast` counts the seconds itself; torch's watchdog, which ends the process, is not to come first.
             options._timeout = _seconds(10 * OPERATION_SECONDS)
-            self._group = dist.ProcessGroupNCCL(meeting, rank, size, options)
+            with _errors_stay_here():
+                self._group = dist.ProcessGroupNCCL(meeting, rank, size, options)
             self._group.eager_connect_single_device(where)  # now, while whoever does not come is noticed
         else:
             self._group = dist.ProcessGroupGloo(meeting, rank, size, _seconds(MEET_SECONDS))
@@ -127,6 +151,9 @@ class Channel:
             _wait_for(work, futures)
             if self._where.type == "cuda":
                 torch.cuda.synchronize(self._where)
+                said = self._group.get_error().name if hasattr(self._group, "get_error") else "SUCCESS"
+                if said != "SUCCESS":
+                    raise WeightSyncError(f"a broadcast of weights failed: nccl says {said}")
             return
         except RuntimeError as error:  # gloo's and nccl's
             raised = WeightSyncError(f"a broadcast of weights failed: {str(error).partition(chr(10))[0]}")
@@ -151,6 +178,20 @@ class Channel:
             left = [group]
             del group
             threading.Thread(target=left.clear, name="weights-leave", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _errors_stay_here() -> Iterator[None]:
+    """A group that is made inside has its watchdog tell of errors instead of ending the process for them."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # the communicator is cleaned up, and no more
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _wait_for(work: Any, futures: Sequence[WorkerFuture]) -> None:
@@ -197,10 +238,11 @@ class GroupTransport(Transport):
     def begin(self, update: Update) -> None:
         """Keep the group that is there, unless the receivers are not those that are in it."""
         lives = tuple(info.life for info in update.infos)
+        if (self._address, self._lives) != (update.shared, lives):
+            self._leave()
         if self._address != update.shared:
-            self._address, self._store, self._channel = update.shared, None, None
-        if lives != self._lives:
-            self._lives, self._channel = lives, None
+            self._address, self._store = update.shared, None
+        self._lives = lives
 
     def send(self, update: Update, bucket: Sequence[Pair]) -> None:
         """See `Transport.send`."""
@@ -221,15 +263,17 @@ class GroupTransport(Transport):
 
     def failed(self, update: Update) -> None:
         """See `Transport.failed`."""
-        if self._channel is not None:
-            self._channel.leave()
-        self._channel = None
+        self._leave()
 
     def close(self) -> None:
         """See `Transport.close`."""
+        self._leave()
+        self._host = self._store = self._address = None
+
+    def _leave(self) -> None:
         if self._channel is not None:
             self._channel.leave()
-        self._host = self._store = self._address = self._channel = None
+        self._channel = None
 
     def _met(self, update: Update, bucket: Sequence[Pair]) -> Channel:
         """This sender's group, made if it is not there."""
@@ -238,11 +282,10 @@ class GroupTransport(Transport):
         self._groups_made += 1
         backend = _backend(update, bucket[0][1].device)
         key = f"{update.key}/{update.ranks.rank}"
-        invitation = Invitation(update.ranks.rank, key, update.shared, self._lives, backend)
+        invitation = Invitation(update.ranks.rank, key, update.shared, self._lives, backend, os.environ.get(CUMEM))
         futures = update.receivers.start("join_weight_group", update.key, invitation)
         where = bucket[0][1].device if backend == "nccl" else torch.device("cpu")
-        store = self._known_store()
-        self._channel = unless_failed(lambda: Channel(invitation, store, 0, where), futures)
+        self._channel = unless_failed(lambda: Channel(invitation, 0, where), futures)
         all_results(futures)
         return self._channel
 
@@ -250,7 +293,7 @@ class GroupTransport(Transport):
         if self._store is None:
             if self._address is None:
                 raise WeightSyncError("the update has not begun")
-            self._store = dist.TCPStore(*self._address, is_master=False, timeout=_seconds(MEET_SECONDS))
+            self._store = _client(self._address)
         return self._store
 
     @contextlib.contextmanager
@@ -261,18 +304,20 @@ class GroupTransport(Transport):
             return
         store = self._known_store()
         mine = store.add(f"{update.key}/tickets", 1) - 1
-        end = time.monotonic() + self._timeout
-        while store.add(f"{update.key}/served", 0) < mine:
-            if time.monotonic() > end:
+        if mine > 0:
+            turn = f"{update.key}/turn/{mine}"
+            try:
+                store.wait([turn], _seconds(self._timeout))
+            except dist.DistStoreError as error:
                 raise WeightSyncError(
                     f"train rank {update.ranks.rank} has waited {self._timeout:g} s for its turn to send weights: "
-                    "another rank has not ended its own"
-                )
-            time.sleep(_POLL)
+                    "another rank has not ended its own; where that is no fault, give WeightSender a longer timeout"
+                ) from error
+            store.delete_key(turn)
         try:
             yield
         finally:
-            store.add(f"{update.key}/served", 1)
+            store.set(f"{update.key}/turn/{mine + 1}", "")
 
 
 def unless_failed(do: Callable[[], T], futures: Sequence[WorkerFuture]) -> T:
@@ -315,6 +360,10 @@ def _backend(update: Update, here: torch.device) -> str:
             f"{', '.join(sorted(devices))}; use transport='device'"
         )
     return "nccl"
+
+
+def _client(address: tuple[str, int]) -> dist.TCPStore:
+    return dist.TCPStore(*address, is_master=False, timeout=_seconds(MEET_SECONDS))
 
 
 def _length(lies: Sequence[Lies]) -> int:

@@ -86,6 +86,10 @@ class DeviceTransport(Transport):
             self._memory = None
             torch.cuda.ipc_collect()
 
+    def failed(self, update: Update) -> None:
+        """See `Transport.failed`: what nobody takes any more is given back too."""
+        self.flush(update)
+
     def close(self) -> None:
         """See `Transport.close`."""
         self._memory = None
@@ -103,6 +107,10 @@ class DeviceTransport(Transport):
 
     def _room(self, here: torch.device, nbytes: int) -> torch.Tensor:
         if self._memory is None:
+            if here.type != "cuda" and not hasattr(os, "memfd_create"):
+                raise WeightSyncError(
+                    "only on Linux can other processes open this one's host memory; use 'store', 'group' or 'disk'"
+                )
             self._memory = FlatMemory(here) if here.type == "cuda" else SharedMemory()
         return self._memory.take(max(nbytes, 1))
 
@@ -163,7 +171,11 @@ def name_of(here: torch.device) -> str:
     """The same of a torch device of this process."""
     if here.type == "cuda":
         return f"cuda:{torch.cuda.get_device_properties(here).uuid}"
-    return f"cpu:{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # macOS has no /proc, and one namespace
+        namespace = ""
+    return f"cpu:{socket.gethostname()} {namespace}"
 
 
 def _mapped(path: str, nbytes: int) -> torch.Tensor:

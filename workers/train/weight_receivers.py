@@ -10,6 +10,7 @@ from typing import Any
 import ray
 import ray.actor
 import ray.cloudpickle
+import ray.exceptions
 
 from single_controller import SingleControllerError
 from single_controller.base.future import WorkerFuture
@@ -25,7 +26,7 @@ class Receivers:
 
     Args:
         rollout: see `receiver_groups`; asked again for each update.
-        timeout: seconds that one call may take.
+        timeout: seconds that one call may take, to them or to their manager.
     """
 
     def __init__(self, rollout: Rollout, timeout: float) -> None:
@@ -40,9 +41,9 @@ class Receivers:
 
         Raises:
             TypeError: `rollout` is nothing that receives weights.
-            WeightSyncError: there is no receiver.
+            WeightSyncError: there is no receiver, or their manager does not say who they are.
         """
-        self._groups = [self._usable(group) for group in receiver_groups(self._rollout)]
+        self._groups = [self._usable(group) for group in receiver_groups(self._rollout, self._timeout)]
         if not self._groups:
             raise WeightSyncError("there is no rollout worker to send weights to")
 
@@ -112,30 +113,60 @@ class Neighbour(Receivers):
         return [getattr(self.worker, method)(*arguments)]
 
 
-def receiver_groups(rollout: Rollout) -> list[WorkerGroup]:
+def receiver_groups(rollout: Rollout, timeout: float) -> list[WorkerGroup]:
     """The groups that something stands for.
 
     Args:
         rollout: a group; a list of groups; a function that gives one of these; or a manager: an object whose ``group``
             it is, or a Ray actor whose ``weight_receivers()`` gives it.
+        timeout: seconds that such an actor has to answer.
 
     Raises:
         TypeError: it is none of these.
+        WeightSyncError: see `ask_manager`.
     """
     if isinstance(rollout, WorkerGroup):
         return [rollout]
     if isinstance(rollout, (list, tuple)):
-        return [group for one in rollout for group in receiver_groups(one)]
+        return [group for one in rollout for group in receiver_groups(one, timeout)]
     if isinstance(rollout, ray.actor.ActorHandle):
-        return receiver_groups(ray.get(rollout.weight_receivers.remote()))
+        return receiver_groups(ask_manager(rollout, "weight_receivers", timeout=timeout), timeout)
     if isinstance(getattr(rollout, "group", None), WorkerGroup):
         return [rollout.group]
     if callable(rollout):
-        return receiver_groups(rollout())
+        return receiver_groups(rollout(), timeout)
     raise TypeError(
         "rollout is a group of rollout workers, a list of groups, a function that gives them, or a manager that has "
         f"them as `group`; got {rollout!r}"
     )
+
+
+def ask_manager(manager: ray.actor.ActorHandle, method: str, *arguments: Any, timeout: float) -> Any:
+    """What a manager that is a Ray actor answers.
+
+    Args:
+        manager: the actor.
+        method: its method's name.
+        *arguments: the method's.
+        timeout: seconds that it has.
+
+    Raises:
+        WeightSyncError: it does not answer in time, or has died.
+        Exception: what its method raised.
+    """
+    try:
+        return ray.get(getattr(manager, method).remote(*arguments), timeout=timeout)
+    except ray.exceptions.GetTimeoutError as error:
+        raise WeightSyncError(
+            f"the rollout manager {manager!r} has not answered {method}() within {timeout:g} s: it is probably busy in "
+            "generate(), in its constructor, or in the very method that called update_weights(). Call that outside of "
+            "the manager, and after generate() has ended"
+        ) from error
+    except ray.exceptions.RayActorError as error:
+        raise WeightSyncError(
+            f"the rollout manager {manager!r} cannot be asked for {method}(): {str(error).partition(chr(10))[0]} If it "
+            "is dead, make it anew, and tell set_rollout_manager()"
+        ) from error
 
 
 def all_results(futures: Sequence[WorkerFuture]) -> None:

@@ -27,6 +27,8 @@ from workers.train.weight_transport import OutOfStepError, Ranks, Transport, Upd
 
 TransportName = Literal["store", "group", "disk", "device"]
 
+_LONGEST = 1e7  # seconds, which is 116 days: Ray and torch count no endless ones
+
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -58,7 +60,8 @@ class WeightSender:
             that gives them, or a manager that has them as ``group``. Looked at anew for each update.
         bucket_bytes: how much travels at once; a larger tensor travels alone.
         folder: for "disk": seen by train and rollout workers under this name, and used by nobody else.
-        timeout: seconds that one call to the receivers may take; they answer after what they are at.
+        timeout: seconds that one call to the receivers, or to a manager that is a Ray actor, may take; they answer
+            after what they are at.
         neighbour: the rollout worker in this very process, ``self.neighbour("rollout")``, for "device"; then
             ``rollout`` is not needed.
         process_group: of the train ranks; the default one if None.
@@ -89,11 +92,12 @@ class WeightSender:
             raise ValueError(f"transport={transport!r}, folder={folder!r}: 'disk' needs a folder, the others none")
         if neighbour is not None and transport != "device":
             raise ValueError(f"transport={transport!r} goes to other processes; a neighbour is served by 'device'")
-        self._timeout = check_seconds("timeout", timeout)
+        self._timeout = min(check_seconds("timeout", timeout), _LONGEST)
         self._bucket_bytes = bucket_bytes
         self._process_group = process_group
         self._transport = _transport(transport, folder, self._timeout)
         self._name = transport
+        self._id = uuid.uuid4().hex
         self._receivers = Receivers(rollout, self._timeout) if neighbour is None else Neighbour(neighbour)
         self.everywhere = self._transport.everywhere
 
@@ -118,7 +122,8 @@ class WeightSender:
         """Bring weights to all rollout workers. All ranks call it together.
 
         Args:
-            version: of the weights.
+            version: of the weights, from 1: rollout workers call those 0 that their engine began with, and would
+                come back with them as that version after a restart.
             pairs: name as the Hugging Face model's ``state_dict()`` has it, and whole tensor:
                 ``TrainModel.hf_weights(everywhere=sender.everywhere)``. Each pair comes from one rank, or from every
                 rank in the same order where `everywhere` says so. Tied weights come once.
@@ -127,10 +132,13 @@ class WeightSender:
 
         Raises:
             WeightSyncError: on all ranks alike. The rollout workers have no version then, until the next `send`.
-            ValueError: a version that is no number from 0.
+            ValueError: a version that is no number from 1.
         """
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise ValueError(f"a version of weights is an integer from 0, got {version!r}")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ValueError(
+                f"a version of weights is an integer from 1, got {version!r}; 0 are the weights that the engine of a "
+                "rollout worker begins with, also after a restart"
+            )
         begun = time.monotonic()
         update = Update("", version, Ranks(rank, ranks, self._process_group), self._receivers)
         try:
@@ -149,7 +157,7 @@ class WeightSender:
     def _begin(self, update: Update) -> None:
         def begin() -> tuple[Any, ...]:
             update.key = "neighbour" if isinstance(self._receivers, Neighbour) else uuid.uuid4().hex
-            infos = self._receivers.call("begin_weights", update.key, update.version)
+            infos = self._receivers.call("begin_weights", update.key, update.version, self._id)
             return update.key, infos, self._transport.prepare(update)
 
         error: WeightSyncError | None = None
