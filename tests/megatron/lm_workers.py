@@ -1,7 +1,7 @@
 """A MegatronLMWorker that can become another model on other axes, without starting processes anew."""
 
 from single_controller import Dispatch, register
-from workers import MegatronLMWorker
+from workers import MegatronLMWorker, transformer_config
 from workers.distributed import end_process_groups, process_groups
 
 
@@ -23,3 +23,9 @@ class ManyModels(MegatronLMWorker):
     @register(Dispatch.ONE_TO_ALL)
     def parameters_here(self):
         return sum(parameter.numel() for model in self.decoder.models for parameter in model.parameters())
+
+
+def make_transformer_config(worker, hf_config, overrides):
+    """The overridden fields of the config that comes of it."""
+    made = transformer_config(hf_config, overrides=overrides)
+    return {name: getattr(made, name) for name in overrides}

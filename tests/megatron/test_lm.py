@@ -68,6 +68,7 @@ def trained(group, model, steps=3, lr=1e-3, clip=0.5):
     for step in range(steps):
         ids = tokens(6 + step, seed=10 + step)
         counts = torch.ones_like(ids)
+        counts[:, 0] = 0
         counts[:step, 3:] = 0  # the ranks have different numbers of tokens
         said = group.train_step(ids, loss_mask=counts)
         optimizer.zero_grad()
@@ -164,6 +165,29 @@ def test_padding_on_either_side_changes_nothing(llama):
     assert (log_probs[:1, 4:] - alone).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["no loss_mask", "loss_mask"])
+def test_a_step_is_the_same_with_padding_on_either_side(group, masked):
+    model = dense(LLAMA, seed=3)
+    lengths = [12, 9, 5, 2, 1]
+    alone = [tokens(1, length=length, seed=length) for length in lengths]
+    losses = torch.cat([-reference_log_probs(model, row)[0] for row in alone if row.shape[1] > 1])
+    losses.mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    for side in ("left", "right"):
+        ids, real, counts = torch.full((5, 12), 7), torch.zeros(5, 12).long(), torch.zeros(5, 12).long()
+        for number, row in enumerate(alone):
+            start = 12 - row.shape[1] if side == "left" else 0
+            ids[number, start : start + row.shape[1]] = row[0]
+            real[number, start : start + row.shape[1]] = 1
+            counts[number, start + 1 : start + row.shape[1]] = 1
+        group.become(LLAMA, TP2_PP2, {"lr": 1e-3}, micro_batch_size=2)
+        group.load_hf_state_dict(weights(dense(LLAMA, seed=3)))
+        said = group.train_step(ids, real, counts if masked else None)[0]
+        assert said["tokens"] == len(losses) == 24
+        assert said["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert said["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
 def test_temperature_divides_the_logits(llama):
     group, model = llama
     ids = tokens(2)
@@ -225,6 +249,9 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(llama, change, told):
         pytest.param(lambda g: g.compute_log_prob(tokens(2).float()), "integers", id="floats"),
         pytest.param(lambda g: g.compute_log_prob(tokens(2, length=1)), "two tokens", id="one token"),
         pytest.param(lambda g: g.train_step(tokens(2), loss_mask=torch.ones(2, 3)), "same shape", id="mask"),
+        pytest.param(
+            lambda g: g.train_step(tokens(2), loss_mask=torch.ones(2, 12)), "counts token 0", id="first token"
+        ),
     ],
 )
 def test_batches_that_make_no_sense(llama, call, told):

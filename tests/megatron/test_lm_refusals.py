@@ -18,20 +18,20 @@ def alone(ray_cluster):
         yield group
 
 
-PP2_VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-NEEDS_TE = "needs Transformer Engine"
-
-
 @pytest.mark.parametrize(
     ("config", "options", "told"),
     [
-        pytest.param(LLAMA, {"overrides": PP2_VPP2}, "overlap_p2p_comm=True and batch_p2p_comm=False", id="pp2 vpp2"),
-        pytest.param(LLAMA, {"overrides": {"context_parallel_size": 2}}, NEEDS_TE, id="context parallel"),
         pytest.param(
             LLAMA,
-            {"overrides": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
-            NEEDS_TE,
-            id="sequence parallel",
+            {"overrides": {"pipeline_model_parallel_size": 2}},
+            "pipeline_model_parallel_size=2, but megatron was initialised with 1",
+            id="size",
+        ),
+        pytest.param(
+            LLAMA,
+            {"overrides": {"num_layers": 2}},
+            "num_layers=2, but the Hugging Face config decides it, and gives 4",
+            id="layers",
         ),
         pytest.param(LLAMA, {"overrides": {"hidden_dropuot": 0.1}}, "did you mean 'hidden_dropout'", id="override"),
         pytest.param(LLAMA, {"optimizer": {"learning_rate": 0.1}}, "does not know 'learning_rate'", id="optimizer"),

@@ -4,11 +4,13 @@ import importlib.util
 
 import pytest
 import torch
+from lm_configs import LLAMA
+from lm_workers import make_transformer_config
 from megatron_workers import make_config
 from omegaconf import OmegaConf
 
 from single_controller import WorkerError
-from workers import init_model_parallel_config
+from workers import init_model_parallel_config, transformer_config
 
 without_transformer_engine = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed: it can"
@@ -68,6 +70,92 @@ def test_context_parallelism_that_megatron_was_initialised_with(four):
     four.set_up(2, context_parallel_size=2)
     with pytest.raises(WorkerError, match="context_parallel_size=2 needs Transformer Engine"):
         four.run(make_config, {})
+
+
+class TestOverridesOfAModel:
+    """`transformer_config(overrides=)`: what the parallel sizes and the Hugging Face config say holds."""
+
+    @pytest.mark.parametrize(
+        ("sizes", "overrides", "told"),
+        [
+            ({}, {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2, .*initialised with 1"),
+            ({"tp": 2}, {"tensor_model_parallel_size": 1}, "tensor_model_parallel_size=1, .*initialised with 2"),
+            ({}, {"context_parallel_size": 2}, "context_parallel_size=2, .*initialised with 1"),
+            (
+                {"pp": 2},
+                {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
+                "virtual_pipeline_model_parallel_size=2, .*initialised with None",
+            ),
+            (
+                {"pp": 2, "virtual_pipeline_model_parallel_size": 2},
+                {"virtual_pipeline_model_parallel_size": None},
+                "virtual_pipeline_model_parallel_size=None, .*initialised with 2",
+            ),
+        ],
+        ids=["pp", "tp", "cp", "vpp", "no vpp"],
+    )
+    def test_other_sizes_than_megatron_was_initialised_with(self, four, sizes, overrides, told):
+        four.set_up(**sizes)
+        with pytest.raises(WorkerError, match=f"{told}; leave it out") as caught:
+            four.run(make_transformer_config, LLAMA, overrides)
+        assert isinstance(caught.value.__cause__, ValueError)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "given"),
+        [
+            ("num_layers", 2, 4),
+            ("hidden_size", 32, 64),
+            ("ffn_hidden_size", 48, 96),
+            ("ffn_hidden_size", None, 96),
+            ("num_attention_heads", 8, 4),
+            ("num_query_groups", 4, 2),
+            ("kv_channels", 8, 16),
+            ("normalization", "LayerNorm", "RMSNorm"),
+            ("gated_linear_unit", False, True),
+            ("add_bias_linear", True, False),
+            ("add_qkv_bias", True, False),
+            ("attention_output_gate", True, False),
+            ("multi_latent_attention", True, False),
+            ("num_moe_experts", 4, None),
+            ("qk_layernorm", True, False),
+            ("softmax_type", "learnable", "vanilla"),
+        ],
+    )
+    def test_what_the_hugging_face_config_decides(self, name, value, given):
+        with pytest.raises(ValueError) as caught:
+            transformer_config(LLAMA, overrides={name: value})
+        assert str(caught.value) == (
+            f"{name}={value!r}, but the Hugging Face config decides it, and gives {given!r}; leave it out, or change "
+            "the Hugging Face config"
+        )
+
+    def test_the_same_values_and_other_fields_are_taken(self, four):
+        four.set_up(2, 2)
+        overrides = {
+            "num_layers": 4,
+            "add_qkv_bias": False,
+            "tensor_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 1,
+            "hidden_dropout": 0.1,
+        }
+        found = four.run(make_transformer_config, LLAMA, overrides)
+        assert found == [{**overrides, "virtual_pipeline_model_parallel_size": None}] * 4
+
+    @without_transformer_engine
+    @pytest.mark.parametrize(
+        ("sizes", "overrides"), [({"tp": 2}, {"sequence_parallel": True}), ({"context_parallel_size": 2}, {})]
+    )
+    def test_what_needs_transformer_engine(self, four, sizes, overrides):
+        four.set_up(**sizes)
+        with pytest.raises(WorkerError, match="needs Transformer Engine"):
+            four.run(make_transformer_config, LLAMA, overrides)
+
+    def test_two_stages_with_virtual_ones(self, four):
+        four.set_up(1, 2, virtual_pipeline_model_parallel_size=2)
+        with pytest.raises(WorkerError, match=TestTwoStagesWithVirtualOnes.SILENTLY_WRONG):
+            four.run(make_transformer_config, LLAMA, {})
+        found = four.run(make_transformer_config, LLAMA, {"overlap_p2p_comm": True, "batch_p2p_comm": False})
+        assert found == [{"overlap_p2p_comm": True, "batch_p2p_comm": False}] * 4
 
 
 class TestKeys:

@@ -49,12 +49,7 @@ def init_model_parallel_config(config: Mapping[str, Any]) -> ModelParallelConfig
     known = [field.name for field in dataclasses.fields(ModelParallelConfig)]
     check_names("init_model_parallel_config()", given, [*known, "param_dtype", *RANK_KEYS])
     sizes = _parallel_sizes()
-    for name in sizes.keys() & given.keys():
-        if (given[name] or 1) != (sizes[name] or 1):
-            raise ValueError(
-                f"{name}={given[name]}, but megatron was initialised with {sizes[name]}; leave it out, or initialise "
-                "megatron with it"
-            )
+    _check_sizes(given, sizes)
     made = ModelParallelConfig(**{**_for_this_machine(dtype), **sizes, **given})
     refuse_impossible(made)
     return made
@@ -71,11 +66,13 @@ def transformer_config(
     Args:
         hf_config: the Hugging Face config.
         param_dtype: as in `init_model_parallel_config`.
-        overrides: fields of ``TransformerConfig`` to set.
+        overrides: fields of ``TransformerConfig`` to set. What names and shapes of weights hang on is the Hugging Face
+            config's to say, and parallel sizes are those that megatron was initialised with.
 
     Raises:
-        ValueError: a model that cannot be built or cut in this way, an override that is no field, or a combination that
-            megatron-core cannot do here; the message has the reason.
+        ValueError: a model that cannot be built or cut in this way, an override that is no field or contradicts the
+            Hugging Face config or the parallel sizes, or a combination that megatron-core cannot do here; the message
+            has the reason.
         ImportError: megatron-core is not installed.
     """
     require("megatron.core", extra="megatron")
@@ -86,21 +83,14 @@ def transformer_config(
     _refuse_model(hf_config)
     sizes = _parallel_sizes()
     _check_divides(hf_config, sizes)
+    _check_sizes(overrides, sizes)
+    structure = _structure(hf_config)
+    _check_structure(overrides, structure)
     fields = {
         **_for_this_machine(dtype_of(param_dtype)),
-        **sizes,
-        "num_layers": hf_config.num_hidden_layers,
-        "hidden_size": hf_config.hidden_size,
-        "ffn_hidden_size": hf_config.intermediate_size,
-        "num_attention_heads": hf_config.num_attention_heads,
-        "num_query_groups": key_value_heads(hf_config),
-        "kv_channels": head_dim(hf_config),
-        "normalization": "RMSNorm",
+        **structure,
         "layernorm_epsilon": hf_config.rms_norm_eps,
-        "gated_linear_unit": True,
         "activation_func": activation(hf_config.hidden_act),
-        "add_bias_linear": bool(getattr(hf_config, "attention_bias", False)),
-        "add_qkv_bias": has_qkv_bias(hf_config),
         "hidden_dropout": 0.0,
         "attention_dropout": float(getattr(hf_config, "attention_dropout", 0.0) or 0.0),
         "init_method_std": hf_config.initializer_range,
@@ -111,6 +101,7 @@ def transformer_config(
         "persist_layer_norm": False,
         "use_cpu_initialization": not has_cuda(),
         **overrides,
+        **sizes,
     }
     made = TransformerConfig(**fields)
     refuse_impossible(made)
@@ -193,6 +184,46 @@ def _parallel_sizes() -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
+
+
+def _check_sizes(given: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in sizes and (value or 1) != (sizes[name] or 1):
+            raise ValueError(
+                f"{name}={value}, but megatron was initialised with {sizes[name]}; leave it out, or initialise "
+                "megatron with it"
+            )
+
+
+def _structure(hf_config: Any) -> dict[str, Any]:
+    """The fields of ``TransformerConfig`` that the names and shapes of the weights hang on."""
+    return {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "num_attention_heads": hf_config.num_attention_heads,
+        "num_query_groups": key_value_heads(hf_config),
+        "kv_channels": head_dim(hf_config),
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": bool(getattr(hf_config, "attention_bias", False)),
+        "add_qkv_bias": has_qkv_bias(hf_config),
+        # What no Llama or Qwen2 has.
+        "attention_output_gate": False,
+        "multi_latent_attention": False,
+        "num_moe_experts": None,
+        "qk_layernorm": False,
+        "softmax_type": "vanilla",
+    }
+
+
+def _check_structure(overrides: Mapping[str, Any], structure: Mapping[str, Any]) -> None:
+    for name, value in overrides.items():
+        if name in structure and value != structure[name]:
+            raise ValueError(
+                f"{name}={value!r}, but the Hugging Face config decides it, and gives {structure[name]!r}; "
+                "leave it out, or change the Hugging Face config"
+            )
 
 
 def _refuse_model(hf_config: Any) -> None:

@@ -37,7 +37,7 @@ class MegatronLMWorker(MegatronWorker):
         optimizer: `AdamOptions` or a mapping of them; None for a model that does not train.
         param_dtype: "fp32", "bf16" or "fp16".
         micro_batch_size: rows that go through the pipeline at once.
-        overrides: fields of megatron's ``TransformerConfig`` to set.
+        overrides: fields of megatron's ``TransformerConfig`` to set, see `transformer_config`.
 
     Raises:
         ValueError: a model that cannot be built or cut like this; the message has the reason.
@@ -96,13 +96,16 @@ class MegatronLMWorker(MegatronWorker):
 
         Args:
             input_ids: (rows, tokens), integers, tokens at least 2.
-            attention_mask: (rows, tokens), 1 for real tokens.
-            loss_mask: (rows, tokens), 1 for tokens whose prediction counts; by default all real ones. The first token
-                is never predicted.
+            attention_mask: (rows, tokens), 1 for real tokens; padding may be on either side.
+            loss_mask: (rows, tokens), 1 for tokens whose prediction counts; by default all real ones but the first of
+                each row, which is never predicted.
 
         Returns:
             loss (nats per token), tokens, grad_norm (before clipping), lr; of the whole batch, and so the same on every
             rank. The driver gets a list of it by dp rank.
+
+        Raises:
+            ValueError: ``loss_mask`` counts padding or the first real token of a row, or a shape or a token is wrong.
         """
         batch = _batch(input_ids=input_ids, attention_mask=attention_mask, loss_mask=loss_mask)
         return self.decoder.train_step(batch, next_token_loss, self.micro_batch_size)

@@ -18,18 +18,26 @@ class MicroBatch:
     Attributes:
         input_ids: (b, s), int64.
         position_ids: (b, s), int64.
-        attention_mask: (b, 1, s, s), bool; True where a query must not look, as megatron's own attention has it. Made
-            from the batch's (b, s) mask of real tokens, on either side of which there may be padding.
+        real: (b, s), bool; the batch's ``attention_mask``: True for real tokens, with padding on either side of them.
         loss_mask: (b, s - 1), float32; 1 where the loss of a token counts, by the token that is predicted. The batch's
-            (b, s) ``loss_mask``, or else its attention mask, without the first token. 0 in rows that fill up.
+            (b, s) ``loss_mask`` without its first column, or else 1 for every real token after a real one: the first
+            real token of a row is never predicted. 0 in rows that fill up.
         others: what else the batch has.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    real: torch.Tensor
     loss_mask: torch.Tensor
     others: Mapping[str, torch.Tensor]
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """(b, 1, s, s), bool; True where a query must not look, as megatron's own attention has it. Made when it is
+        asked for: those of a whole batch would take more memory than all else that it has."""
+        tokens = self.real.shape[1]
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=self.real.device).triu(1)
+        return later | ~self.real[:, None, None, :]
 
 
 def micro_batches(
@@ -49,7 +57,8 @@ def micro_batches(
 
     Raises:
         ValueError: ``input_ids`` is missing or not (rows, tokens) of integers, has fewer than two tokens or one that
-            is not in the vocabulary, a mask has another shape, or ``size`` is not from 1.
+            is not in the vocabulary, a mask has another shape, ``loss_mask`` counts padding or the first real token of
+            a row, or ``size`` is not from 1.
     """
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"micro_batch_size={size!r}: it is an integer from 1")
@@ -57,7 +66,11 @@ def micro_batches(
     ids = _checked(given, vocab_size)
     rows, tokens = ids.shape
     real = given.pop("attention_mask", torch.ones_like(ids)).bool()
-    counts = given.pop("loss_mask", real)[:, 1:].float()
+    predicted = torch.zeros_like(real)
+    predicted[:, 1:] = real[:, 1:] & real[:, :-1]
+    counts = given.pop("loss_mask", predicted)
+    _check_counts(counts != 0, predicted.to(counts.device))
+    counts = counts[:, 1:].float()
     number = max(-(-rows // size), 1)
     number = -(-number // group) * group
     fill = number * size - rows
@@ -70,13 +83,11 @@ def micro_batches(
     made = []
     for start in range(0, number * size, size):
         rows_of = slice(start, start + size)
-        part = real[rows_of].to(device)
-        later = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
         made.append(
             MicroBatch(
                 ids[rows_of].to(device),
                 torch.arange(tokens, device=device).expand(size, tokens),
-                later | ~part[:, None, None, :],
+                real[rows_of].to(device),
                 counts[rows_of].to(device),
                 {key: value[rows_of].to(device) for key, value in given.items()},
             )
@@ -107,3 +118,13 @@ def _checked(given: dict[str, torch.Tensor], vocab_size: int) -> torch.Tensor:
         if mask is not None and mask.shape != ids.shape:
             raise ValueError(f"{name} is {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: they have the same shape")
     return ids.long()
+
+
+def _check_counts(counts: torch.Tensor, predicted: torch.Tensor) -> None:
+    wrong = (counts & ~predicted).nonzero()
+    if len(wrong):
+        row, token = wrong[0].tolist()
+        raise ValueError(
+            f"the loss_mask of row {row} counts token {token}, which is padding or has no real token before it, so "
+            "that nothing predicts it; set loss_mask to 0 there"
+        )
