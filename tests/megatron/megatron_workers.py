@@ -67,7 +67,7 @@ class InConstructor(Modes):
     def __init__(self, tp):
         super().__init__()
         dist.init_process_group(backend="nccl")
-        torch.cuda.set_device(self.local_rank)
+        torch.cuda.set_device(self.device)
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
         tensor_parallel.model_parallel_cuda_manual_seed(10)
         self.layer = nn.Linear(2, 3).cuda()

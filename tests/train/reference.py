@@ -139,8 +139,8 @@ class ReferenceGRPO:
         """Learn from rollout data; one step of the optimizer for each epoch, over all rows.
 
         Returns:
-            Of the last epoch: loss, policy_loss, kl, entropy, ratio, clip_fraction (means as the aggregation has it)
-            and grad_norm (before clipping).
+            Of the last epoch: loss, policy_loss, kl, entropy, ratio, clip_fraction and, if the data has
+            rollout_log_probs, rollout_log_prob_diff (means as the aggregation has it); and grad_norm (before clipping).
         """
         advantages = self.advantages(data)
         old = data["old_log_probs"] if "old_log_probs" in data else self.log_probs(data)
@@ -155,12 +155,15 @@ class ReferenceGRPO:
             tokens = self._tokens(self.model, data, row)
             counted = [t for t in tokens if data["loss_mask"][row, t]]
             rows.append([self._token(*tokens[t], float(old[row, t]), float(ref[row, t]), advantage) for t in counted])
+            if "rollout_log_probs" in data:
+                for token, t in zip(rows[-1], counted, strict=True):
+                    token["rollout_log_prob_diff"] = abs(float(tokens[t][0]) - float(data["rollout_log_probs"][row, t]))
         if self.aggregation == "token":
             weights = [[1 / sum(map(len, rows))] * len(row) for row in rows]
         else:
             answers = sum(1 for row in rows if row)
             weights = [[1 / len(row) / answers] * len(row) for row in rows]
-        report = {name: 0.0 for name in ("policy_loss", "kl", "entropy", "ratio", "clip_fraction")}
+        report = dict.fromkeys(next(token for row in rows for token in row), 0.0)
         for row, its_weights in zip(rows, weights, strict=True):
             for token, weight in zip(row, its_weights, strict=True):
                 for name in report:

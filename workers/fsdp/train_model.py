@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from workers.fsdp.build import build, mesh_of, shard, take_weights
 from workers.fsdp.checkpoint import Checkpoints
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
+from workers.train.token_log_probs import token_log_probs
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class FSDPTrainModel(TrainModel):
         self.module.eval()
         needed = {name: data[name] for name in ("input_ids", "attention_mask")}
         parts = self._cut(needed)
-        outputs = [run(part.to(self.device)).float().cpu() for part in parts]
+        with self._running():
+            outputs = [run(part.to(self.device)).float().cpu() for part in parts]
         shape = tuple(data["input_ids"].shape)
         whole = restore(outputs, parts, (shape[0], shape[1]))
         return whole.masked_fill_(_first_tokens(data["attention_mask"]), 0.0)
@@ -125,31 +129,42 @@ class FSDPTrainModel(TrainModel):
         self.module.train()
         self._optimizer.zero_grad(set_to_none=True)  # of a step that failed
         sums: dict[str, torch.Tensor] = {}
-        for part in self._cut(data):
-            here = part.to(self.device)
-            total, reported = loss(self._outputs(here, temperature, entropy), here)
-            # FSDP takes the mean of the ranks' gradients; the loss of a step is their sum.
-            (total * dist.get_world_size()).backward()
-            for name, value in {"loss": total, **reported}.items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
+        parts = self._cut(data)
+        with self._running():
+            for part in parts:
+                here = part.to(self.device)
+                total, reported = loss(self._outputs(here, temperature, entropy), here)
+                # FSDP takes the mean of the ranks' gradients; the loss of a step is their sum.
+                (total * dist.get_world_size()).backward()
+                for name, value in {"loss": total, **reported}.items():
+                    sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
         norm = self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
+        if math.isfinite(norm):
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return StepReport(self._summed(sums), norm)
 
     def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
         # Padding is on the right: the causal mask, which the model makes itself, hides it from real tokens.
         logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
-        before = logits[:, :-1].float()
+        before = logits[:, :-1]
         if self.role == "critic":
-            return TokenOutputs(values=F.pad(before.squeeze(-1), (1, 0)))
-        before = before / temperature
-        normaliser = before.logsumexp(-1)
-        chosen = before.gather(-1, part.input_ids[:, 1:, None]).squeeze(-1)
-        spread = normaliser - (before.softmax(-1) * before).sum(-1) if entropy else None
-        return TokenOutputs(F.pad(chosen - normaliser, (1, 0)), None if spread is None else F.pad(spread, (1, 0)), None)
+            return TokenOutputs(values=F.pad(before.float().squeeze(-1), (1, 0)))
+        log_probs, spread = token_log_probs(before, part.input_ids[:, 1:], temperature=temperature, entropy=entropy)
+        return TokenOutputs(F.pad(log_probs, (1, 0)), None if spread is None else F.pad(spread, (1, 0)), None)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """A pass that breaks off leaves the model's parts gathered: they are let go, for the weights must not be read
+        or written like that."""
+        try:
+            yield
+        except BaseException:
+            with suppress(AttributeError):  # of a torch before 2.13, or before the first pass
+                self.module.reset_iter_state()
+            raise
 
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         """Micro-batches, as many on every rank: they gather the model's parts together."""
@@ -179,9 +194,9 @@ class FSDPTrainModel(TrainModel):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainModel`."""
         self._reshard()
+        saved = self.module.state_dict().keys()
         for name, parameter in self.module.named_parameters():
             yield name, _local(parameter.detach())
-        saved = self.module.state_dict().keys()
         for name, buffer in self.module.named_buffers():
             if name in saved:  # a router's bias, say
                 yield name, buffer

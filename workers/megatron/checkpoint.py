@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workers.distributed import new_cpu_group
 from workers.megatron.optimizer import allocate_state, inner_optimizers, load_state
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Checkpoints:
 
         self.wait()
         if self._group is None:
-            self._group = torch.distributed.new_group(backend="gloo")
+            self._group = new_cpu_group()
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / COMPLETE).unlink(missing_ok=True)

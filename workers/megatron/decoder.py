@@ -10,8 +10,8 @@ import torch
 from workers.megatron.micro_batches import MicroBatch, micro_batches
 from workers.megatron.optimizer import AdamOptions
 from workers.megatron.stages import Stages
-from workers.megatron.vocab_parallel import token_log_probs
 from workers.megatron.weights import EMBEDDING, HEAD, tied
+from workers.train.token_log_probs import token_log_probs
 
 LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 """(log-probabilities of the tokens, their micro-batch) -> (sum of the losses of its tokens, number of those tokens)."""
@@ -27,7 +27,7 @@ class MegatronDecoder:
         hf_config: a Hugging Face ``LlamaConfig`` or ``Qwen2Config``.
         param_dtype: "fp32", "bf16" or "fp16".
         optimizer: `AdamOptions` or a mapping of them; None for a model that does not train.
-        overrides: fields of megatron's ``TransformerConfig`` to set.
+        overrides: fields of megatron's ``TransformerConfig`` to set, see `transformer_config`.
 
     Raises:
         ValueError: what cannot be built or cut like this; the message has the reason.
@@ -124,8 +124,13 @@ class MegatronDecoder:
 
     def _token_log_probs(self, part: MicroBatch, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probabilities of the tokens after the first, (rows, tokens - 1)."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
         vocab_size = int(self.hf_config.vocab_size)
-        return token_log_probs(logits[:, :-1], part.input_ids[:, 1:], vocab_size, temperature)[0]
+        return token_log_probs(
+            logits[:, :-1], part.input_ids[:, 1:], temperature=temperature, vocab_size=vocab_size, group=group
+        )[0]
 
     @staticmethod
     def _over_ranks(sums: torch.Tensor | None) -> tuple[float, float]:

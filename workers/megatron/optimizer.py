@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from workers.megatron.checks import check_names
+from workers.train.optimizer_settings import own_settings
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ def make_optimizer(options: AdamOptions, config: Any, chunks: Sequence[Any]) -> 
         adam_beta2=options.betas[1],
         adam_eps=options.eps,
         weight_decay=options.weight_decay,
-        # Megatron computes no norm where it does not clip: nothing is clipped to infinity, and the norm is known.
-        clip_grad=options.clip_grad or math.inf,
+        clip_grad=options.clip_grad,
         use_distributed_optimizer=options.distributed,
         bf16=config.bf16,
         fp16=config.fp16,
@@ -107,6 +107,29 @@ def make_optimizer(options: AdamOptions, config: Any, chunks: Sequence[Any]) -> 
     no_sync = [chunk.no_sync for chunk in chunks]
     config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     return optimizer
+
+
+def finite_step(optimizer: Any) -> float:
+    """One step of Megatron's optimizer, unless the gradient is not finite: Megatron itself leaves it out for float16
+    alone.
+
+    Returns:
+        The norm of the gradient of the whole model before clipping, on every rank; where it is not finite, no step was
+        made.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    if optimizer.prepare_grads():  # float16 overflowed
+        return math.nan
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return norm
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = one.get_parameters()
+        if one.config.clip_grad and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=one.config.clip_grad, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return norm
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -133,7 +156,8 @@ def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     """
     rest = dict(state)
     by_parameter = rest.pop("param_state", None)
-    optimizer.load_state_dict(rest)
+    with own_settings(*inner_optimizers(optimizer)):
+        optimizer.load_state_dict(rest)
     steps = []
     for of_one in (of_one for one in inner_optimizers(optimizer) for of_one in one.state.values()):
         if isinstance(of_one.get("step"), torch.Tensor):

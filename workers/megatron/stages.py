@@ -9,7 +9,7 @@ import torch
 
 from workers.extras import require
 from workers.megatron.config import rope_parameters, transformer_config
-from workers.megatron.optimizer import AdamOptions, make_optimizer, reduced
+from workers.megatron.optimizer import AdamOptions, finite_step, make_optimizer, reduced
 from workers.megatron.padding_token import keep_padding_token
 from workers.megatron.value_head import ValueHead
 from workers.megatron.weights import load_hf, padded_vocab_size, tied, to_hf
@@ -152,7 +152,7 @@ class Stages:
 
         Returns:
             What `loss` gave to keep, by micro-batch, on the last stage; and the norm of the gradient of the whole model
-            before clipping, on every rank. It is NaN if float16 overflowed, and no step was made.
+            before clipping, on every rank. Where it is not finite, no step was made.
 
         Raises:
             RuntimeError: there is no optimizer.
@@ -179,8 +179,7 @@ class Stages:
             return of
 
         kept = self._through(parts, inputs, losses, shape, forward_only=False)
-        done, grad_norm, _ = self.optimizer.step()
-        return kept, float(grad_norm) if done else float("nan")
+        return kept, finite_step(self.optimizer)
 
     def _through(
         self,

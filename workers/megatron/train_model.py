@@ -12,10 +12,10 @@ import torch.distributed as dist
 from workers.megatron.checkpoint import Checkpoints
 from workers.megatron.optimizer import AdamOptions, inner_optimizers
 from workers.megatron.stages import Stages
-from workers.megatron.vocab_parallel import token_log_probs
 from workers.megatron.weights import read_hf
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
+from workers.train.token_log_probs import token_log_probs
 
 NEEDED = ("input_ids", "attention_mask")
 
@@ -129,6 +129,8 @@ class MegatronTrainModel(TrainModel):
 
     def _outputs(self, part: MicroBatch, output: torch.Tensor, temperature: float, entropy: bool) -> TokenOutputs:
         """What the output layer gave, of the tokens that it is about: what follows token t - 1 stands at t."""
+        from megatron.core import parallel_state
+
         rows, tokens = part.input_ids.shape
         before = output[:rows, : tokens - 1]
 
@@ -138,7 +140,14 @@ class MegatronTrainModel(TrainModel):
         if self.role == "critic":
             return TokenOutputs(values=placed(before[..., 0].float()))
         ids = part.input_ids[:, 1:].to(output.device)
-        found = token_log_probs(before, ids, int(self.hf_config.vocab_size), temperature, entropy)
+        found = token_log_probs(
+            before,
+            ids,
+            temperature=temperature,
+            entropy=entropy,
+            vocab_size=int(self.hf_config.vocab_size),
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
         return TokenOutputs(log_probs=placed(found[0]), entropy=placed(found[1]))
 
     def _over_ranks(self, kept: list[dict[str, torch.Tensor]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from single_controller import Worker
 from workers.device import backend as default_backend
-from workers.device import device, take_device
+from workers.device import device, take_device, use_device
 from workers.distributed import initialize_distributed
 from workers.extras import require
 from workers.megatron import cpu
@@ -41,6 +41,7 @@ class MegatronWorker(Worker):
     """
 
     _reported: object
+    _taken: torch.device | None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         cpu.quiet()
@@ -48,6 +49,7 @@ class MegatronWorker(Worker):
         cpu.rewrite_thread()
         self = super().__new__(cls, *args, **kwargs)
         self._reported = None
+        self._taken = None
         return self
 
     @cached_property  # a subclass may set its own
@@ -96,7 +98,7 @@ class MegatronWorker(Worker):
             raise RuntimeError("megatron's model parallelism is initialised already in this process")
         initialize: Callable[..., None] = parallel_state.initialize_model_parallel
         options = _known(initialize, options)
-        mine = take_device(self.local_rank, self.device_ids)
+        mine = self._taken = take_device(self.local_rank, self.device_ids)
         initialize_distributed(self, backend or default_backend(), options.get("distributed_timeout_minutes", 30))
         initialize(tensor_model_parallel_size, pipeline_model_parallel_size, **options)
         seed_everything(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
@@ -104,6 +106,7 @@ class MegatronWorker(Worker):
 
     def _prepare_thread(self) -> None:
         cpu.rewrite_thread()
+        use_device(self._taken)
 
     def _leave_process(self) -> None:
         parallel_state: Any = sys.modules.get(PARALLEL_STATE)

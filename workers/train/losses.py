@@ -133,7 +133,8 @@ def policy_loss(
 
     - ``loss_weights`` and ``advantages``, which must be there;
     - ``old_log_probs``: without them, the ratio is to the policy itself, and is 1: right for one step per batch;
-    - ``ref_log_probs``: needed if kl_coef is not 0; where they are given, the KL divergence is reported anyway.
+    - ``ref_log_probs``: needed if kl_coef is not 0; where they are given, the KL divergence is reported anyway;
+    - ``rollout_log_probs``: how far the policy is from what the rollout has reported of its tokens is reported.
 
     What stands at tokens of weight 0 may be anything, NaN included.
 
@@ -145,9 +146,9 @@ def policy_loss(
         entropy_coef: what a nat of entropy is worth; if not 0, the step must be asked for the entropy.
 
     Returns:
-        A `TokenLoss` that reports ``policy_loss``, ``ratio``, ``clip_fraction``, and ``kl`` and ``entropy`` where they
-        are known: sums of what each token has times its weight, so that the sum over a step is a mean. It raises a
-        ValueError where something is missing.
+        A `TokenLoss` that reports ``policy_loss``, ``ratio``, ``clip_fraction``, and ``kl``, ``entropy`` and
+        ``rollout_log_prob_diff`` where they are known: sums of what each token has times its weight, so that the sum
+        over a step is a mean. It raises a ValueError where something is missing.
 
     Raises:
         ValueError: a number is below 0, or there is no such estimator.
@@ -171,6 +172,9 @@ def policy_loss(
             sums["kl"] = (weights * kl_estimate(log_probs, entry("ref_log_probs"), kl_estimator)).sum()
             if kl_coef:
                 total = total + kl_coef * sums["kl"]
+        if "rollout_log_probs" in micro_batch.others:
+            off = (log_probs.detach() - entry("rollout_log_probs")).abs()
+            sums["rollout_log_prob_diff"] = (weights * off).sum()
         if entropy_coef or outputs.entropy is not None:
             sums["entropy"] = (weights * _where(weights, _output("policy_loss", "entropy", outputs.entropy))).sum()
             if entropy_coef:

@@ -40,7 +40,7 @@ class StepReport:
 
     Attributes:
         sums: what the loss function reported, and the loss itself as ``loss``, summed over micro-batches and dp ranks.
-        grad_norm: of the whole model, before clipping.
+        grad_norm: of the whole model, before clipping. Where it is not finite, the weights were left as they were.
     """
 
     sums: dict[str, float]
