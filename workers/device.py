@@ -125,6 +125,14 @@ def visible_index(device_id: str, environment: Mapping[str, str], amd: bool = Fa
     return visible.index(device_id)
 
 
+def use_device(taken: torch.device | None) -> None:
+    """Make a device that was taken before the current one of this thread: each has its own."""
+    import torch
+
+    if taken is not None and taken.type == "cuda":
+        torch.cuda.set_device(taken)
+
+
 def take_device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
     """Make `device` the current one, and return it."""
     import torch

@@ -26,7 +26,7 @@ from single_controller.base.receipt import Failure, Receipt, remote_traceback
 from single_controller.base.stats import Clock
 from single_controller.base.worker import Place
 from single_controller.ray.carried import pack_answer
-from single_controller.ray.devices import own_devices
+from single_controller.ray.devices import hide_other_devices, own_devices
 from single_controller.ray.frame import open_order, receipt_frame
 from single_controller.ray.log_names import name_lines
 from single_controller.ray.transport import AnswerPacket, Packet, pack
@@ -127,6 +127,7 @@ class RankActor:
         numbers = (order.rank, order.world_size, order.local_rank, order.local_world_size)
         self._place = place = Place(*numbers, *master, order.node_rank, own_devices())
         try:
+            hide_other_devices(place.device_ids, order.environment)
             os.environ.update(order.environment)
             os.environ.update(place.environment())
             roles, batch_types = made.open()

@@ -159,7 +159,14 @@ class _Pickler(ray.cloudpickle.CloudPickler):
             )
             first = self._seen.setdefault(place, obj) if obj.numel() and not vars(obj) else obj
             return _reduce_tensor(torch, obj) if first is obj else (_itself, (first,))
+        tensordict = sys.modules.get("tensordict")
+        if tensordict is not None and isinstance(obj, tensordict.TensorDictBase) and _on_cuda(obj):
+            return _itself, (obj.cpu(),)  # its tensors arrive on the CPU, and it is to say so
         return super().reducer_override(obj)
+
+
+def _on_cuda(tensordict: Any) -> bool:
+    return tensordict.device is not None and tensordict.device.type == "cuda"
 
 
 def _is_plain_array(numpy: Any, array: numpy.ndarray) -> bool:

@@ -1,11 +1,22 @@
 """Where tensors are when they arrive: on the CPU, unless somebody asks for another device."""
 
+import os
+
 import group_workers as workers
 import numpy as np
 import pytest
 import torch
 
-from single_controller import Broadcast, Dispatch, WorkerError, register
+from single_controller import (
+    Broadcast,
+    Dispatch,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    WorkerError,
+    register,
+)
 
 ENGINES = ("ray", "local", "local-threads")
 
@@ -57,3 +68,19 @@ def test_cuda_tensors_travel(group, batch):
     batch["x"] = batch["x"].cuda()
     assert group.make(batch)["x"].device.type == "cpu"
     assert group.make.options(device="cuda")(batch)["x"].device.type == "cuda"
+
+
+class Sees(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def lists(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("HIP_VISIBLE_DEVICES")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_without_a_gpu_sees_none():
+    """Ray leaves it all of the node's; nobody has reserved these for it."""
+    pool = RayResourcePool([1], use_gpu=False)
+    for given, found in (({}, ("", "")), ({"CUDA_VISIBLE_DEVICES": "3"}, ("3", ""))):
+        with RayWorkerGroup(pool, RayClassWithInitArgs(Sees), worker_env=given) as group:
+            assert group.lists() == [found]
+    pool.close()
