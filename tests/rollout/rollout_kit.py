@@ -57,6 +57,8 @@ class EchoEngine(RolloutEngine):
             tokens = [*reversed(prompt), *(draw.randrange(self.vocabulary) for _ in range(sampling.max_new_tokens))]
             tokens = [(token + int(self.shift)) % self.vocabulary for token in tokens][: sampling.max_new_tokens]
             answers.append(Answer(tokens, [-0.5] * len(tokens), "length"))
+        if callable(self.mistake):
+            return self.mistake(answers)
         return answers[1:] if self.mistake == "short" else answers
 
     def load_weights(self, weights):

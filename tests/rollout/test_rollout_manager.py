@@ -5,6 +5,7 @@ import math
 import pickle
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -252,16 +253,44 @@ def test_bad_calls(echoes):
         RolloutManager([1, 2])
     with pytest.raises(TypeError, match="reward_function"):
         RolloutManager(echoes, reward_function=1.0)
+    with pytest.raises(TypeError, match="sampling is a Sampling or None"):
+        RolloutManager(echoes, length_reward)
+    with pytest.raises(PromptError, match="prompt 0 is a list of token ids"):
+        manager.generate([1, 2, 3])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_prompt_that_the_engine_refuses_has_its_number_and_breaks_nothing(world_size):
+    with local(world_size, HFEngine, LLAMA) as group:
+        manager = RolloutManager(group, Sampling(4), samples_per_prompt=3)
+        with pytest.raises(
+            PromptError, match="prompt 2 has tokens from 1 to 99; the model's vocabulary is 32"
+        ) as caught:
+            manager.generate([[1], [2], [1, 99], [3]])
+        assert caught.value.number == 2 and pickle.loads(pickle.dumps(caught.value)).number == 2
+        assert len(manager.generate([[1], [2]])) == 6
 
 
 def test_engines_that_are_none_or_go_wrong():
-    with pytest.raises(StartError, match=r"RolloutWorker\(HFEngine, config\)"):
+    with pytest.raises(StartError, match=r"RayClassWithInitArgs\(RolloutWorker, HFEngine, config\)"):
         local(1, LLAMA)
     with pytest.raises(StartError, match="made a dict, which is no RolloutEngine"):
         local(1, dict)
     with local(1, EchoEngine, mistake="short") as group:
         with pytest.raises(WorkerError, match="EchoEngine gave 1 answers to 2 prompts"):
             RolloutManager(group).generate([[1], [2]])
+    for mistake, message in (
+        (lambda answers: (one for one in answers), "gave <generator"),
+        (lambda answers: [answers[0], [1, 2]], r"gave \[1, 2\] to prompt 1; generate\(\) returns Answers"),
+        (lambda answers: [answers[0], replace(answers[1], log_probs=[])], "gave 16 tokens and 0 log_probs to prompt 1"),
+        (
+            lambda answers: [replace(one, finish_reason="eos") for one in answers],
+            "gave finish_reason='eos' to prompt 0",
+        ),
+    ):
+        with local(1, EchoEngine, mistake=mistake) as group:
+            with pytest.raises(WorkerError, match=f"EchoEngine {message}"):
+                RolloutManager(group).generate([[1], [2]])
     with local(1, EchoEngine, mistake="raises") as group:
         future = RolloutManager(group).generate_async([[1]])
         with pytest.raises(WorkerError, match="out of paper"):

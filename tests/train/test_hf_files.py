@@ -6,7 +6,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from workers.train.hf_files import ModelFilesError, read_config, read_tokenizer, vocab_size_of
+from workers.rollout.engine import Sampling
+from workers.train.hf_files import (
+    ModelFilesError,
+    end_tokens,
+    read_config,
+    read_tokenizer,
+    tokens_of,
+    vocab_size_of,
+)
 from workers.train.read_args import read_args
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
@@ -52,3 +60,25 @@ def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(folder):
     assert vocab_size_of(read_args({"vocab_size": 7}), config, tokenizer) == 7
     with pytest.raises(ModelFilesError, match="vocab_size is 33, but the model has only 32 tokens"):
         vocab_size_of(read_args({"vocab_size": 33}), config, tokenizer)
+
+
+def test_a_model_of_several_parts_has_the_tokens_of_its_text():
+    from transformers import Gemma3Config
+
+    assert tokens_of(Gemma3Config(text_config={"vocab_size": 77})) == 77
+
+
+def test_the_tokens_that_end_a_text(tmp_path):
+    from transformers import GenerationConfig, LlamaConfig
+
+    assert end_tokens(read_args({"hf_config": {"model_type": "llama"}})) == []
+    LlamaConfig(eos_token_id=5).save_pretrained(tmp_path)
+    args = read_args({"hf_checkpoint": str(tmp_path)})
+    assert end_tokens(args) == [5]
+    GenerationConfig(eos_token_id=[6, 7]).save_pretrained(tmp_path)
+    assert end_tokens(args) == [6, 7]
+    assert Sampling.of(args).stop_token_ids == (6, 7)
+    assert Sampling.of({"hf_checkpoint": str(tmp_path), "rollout_stop_token_ids": []}).stop_token_ids == ()
+    assert Sampling.of({"rollout_max_response_len": 3, "rollout_stop_token_ids": [1]}) == Sampling(
+        3, stop_token_ids=(1,)
+    )

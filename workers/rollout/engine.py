@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,26 +34,45 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"sampling: max_new_tokens={self.max_new_tokens!r} is not from 1")
+        if not _whole(self.max_new_tokens, 1):
+            raise ValueError(f"sampling: max_new_tokens={self.max_new_tokens!r} is not an integer from 1")
         if not self.temperature >= 0:
             raise ValueError(f"sampling: temperature={self.temperature!r} is not a number from 0")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling: top_p={self.top_p!r} is not above 0 and at most 1")
-        if self.top_k < 0:
-            raise ValueError(f"sampling: top_k={self.top_k!r} is not from 0")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not _whole(self.top_k, 0):
+            raise ValueError(f"sampling: top_k={self.top_k!r} is not an integer from 0")
+        stops = tuple(self.stop_token_ids)
+        if not all(_whole(token, 0) for token in stops):
+            raise ValueError(f"sampling: stop_token_ids={stops!r} are not token ids, integers from 0")
+        object.__setattr__(self, "stop_token_ids", stops)
 
     @classmethod
     def of(cls, args: Any) -> Sampling:
-        """What a training run's configuration says of it; see `workers.train.args`."""
+        """What a training run's configuration says of it; see `workers.train.args`.
+
+        Raises:
+            TrainArgsError: the configuration is not right.
+        """
+        from workers.train.hf_files import end_tokens
+        from workers.train.read_args import read_args
+
+        args = read_args(args)
+        stops = args.rollout_stop_token_ids
         return cls(
             max_new_tokens=args.rollout_max_response_len,
             temperature=args.temperature,
             top_p=args.rollout_top_p,
             top_k=args.rollout_top_k,
-            stop_token_ids=tuple(args.rollout_stop_token_ids),
+            stop_token_ids=tuple(end_tokens(args) if stops is None else stops),
         )
+
+
+def _whole(number: Any, least: int) -> bool:
+    try:
+        return not isinstance(number, bool) and operator.index(number) >= least
+    except TypeError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,9 @@ class RolloutEngine(ABC):
             sampling: how to sample.
             seeds: one for each prompt: the same prompt, seed and weights give the same answer, whatever else is in the
                 batch.
+
+        Raises:
+            PromptError: the engine cannot answer a prompt; then it answers none.
         """
 
     @abstractmethod

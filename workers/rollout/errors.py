@@ -12,7 +12,19 @@ class RolloutError(SingleControllerError):
 
 
 class PromptError(RolloutError, ValueError):
-    """A prompt cannot be generated from: it is empty, too long, or has tokens that the model does not know."""
+    """A prompt cannot be generated from: it is empty, too long, or has tokens that the model does not know.
+
+    Args:
+        what: what is wrong with it.
+        number: of the prompt among those that were given; None where that is not known.
+
+    Attributes:
+        what, number: see there.
+    """
+
+    def __init__(self, what: str, number: int | None = None) -> None:
+        super().__init__(what if number is None else f"prompt {number} {what}")
+        self.what, self.number = what, number
 
 
 class WeightsError(RolloutError, ValueError):

@@ -69,12 +69,15 @@ class HFEngine(RolloutEngine):
         Raises:
             PromptError: a prompt is empty, has a token that the model does not know, or is too long for the answer.
             RolloutError: the engine sleeps, or the model's logits are not finite.
-            ValueError: not one seed for each prompt.
+            ValueError: not one seed for each prompt, or a stop token that the model does not have.
         """
         if self._asleep:
             raise RolloutError("the engine sleeps: call wake_up() (the worker's, or the manager's) before generate()")
         if len(seeds) != len(prompts):
             raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; each prompt has one")
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if unknown := [token for token in sampling.stop_token_ids if token >= vocabulary]:
+            raise ValueError(f"sampling: the stop tokens {unknown} are not among the model's {vocabulary} tokens")
         for number, prompt in enumerate(prompts):
             self._check(number, prompt, sampling.max_new_tokens)
         answers: dict[int, Answer] = {}
@@ -134,18 +137,18 @@ class HFEngine(RolloutEngine):
 
     def _check(self, number: int, prompt: Sequence[int], new_tokens: int) -> None:
         if not len(prompt):
-            raise PromptError(f"prompt {number} is empty; it has one token at least")
+            raise PromptError("is empty; it has one token at least", number)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise PromptError(
-                f"prompt {number} has tokens from {min(prompt)} to {max(prompt)}; the model's vocabulary is "
-                f"{vocabulary}"
+                f"has tokens from {min(prompt)} to {max(prompt)}; the model's vocabulary is {vocabulary}", number
             )
         longest = getattr(self.model.config, "max_position_embeddings", None)
         if longest is not None and len(prompt) + new_tokens > longest:
             raise PromptError(
-                f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens={new_tokens} it is longer than the "
-                f"model's {longest} positions: shorten it, or ask for fewer tokens"
+                f"has {len(prompt)} tokens, and with max_new_tokens={new_tokens} it is longer than the model's "
+                f"{longest} positions: shorten it, or ask for fewer tokens",
+                number,
             )
 
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Answer]:

@@ -65,7 +65,7 @@ class RolloutManager:
             this process.
 
     Raises:
-        TypeError: the group has no ``generate``.
+        TypeError: the group has no ``generate``; or an argument is of another kind.
         ValueError: a number that makes no sense.
     """
 
@@ -87,6 +87,8 @@ class RolloutManager:
             )
         if reward_function is not None and not callable(reward_function):
             raise TypeError(f"RolloutManager: reward_function is a function or None, got {reward_function!r}")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"RolloutManager: sampling is a Sampling or None, got {sampling!r}")
         self.group = group
         self.sampling = sampling or Sampling()
         self.reward_function = reward_function
@@ -122,7 +124,7 @@ class RolloutManager:
             ``group_ids`` are the prompts' numbers.
 
         Raises:
-            PromptError: a prompt is empty.
+            PromptError: a prompt is empty, or the engine cannot answer it.
             ValueError: an entry of ``extras`` does not have one value for each prompt.
             WeightVersionError: workers have other weights than the last sync brought, or are amid an update; and there
                 is no `refresh`, or they still have after it.
@@ -134,7 +136,7 @@ class RolloutManager:
         except WeightVersionError as error:
             if self.refresh is None:
                 raise
-            logger.warning("%s; this is done now", error)
+            logger.warning("%s; trying that now", error)
         self.refresh()
         return self._finish(self._send(prompts, rollout_id, extras, sampling, samples_per_prompt))
 
@@ -235,6 +237,7 @@ class RolloutManager:
 
     def _finish(self, under_way: _UnderWay) -> TensorDict:
         generated: list[Generated] = under_way.answers.result()
+        _raise_refused(generated, under_way.rows)
         answers, versions = _checked(generated, under_way.expected_version)
         rows = [
             Sample(row.prompt, row.sample, row.prompt_ids, answer.token_ids)
@@ -264,10 +267,18 @@ class _Lost:
         raise RolloutError(f"this manager was sent to another process, and its reward function {self.why}")
 
 
+def _raise_refused(generated: Sequence[Generated], rows: Sequence[Sample]) -> None:
+    """Raise what an engine had against a prompt, with the prompt's number in the call."""
+    for begin, one in enumerate(generated):  # the first answer of its rank: an engine counts from there
+        if one.refused is not None:
+            number = one.refused.number
+            raise PromptError(one.refused.what, None if number is None else rows[begin + number].prompt)
+
+
 def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Answer], list[int]]:
     answers, versions = [], []
     wrong: dict[int, int | None] = {}
-    for answer, version, rank in generated:
+    for answer, version, rank, _ in generated:
         if answer is None or version is None or expected not in (None, version):
             wrong[rank] = version
         else:
@@ -288,13 +299,13 @@ def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list
 
 
 def _token_ids(number: int, prompt: Any) -> list[int]:
-    tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    if not tokens:
-        raise PromptError(f"prompt {number} is empty; it has one token at least")
     try:
-        return [operator.index(token) for token in tokens]
+        tokens = [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
     except TypeError:
-        raise PromptError(f"prompt {number} is a list of token ids, integers; got {str(prompt)[:80]}") from None
+        raise PromptError(f"is a list of token ids, integers; got {str(prompt)[:80]}", number) from None
+    if not tokens:
+        raise PromptError("is empty; it has one token at least", number)
+    return tokens
 
 
 def _values(name: str, values: Any, prompts: int) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from single_controller import Dispatch, register
 from workers.device import take_device
 from workers.rollout.engine import Answer, RolloutEngine, Sampling
-from workers.rollout.errors import RolloutError
+from workers.rollout.errors import PromptError, RolloutError
 from workers.rollout.weight_receiver import WeightReceiver
 
 
@@ -16,14 +16,16 @@ class Generated(NamedTuple):
     """What a worker gives back for one prompt.
 
     Attributes:
-        answer: the engine's; None where the worker's weights are not those that were expected.
+        answer: the engine's; None where the worker's weights are not those that were expected, or a prompt is refused.
         weight_version: of the weights that generated it; None where an update began and has not ended.
         rank: of the worker.
+        refused: the engine's error about one of this worker's prompts, whose number counts them alone; or None.
     """
 
     answer: Answer | None
     weight_version: int | None
     rank: int
+    refused: PromptError | None = None
 
 
 class RolloutWorker(WeightReceiver):
@@ -51,7 +53,7 @@ class RolloutWorker(WeightReceiver):
         if not callable(engine):
             raise TypeError(
                 f"RolloutWorker: engine is a class under RolloutEngine, or a function that makes one, got {engine!r}; "
-                "write RolloutWorker(HFEngine, config), or RolloutWorker(model=config)"
+                "give the class, and its arguments after it: RayClassWithInitArgs(RolloutWorker, HFEngine, config)"
             )
         self.engine = engine(*args, **kwargs)
         if not isinstance(self.engine, RolloutEngine):
@@ -68,8 +70,9 @@ class RolloutWorker(WeightReceiver):
     ) -> list[Generated]:
         """An answer to each prompt, in order. From a driver: ``group.generate(prompts, Broadcast(Sampling()), seeds)``.
 
-        A worker that lost an update must not end the call for all others while they generate: it answers with its
-        version and without tokens, and generates nothing. Whoever called decides.
+        A worker that lost an update, or whose engine refuses a prompt, must not end the call for all others while they
+        generate: it answers with its version or the error, without tokens, and generates nothing. Whoever called
+        decides.
 
         Args:
             prompts: token ids of each; cut over the ranks, whose shares differ by one at most.
@@ -78,15 +81,35 @@ class RolloutWorker(WeightReceiver):
             expected_version: of the weights; None for any that are complete.
 
         Raises:
-            RolloutError: the engine did not give one answer for each prompt; or whatever the engine raises.
+            RolloutError: the engine did not give one right answer for each prompt; or whatever else it raises.
         """
         version = self.weight_version
         if version is None or expected_version not in (None, version):
             return [Generated(None, version, self.rank)] * len(prompts)
-        answers = self.engine.generate(prompts, sampling, seeds)
-        if len(answers) != len(prompts):
-            raise RolloutError(f"{type(self.engine).__name__} gave {len(answers)} answers to {len(prompts)} prompts")
+        try:
+            answers = self.engine.generate(prompts, sampling, seeds)
+        except PromptError as error:
+            return [Generated(None, version, self.rank, error)] * len(prompts)
+        self._check(answers, prompts)
         return [Generated(answer, version, self.rank) for answer in answers]
+
+    def _check(self, answers: Any, prompts: Sequence[Sequence[int]]) -> None:
+        engine = type(self.engine).__name__
+        if not isinstance(answers, (list, tuple)) or len(answers) != len(prompts):
+            got = f"{len(answers)} answers" if isinstance(answers, (list, tuple)) else repr(answers)[:80]
+            raise RolloutError(f"{engine} gave {got} to {len(prompts)} prompts; generate() returns a list of one each")
+        for number, answer in enumerate(answers):
+            if not isinstance(answer, Answer):
+                raise RolloutError(f"{engine} gave {answer!r:.80} to prompt {number}; generate() returns Answers")
+            if len(answer.token_ids) != len(answer.log_probs):
+                raise RolloutError(
+                    f"{engine} gave {len(answer.token_ids)} tokens and {len(answer.log_probs)} log_probs to prompt "
+                    f"{number}; each token has one"
+                )
+            if answer.finish_reason not in ("stop", "length"):
+                raise RolloutError(
+                    f"{engine} gave finish_reason={answer.finish_reason!r} to prompt {number}: it is 'stop' or 'length'"
+                )
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:

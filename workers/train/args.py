@@ -179,7 +179,10 @@ class TrainArgs:
     rollout_max_response_len: int = _key(16, "tokens of an answer, at most", least=1)
     rollout_top_p: float = _key(1.0, "answers are drawn from the likeliest tokens of this probability", above=0, most=1)
     rollout_top_k: int = _key(0, "answers are drawn from this many likeliest tokens; 0 for all", least=0)
-    rollout_stop_token_ids: list[int] = _key([], "an answer ends with one of them")
+    rollout_stop_token_ids: list[int] | None = _key(
+        None,
+        "an answer ends with one of them; by default with the tokens that end a text of hf_checkpoint, if it is set",
+    )
     rollout_seed: int | None = _key(None, "of the rollout's samples, for the driver's script; by default seed")
     debug_rollout_only: bool = _key(False, "make no train workers' model: their methods do nothing")
 

@@ -74,7 +74,25 @@ def vocab_size_of(args: Any, config: Any, tokenizer: Any) -> int:
     if args.vocab_size is not None:
         size = int(args.vocab_size)
     else:
-        size = len(tokenizer) if tokenizer is not None else int(config.vocab_size)
-    if size > config.vocab_size:
-        raise ModelFilesError(f"vocab_size is {size}, but the model has only {config.vocab_size} tokens")
+        size = len(tokenizer) if tokenizer is not None else tokens_of(config)
+    if size > tokens_of(config):
+        raise ModelFilesError(f"vocab_size is {size}, but the model has only {tokens_of(config)} tokens")
     return size
+
+
+def tokens_of(config: Any) -> int:
+    """How many tokens the model of a Hugging Face config knows; of one of several parts, the one for text."""
+    return int(config.get_text_config().vocab_size)
+
+
+def end_tokens(args: Any) -> list[int]:
+    """The tokens that end a text of the model in ``args.hf_checkpoint``: those of its ``generation_config``, or else of
+    its config; none without an hf_checkpoint."""
+    if args.hf_checkpoint is None:
+        return []
+    transformers = require("transformers", extra="hf")
+    try:
+        found = transformers.GenerationConfig.from_pretrained(args.hf_checkpoint).eos_token_id
+    except OSError:  # it has none
+        found = getattr(read_config(args).get_text_config(), "eos_token_id", None)
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
