@@ -58,6 +58,7 @@ class GroupState:
             class is None.
         deaths: what calls found out: how many restarts there had been, and the error.
         replays: (role, method) -> the latest successful call of a ``replay=True`` method.
+        way_on: what an error of the broken group advises.
         referred: calls under way whose answers' references were handed out: whoever has these may know of the call's
             end before the group does.
     """
@@ -68,6 +69,7 @@ class GroupState:
         self.lock = threading.RLock()
         self.broken: str | None = None
         self.closed = False
+        self.way_on = "restart() begins anew, close() ends it"
         self.dead: tuple[int, ...] = ()
         self.restarting = False
         self.restarts = 0
@@ -94,7 +96,7 @@ class GroupState:
         if self.closed:
             return GroupClosedError(f"{self.name} is closed; make a new group")
         if self.broken is not None:
-            return GroupBrokenError(f"{self.name} is broken: {self.broken}. restart() begins anew, close() ends it")
+            return GroupBrokenError(f"{self.name} is broken: {self.broken}. {self.way_on}")
         return None
 
     def add(self, call: Call) -> None:

@@ -122,6 +122,11 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         """Why the group takes no more calls until it is restarted, or None."""
         return self._state.broken
 
+    def advise(self, way_on: str) -> None:
+        """Have `GroupBrokenError` say what to do about it; for those who stand in front of a group, and whose users go
+        on in another way than by `restart`."""
+        self._state.way_on = way_on
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

@@ -50,6 +50,8 @@ def test_defaults_and_what_was_given():
         ({"hf_config": {"model_type": "llama"}, "hf_checkpoint": "x"}, "are both set"),
         ({"update_weights_transport": "disk"}, "needs update_weights_disk_dir"),
         ({"keep_old_actor": True, "enable_weights_backuper": False}, "needs enable_weights_backuper"),
+        ({"save_hf": "out/{step}"}, r"save_hf='out/{step}': {rollout_id} is all that is replaced"),
+        ({"critic_save_hf": "out/{rollout_id"}, r"critic_save_hf=.* is all that is replaced"),
         ({"profile_step_start": 1}, "set together"),
         ({"profile_step_start": 1, "profile_step_end": 1, "profile_dir": "x"}, "above profile_step_start=1"),
         ({"temperature": 0}, "args.temperature=0.0: it is a number above 0"),

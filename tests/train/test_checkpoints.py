@@ -30,7 +30,7 @@ def test_one_that_was_written_over_and_not_to_its_end_is_not_complete(alone, tmp
         writing.save(model, step, optimizer_step=step, weight_version=0, background=False)
     assert RolloutCheckpoints(str(tmp_path), None, 0, step=3).find().optimizer_step == 3
     model.fails = True
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match="a checkpoint could not be written: OSError: disk full"):
         writing.save(model, 3, optimizer_step=9, weight_version=0, background=False)
     with pytest.raises(CheckpointError, match="no complete one of ckpt_step=3; there are rollout_0000004"):
         RolloutCheckpoints(str(tmp_path), None, 0, step=3).find()

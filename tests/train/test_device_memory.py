@@ -15,7 +15,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def on(device):
     if device == "cuda" and not has_cuda():
         pytest.skip("needs a CUDA device")
-    return torch.device(device)
+    return torch.device(device, 0) if device == "cuda" else torch.device(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -108,15 +108,13 @@ def test_what_fails_on_the_way_to_sleep_leaves_all_awake(monkeypatch):
     if has_cuda():
         tensors = [tensor.cuda() for tensor in tensors]
     memory = DeviceMemory(lambda: tensors)
-    real, calls = torch.empty, []
 
-    def empty(*args, **kwargs):
-        calls.append(args)
-        if args == (80,):
+    def host_memory(nbytes, *, pinned):
+        if nbytes == 80:
             raise MemoryError("no room")
-        return real(*args, **kwargs)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr("workers.train.device_memory.host_memory", host_memory)
     with pytest.raises(MemoryError):
         memory.sleep()
     monkeypatch.undo()

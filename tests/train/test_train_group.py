@@ -17,7 +17,7 @@ import ray
 from plain_train_workers import DiskFull, Incomplete, Manager, Meeting, Plain, Spartan
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from single_controller import GroupClosedError, PlacementError, RayResourcePool, Worker, WorkerError
+from single_controller import GroupBrokenError, GroupClosedError, PlacementError, RayResourcePool, Worker, WorkerError
 from workers.train.environment import NOSET, train_environment
 from workers.train.group import RayTrainGroup
 from workers.train.placement import place
@@ -357,9 +357,10 @@ def test_a_rank_that_is_killed_amid_a_collective_shows_soon_and_the_group_can_go
         with pytest.raises(ray.exceptions.ActorDiedError):
             ray.get(refs[1])
         assert time.monotonic() - begin < 30
-        group.release()
+        with pytest.raises(GroupBrokenError, match=r"rank 1 died.*restart\(\) of the train group makes"):
+            group.async_train(1, ROWS)
         group._init = (read_args({}), "actor", False)
-        assert group.create() == [0, 0]
+        assert group.restart() == [0, 0]
         assert ray.get(group.async_train(0, ROWS)) == [{"sum": 2.0}] * 2
 
 
@@ -413,6 +414,17 @@ def test_released_workers_are_made_again_where_they_were(slots, tmp_path):
     group.release()
     assert group.create() == [0, 0], "what another configuration had saved is not this one's"
     group.close()
+
+
+def test_workers_that_were_restarted_behind_its_back_are_not_used(slots, tmp_path):
+    with group_of({"save": str(tmp_path)}, pg=slots) as group:
+        ray.get(group.async_init())
+        group.save_model(4)
+        group.worker_group.restart()
+        with pytest.raises(RuntimeError, match=r"are others than this group has made.*Call restart\(\)"):
+            group.update_weights()
+        assert group.restart() == [5, 5]
+        assert group.update_weights() == 1
 
 
 def test_a_critic_goes_on_from_its_own_checkpoint(slots, tmp_path):

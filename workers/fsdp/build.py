@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from workers.distributed import all_or_none, new_rows
 from workers.extras import require
 from workers.train.hf_files import ModelFilesError
 
@@ -26,7 +27,9 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> De
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     if world_size % shard_size:
         raise ValueError(f"fsdp_shard_size={shard_size} does not divide the {world_size} ranks")
-    return init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+    ranks = torch.arange(world_size).view(-1, shard_size)
+    groups = [new_rows(rows.tolist()) for rows in (ranks.t(), ranks)]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_remote_code: bool) -> Any:
@@ -40,7 +43,8 @@ def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_rem
         trust_remote_code: whether code in that folder may run.
 
     Raises:
-        ModelFilesError: transformers has no model with such a head.
+        ModelFilesError: on all ranks: transformers has no model with such a head, or the folder has no such model or
+            not all of its weights.
     """
     transformers = require("transformers", extra="hf")
     kind = transformers.AutoModelForTokenClassification if role == "critic" else transformers.AutoModelForCausalLM
@@ -55,17 +59,22 @@ def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_rem
             )
         hf_config = copy.deepcopy(hf_config)
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
-    if dist.get_rank():
-        with torch.device("meta"):
-            model = kind.from_config(hf_config, **options)
-    elif folder is None:
+    with all_or_none(ModelFilesError, "the model could not be made"):
+        if dist.get_rank():
+            with torch.device("meta"):
+                return kind.from_config(hf_config, **options).train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = kind.from_config(hf_config, **options)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # of a critic's head
-            model = kind.from_pretrained(folder, config=hf_config, **options)
+            if folder is None:
+                return kind.from_config(hf_config, **options).train()
+            model, found = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
+            # Of a critic's head there need not be any.
+            own = model.base_model_prefix if role == "critic" else ""
+            if missing := sorted(name for name in found["missing_keys"] if name.startswith(own)):
+                raise ValueError(
+                    f"{folder!r} lacks {len(missing)} of the model's weights, {missing[0]!r} for one: its files are "
+                    "not complete, or are of another model than its config"
+                )
     return model.train()
 
 

@@ -17,6 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from workers.distributed import new_cpu_group
+from workers.train.optimizer_settings import own_settings
+
 
 class Checkpoints:
     """Saves and loads by torch.distributed.checkpoint.
@@ -45,7 +48,7 @@ class Checkpoints:
             return
         if self._group is None:
             # Writing talks among the ranks, beside what training says meanwhile: it needs a group of its own.
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_cpu_group()
         # The state is on the host already: the thread that writes it has no business with a device.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         writing: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
@@ -73,13 +76,14 @@ class Checkpoints:
             model_state, optimizer_state = get_state_dict(self._model, self._optimizer)
             state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
             dcp.load(state, checkpoint_id=folder)
-            set_state_dict(
-                self._model,
-                self._optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=options,
-            )
+            with own_settings(self._optimizer):
+                set_state_dict(
+                    self._model,
+                    self._optimizer,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                    options=options,
+                )
         else:
             state = {"model": get_model_state_dict(self._model)}
             dcp.load(state, checkpoint_id=folder)

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from single_controller import SingleControllerError
+from workers.distributed import all_or_none
 from workers.train.model import TrainModel
 
 LATEST = "latest.json"
 POSITION = "position.json"
 """The same note, in the folder of each checkpoint that is complete."""
+
+UNWRITTEN = "a checkpoint could not be written"
 
 
 def folder_of(step: int, again: bool = False) -> str:
@@ -64,7 +68,7 @@ class RolloutCheckpoints:
         self._rank = rank
         self._step = step
         self._writing: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def find(self) -> Position | None:
         """The latest complete checkpoint in ``load``, or that of the step; None if there is none at all. All ranks find
@@ -111,23 +115,27 @@ class RolloutCheckpoints:
             The folder; None where there is none to write into.
 
         Raises:
-            CheckpointError: the one before this could not be written.
+            CheckpointError: on all ranks: this one could not be written, or the one before it.
         """
         self.wait()
         if self._save is None:
             return None
         folder = self._save / self._name(step)
-        if not self._rank:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / POSITION).unlink(missing_ok=True)  # of one of this step that is written over
-        dist.barrier()
-        model.save(folder, background=background)
+        with all_or_none(CheckpointError, UNWRITTEN):
+            if not self._rank:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / POSITION).unlink(missing_ok=True)  # of one of this step that is written over
+        try:
+            model.save(folder, background=background)
+        except (Exception, CheckpointException) as error:  # the latter is no Exception, and all ranks raise it
+            raise CheckpointError(f"{UNWRITTEN}: {type(error).__name__}: {error}") from error
         at = Position(folder, step, optimizer_step, weight_version)
         if background:
             self._writing = threading.Thread(target=self._finish, args=(model, at), name="checkpoint", daemon=True)
             self._writing.start()
         else:
-            self._note(at)
+            with all_or_none(CheckpointError, UNWRITTEN):
+                self._note(at)
         return str(folder)
 
     def _name(self, step: int) -> str:
@@ -146,23 +154,27 @@ class RolloutCheckpoints:
             return None
 
     def wait(self) -> None:
-        """Wait until what is written in the background is on disk.
+        """Wait until what is written in the background is on disk; all ranks call it.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: on all ranks: it could not be written.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.join()
+        if writing is None:
+            return
+        writing.join()
         error, self._error = self._error, None
-        if error is not None:
-            raise CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
+        with all_or_none(CheckpointError, UNWRITTEN):
+            if error is not None:
+                raise error
 
     def _finish(self, model: TrainModel, at: Position) -> None:
         try:
             model.wait_for_save()
             self._note(at)
-        except BaseException as error:
+        except CheckpointException as error:
+            self._error = RuntimeError(str(error))
+        except Exception as error:
             self._error = error
 
     def _note(self, at: Position) -> None:

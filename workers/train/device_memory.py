@@ -47,6 +47,12 @@ class DeviceMemory:
         """Whether the tensors are without memory now."""
         return self._asleep
 
+    @property
+    def paused(self) -> bool:
+        """Whether torch_memory_saver holds all of the process's device memory back: until `wake_up`, none of it may be
+        freed or taken."""
+        return self._asleep and saver_preloaded()
+
     def sleep(self) -> int:
         """Move the tensors into host memory and free the device's. Does nothing if they sleep already.
 

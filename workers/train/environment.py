@@ -28,7 +28,7 @@ NOSET = tuple(
 """With these, Ray leaves the lists of visible devices alone, so that the processes of a node see each other's devices:
 weights can go from one to the other without the host. `workers.device` finds each one's own."""
 
-BEFORE_START = frozenset({*NOSET, "LD_PRELOAD", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})
+BEFORE_START = frozenset({*NOSET, "LD_PRELOAD", "LD_LIBRARY_PATH", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})
 """What counts only if it is there when the process starts."""
 
 
@@ -97,4 +97,10 @@ def _memory_saver() -> dict[str, str]:
             "args.offload_train: torch_memory_saver is installed, but without its preload library beside it "
             f"for CUDA {major or 'of any version'} ({folder}); install it anew, or remove it: offloading works without"
         )
-    return {"LD_PRELOAD": str(found[0]), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
+    variables = {"LD_PRELOAD": str(found[0]), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
+    # CUDA's own libraries, which it looks for: where pip has put them, the system does not find them by itself.
+    runtime = sorted(folder.glob(f"nvidia/*/lib/libcudart.so.{major}*")) if major else []
+    if runtime:
+        known = os.environ.get("LD_LIBRARY_PATH")
+        variables["LD_LIBRARY_PATH"] = f"{runtime[0].parent}:{known}" if known else str(runtime[0].parent)
+    return variables

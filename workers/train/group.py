@@ -132,6 +132,11 @@ class RayTrainGroup:
         if self._resources:
             made.set_additional_resource(self._resources)
         self._group = RayWorkerGroup(self.pool, made, name_prefix=f"{self.role}_", worker_env=environment.worker)
+        self._group.advise(
+            "restart() of the train group makes its workers again and goes on from the last checkpoint that it saved, "
+            "or else from the beginning; close() ends it"
+        )
+        self._made = self._group.workers
         self._asleep = False
         if self._init is None:
             return None
@@ -170,6 +175,15 @@ class RayTrainGroup:
             self._saved.wait(self._group, 60 * self.args.distributed_timeout_minutes, self.role)
         finally:
             self._group.close()
+
+    def restart(self) -> list[int] | None:
+        """`release` and `create`: the way on when a worker has died. What was learnt since the last checkpoint is lost.
+
+        Returns:
+            See `create`.
+        """
+        self.release()
+        return self.create()
 
     def close(self) -> None:
         """End the workers, and free the place if it was made here. A checkpoint that is written in the background is
@@ -220,11 +234,17 @@ class RayTrainGroup:
 
         Raises:
             GroupClosedError: see `worker_group`.
-            RuntimeError: `async_init` was not called.
+            GroupBrokenError: a worker has died; `restart` goes on.
+            RuntimeError: `async_init` was not called, or the workers were restarted behind this group's back.
         """
         workers = self.worker_group
         if self._init is None:
             raise RuntimeError(f"{method}(): the {self.role}'s workers have no model yet; call async_init() first")
+        if workers.workers != self._made:
+            raise RuntimeError(
+                f"the {self.role}'s workers are others than this group has made: worker_group.restart() knows nothing "
+                "of checkpoints and versions. Call restart() of the train group"
+            )
         return workers
 
     @property
@@ -268,12 +288,18 @@ class RayTrainGroup:
 
         Returns:
             By rank, a reference to the metrics of the whole step.
+
+        Raises:
+            RolloutDataError: rows that are in this process are not right; nothing was sent. Where they are not,
+                ``ray.get`` raises it.
         """
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
             return list(workers.train.remote(rollout_id, None).refs)
         if isinstance(rollout_data_ref, (list, tuple)) and len(rollout_data_ref) != workers.dp_size:
             raise TrainArgsError(f"async_train(): {len(rollout_data_ref)} references for {workers.dp_size} dp ranks")
+        if hasattr(rollout_data_ref, "keys"):
+            self._class.check_rows(self.args, rollout_data_ref)
         pair = self._pair or ActorCritic(self)
         data = pair.rollout(rollout_id, rollout_data_ref).data
         beside = pair.computed(rollout_id, rollout_data_ref)

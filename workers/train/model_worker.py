@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.device import has_cuda
+from workers.device import has_cuda, use_device
 from workers.distributed import end_process_groups, process_groups, rank_by_rank
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 from workers.train.device_memory import DeviceMemory
@@ -95,6 +95,8 @@ class ModelWorker(TrainWorker):
                 self.checkpoints.wait()
             except CheckpointError as error:
                 logger.error("rank %d: before init() is called again: %s", self.rank, error)
+        if "memory" in vars(self) and self.memory.paused:
+            self.memory.wake_up()
         for name in ("model", "memory", "backup", "checkpoints"):
             vars(self).pop(name, None)
         if self._sender is not None:
@@ -137,7 +139,7 @@ class ModelWorker(TrainWorker):
                 self.optimizer_step = found.optimizer_step
             self.weight_version = found.weight_version
         self._versions: dict[str, int] = {}
-        if self._keeps_versions:
+        if self._keeps_versions and found is None:  # a checkpoint's weights are later than those of its version
             self._keep_version(self.weight_version)
         self.clear_memory()
         return 0 if found is None else found.rollout_id + 1
@@ -165,6 +167,14 @@ class ModelWorker(TrainWorker):
 
     _sender: WeightSender | None = None
 
+    def set_weight_version(self, version: int) -> None:
+        """See `TrainWorker.set_weight_version`. Whether these are the weights of that version, nobody knows."""
+        super().set_weight_version(version)
+        if "backup" in vars(self):
+            self._versions.clear()
+            for name in {"rollout_actor", "old_actor"} & set(self.backup.names):
+                self.backup.drop(name)
+
     def set_rollout_manager(self, manager: Any) -> None:
         """See `TrainWorker.set_rollout_manager`."""
         super().set_rollout_manager(manager)
@@ -172,6 +182,9 @@ class ModelWorker(TrainWorker):
             return
         if self._sender is not None:
             self._sender.close()
+            self._sender = None
+        if manager is None:
+            return
         by = self.args.update_weights_transport
         self._sender = WeightSender(
             by,
@@ -199,11 +212,9 @@ class ModelWorker(TrainWorker):
         if self.args.debug_rollout_only:
             return None
         self._refuse_asleep("save_model")
-        if self.args.save_hf is not None:
-            self._export(self.args.save_hf.format(rollout_id=step))
         before = process_groups()
         try:
-            return self.checkpoints.save(
+            folder = self.checkpoints.save(
                 self.model,
                 step,
                 optimizer_step=self.optimizer_step,
@@ -212,6 +223,9 @@ class ModelWorker(TrainWorker):
             )
         finally:  # one may have been made for it, and ends with the model
             self._groups = [*self._groups, *(group for group in process_groups() if group not in before)]
+        if self.args.save_hf is not None:
+            self._export(self.args.save_hf.format(rollout_id=step))
+        return folder
 
     def _export(self, folder: str) -> None:
         export_hf(self.model, folder)
@@ -229,9 +243,8 @@ class ModelWorker(TrainWorker):
         """See `TrainWorker.sleep`."""
         if self.args.debug_rollout_only:
             return 0
-        freed = self.memory.sleep()
         self.clear_memory()
-        return freed
+        return self.memory.sleep()
 
     def wake_up(self) -> int:
         """See `TrainWorker.wake_up`."""
@@ -251,7 +264,7 @@ class ModelWorker(TrainWorker):
     def clear_memory(self) -> None:
         """See `TrainWorker.clear_memory`."""
         gc.collect()
-        if has_cuda():
+        if has_cuda() and not ("memory" in vars(self) and self.memory.paused):
             torch.cuda.empty_cache()
 
     def _refuse_asleep(self, method: str) -> None:
@@ -264,8 +277,7 @@ class ModelWorker(TrainWorker):
 
     def _prepare_thread(self) -> None:
         super()._prepare_thread()
-        if "device" in vars(self) and has_cuda():  # each thread has a current device of its own
-            torch.cuda.set_device(self.device)
+        use_device(vars(self).get("device"))
 
     # --- the inside -------------------------------------------------------------------------------------
 

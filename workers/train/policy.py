@@ -15,6 +15,7 @@ from single_controller import Dispatch, register
 from workers.seeds import mixed_seed
 from workers.train.advantages import gae, group_advantages, moments, token_rewards, whiten
 from workers.train.balance import balanced_rows
+from workers.train.hf_files import tokens_of
 from workers.train.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.train.model import StepReport, TokenLoss
 from workers.train.model_worker import ModelWorker
@@ -30,6 +31,12 @@ Data = dict[str, torch.Tensor]
 class PolicyTrainWorker(ModelWorker):
     """How a policy and its critic learn from rollout data. What they learn with is told by ``args``: the estimator of
     advantages, the loss, and how rows are dealt to steps of the optimizer."""
+
+    @classmethod
+    def check_rows(cls, args: Any, rows: Any) -> None:
+        """See `TrainWorker.check_rows`. What a user's function makes of the rows first is checked on the ranks."""
+        if args.rollout_data_postprocess_path is None:
+            check_rollout_data(rows, args.vocab_size)
 
     # --- learning ---------------------------------------------------------------------------------------
 
@@ -207,8 +214,8 @@ class PolicyTrainWorker(ModelWorker):
         wanted = sorted(set().union(*self._over_dp(set(versions.tolist()))))
         if missing := [version for version in wanted if version not in kept]:
             raise RolloutDataError(
-                f"rollout data of the weight versions {missing}; keep_old_actor has those of {sorted(kept)}: train on "
-                "rollouts of the last two updates"
+                f"rollout data of the weight versions {missing}; keep_old_actor has those of "
+                f"{sorted(kept) or 'no update since init()'}: train on rollouts of the last two updates"
             )
         for version in wanted:
             with self.backup.swapped(kept[version]):
@@ -228,15 +235,20 @@ class PolicyTrainWorker(ModelWorker):
         error: Exception | None = None
         try:
             data = rows()
-            check_rollout_data(data, self.args.vocab_size or int(self.model.hf_config.vocab_size))
+            check_rollout_data(data, self.args.vocab_size or tokens_of(self.model.hf_config))
         except Exception as raised:
             error = raised
-        said = self._over_dp(None if error is None else f"{type(error).__name__}: {error}")
+        said = self._over_dp((None if error is None else f"{type(error).__name__}: {error}", sorted(data)))
         if error is not None:
             raise error
-        if wrong := {rank: why for rank, why in enumerate(said) if why is not None}:
+        if wrong := {rank: why for rank, (why, _) in enumerate(said) if why is not None}:
             first = min(wrong)
             raise RolloutDataError(f"the rows of the dp ranks {sorted(wrong)} are not right; {first}: {wrong[first]}")
+        entries = [set(names) for _, names in said]
+        if some := set.union(*entries) - set.intersection(*entries):
+            name = min(some)
+            having = [rank for rank, names in enumerate(entries) if name in names]
+            raise RolloutDataError(f"only the dp ranks {having} of {len(said)} have {name!r} in their rollout data")
         return data
 
     def _rows(self, given: Any, computed: Mapping[str, Any]) -> Data:
@@ -288,7 +300,8 @@ class PolicyTrainWorker(ModelWorker):
 def _tensors(given: Any) -> Data:
     if not isinstance(given, Mapping) and not hasattr(given, "keys"):
         raise RolloutDataError(f"rollout data is a TensorDict or a dict of tensors, got {type(given).__name__}")
-    return {str(name): given[name] for name in given.keys() if isinstance(given[name], torch.Tensor)}  # noqa: SIM118
+    entries = {str(name): given[name] for name in given.keys()}  # noqa: SIM118
+    return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
 def _own(given: Any) -> Any:

@@ -142,6 +142,14 @@ def _check_together(args: Any) -> None:
         raise TrainArgsError("args.keep_old_actor needs enable_weights_backuper=True: it is a copy of the weights")
     if args.update_weights_transport == "disk" and not args.update_weights_disk_dir:
         raise TrainArgsError("args.update_weights_transport='disk' needs update_weights_disk_dir")
+    for name in ("save_hf", "critic_save_hf"):
+        try:
+            str(args[name] or "").format(rollout_id=0)
+        except (LookupError, ValueError) as error:
+            raise TrainArgsError(
+                f"args.{name}={args[name]!r}: {{rollout_id}} is all that is replaced in it ({type(error).__name__}: "
+                f"{error})"
+            ) from None
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("args.profile_step_start and args.profile_step_end are set together")
     if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:

@@ -17,7 +17,7 @@ at t is that of token t given those before it. Position 0 is never predicted, an
 | ``values`` | (B, T) float | the critic's: what it expects before token t was chosen |
 | ``weight_versions`` | (B,) int64 | of the weights that generated the row |
 
-Other entries stay with their rows.
+Numbers are finite, those per token where ``loss_mask`` counts them. Other entries stay with their rows.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_
     "values",
 }
 PER_ROW = frozenset({"rewards", "group_ids", "weight_versions"})
+FLOATS = frozenset({"rewards", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values"})
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
 
 
@@ -44,7 +45,16 @@ class RolloutDataError(SingleControllerError, ValueError):
 
 def rows_of(data: Any, which: Any) -> Any:
     """Some rows of a TensorDict or of a dict of tensors; ``which`` is a slice or a list of numbers."""
-    return {name: value[which] for name, value in data.items()} if isinstance(data, dict) else data[which]
+    if not isinstance(data, dict):
+        return data[which]
+    numbers = range(len(data["input_ids"]))[which] if isinstance(which, slice) else which
+
+    def part(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [value[number] for number in numbers]
+        return value[which] if _shape(value) else value  # None, a string, a single number: whole everywhere
+
+    return {name: part(value) for name, value in data.items()}
 
 
 def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
@@ -76,6 +86,8 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; it has one number for each row: ({len(ids)},)"
             )
+        if name not in PER_TOKEN | PER_ROW and _shape(value)[:1] not in ((), (len(ids),)):
+            raise RolloutDataError(f"rollout data: {name} is {_what(value)}, and there are {len(ids)} rows")
         if name == "advantages" and _shape(value) not in ((len(ids),), tuple(ids.shape)):
             raise RolloutDataError(
                 f"rollout data: advantages is {_what(value)}; it is ({len(ids)},) or {tuple(ids.shape)}"
@@ -86,7 +98,15 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
         raise RolloutDataError(
             f"rollout data: input_ids has tokens from {int(ids.min())} to {int(ids.max())}; vocab_size is {vocab_size}"
         )
-    _check_masks(data["attention_mask"].bool(), data["loss_mask"] != 0)
+    counts = data["loss_mask"] != 0
+    _check_masks(data["attention_mask"].bool(), counts)
+    for name in FLOATS & set(map(str, data.keys())):
+        value = data[name]
+        bad = ~value.isfinite() if value.dim() == 1 else (counts & ~value.isfinite()).any(1)
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            which = "is not finite" if value.dim() == 1 else "is not finite at a token that loss_mask counts"
+            raise RolloutDataError(f"rollout data: {name} of row {row} {which}; one such number would spoil the model")
 
 
 def _check_masks(real: torch.Tensor, counts: torch.Tensor) -> None:
@@ -97,12 +117,14 @@ def _check_masks(real: torch.Tensor, counts: torch.Tensor) -> None:
     if bool((begins > 1).any()):
         row = int((begins > 1).nonzero()[0, 0])
         raise RolloutDataError(f"rollout data: row {row} has padding between its tokens; padding stands on either side")
-    first = real.int().argmax(1)
-    if bool((counts & ~real).any()) or bool(counts.gather(1, first[:, None]).any()):
-        bad = (counts & ~real).any(1) | counts.gather(1, first[:, None])[:, 0]
-        row = int(bad.nonzero()[0])
+    if bool((counts & ~real).any()):
+        row = int((counts & ~real).any(1).nonzero()[0])
+        raise RolloutDataError(f"rollout data: the loss_mask of row {row} counts padding")
+    first = counts.gather(1, real.int().argmax(1, keepdim=True))[:, 0]
+    if bool(first.any()):
         raise RolloutDataError(
-            f"rollout data: the loss_mask of row {row} counts padding, or its first token, which nothing predicts"
+            f"rollout data: the loss_mask of row {int(first.nonzero()[0])} counts the row's first token, which nothing "
+            "predicts: begin one later"
         )
 
 

@@ -50,6 +50,16 @@ class TrainWorker(Worker, ABC):
     rollout_manager: Any = None
     weight_version: int = 0
 
+    @classmethod
+    def check_rows(cls, args: Any, rows: Any) -> None:
+        """Raise what is wrong with rollout data. `RayTrainGroup.async_train` asks before it sends any, where the rows
+        are in its own process; here nothing is ever wrong.
+
+        Args:
+            args: the configuration.
+            rows: all rows, a TensorDict or a dict.
+        """
+
     @register(Dispatch.ONE_TO_ALL, replay=True)
     @abstractmethod
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:

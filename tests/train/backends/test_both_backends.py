@@ -4,6 +4,7 @@ Processes are slow to start: groups of one, two and four ranks serve all tests, 
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +15,7 @@ from train_kit import begin, distance, learn, rollout, saved, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
 
 from single_controller import WorkerError
+from workers.train.rollout_data import RolloutDataError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -292,8 +294,18 @@ WRONG = [
     (lambda data: data.exclude("group_ids"), "GRPO needs rewards and group_ids"),
     (lambda data: data.clone().set("input_ids", data["input_ids"] + 30), "vocab_size is 32"),
     (lambda data: data.clone().set("rewards", data["input_ids"].float()), "rewards is .*one number for each row"),
-    (lambda data: data.clone().set("loss_mask", torch.ones_like(data["loss_mask"])), "counts padding, or its first"),
+    (lambda data: data.clone().set("loss_mask", torch.ones_like(data["loss_mask"])), "loss_mask of row 0 counts"),
+    (lambda data: with_one(data, "rewards", torch.inf), "rewards of row 0 is not finite"),
+    (lambda data: with_one(data, "ref_log_probs", torch.nan), "ref_log_probs of row 0 is not finite at a token"),
 ]
+
+
+def with_one(data, name, number):
+    data = data.clone()
+    if name not in data.keys():  # noqa: SIM118
+        data[name] = torch.zeros(data["input_ids"].shape)
+    data[name][0] = number
+    return data
 
 
 @ways(FSDP2, PP2)
@@ -304,6 +316,80 @@ def test_rollout_data_that_is_wrong_is_refused_and_changes_nothing(start, way, d
         with pytest.raises(WorkerError, match=message):
             group.worker_group.train(0, change(data))
     assert distance(whole_weights(group), before) == 0.0
+
+
+@ways(FSDP2, PP2)
+def test_rows_in_the_drivers_process_are_refused_before_they_are_sent(start, way, data):
+    group = start(way)
+    wrong = data.clone()
+    wrong["rewards"][-2] = torch.nan
+    before = str(group.worker_group.stats())
+    for given in (wrong, dict(wrong.items())):
+        with pytest.raises(RolloutDataError, match=f"rewards of row {len(data) - 2} is not finite"):
+            group.async_train(0, given)
+    assert str(group.worker_group.stats()) == before
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"rewards of row .* is not finite"):
+        ray.get(group.async_train(0, ray.put(wrong)))
+
+
+@ways(FSDP2, TP2, PP2, DP2)
+def test_a_gradient_that_is_not_finite_changes_nothing(start, way, data):
+    """The step is left out: later ones are as if it had never been."""
+    group = start(way, lr_warmup_iters=3)
+    expected = [learn(group, step, data) for step in range(2)]
+    weights = whole_weights(group)
+    group = start(way, lr_warmup_iters=3)
+    huge = data.exclude("rewards").set("advantages", torch.full((len(data),), 3e38))
+    found = []
+    for step in range(2):
+        assert not any(math.isfinite(m["grad_norm"]) for m in ray.get(group.async_train(step, huge)))
+        found.append(learn(group, step, data))
+    for one, other in zip(found, expected, strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    assert distance(whole_weights(group), weights) == 0.0
+
+
+@ways(FSDP2, DP2)
+def test_a_run_that_goes_on_has_its_own_settings(start, way, data, tmp_path):
+    """Not those of the optimizer that the checkpoint is of."""
+    group = start(way, save=str(tmp_path), weight_decay=0.0)
+    learn(group, 0, data)
+    group.save_model(0)
+    group = start(way, begins=1, load=str(tmp_path), weight_decay=0.25, adam_beta1=0.5, adam_eps=1e-4)
+
+    def settings(worker):
+        groups = getattr(worker.model, "_optimizer", None) or worker.model.stages.optimizer
+        return [(one["betas"], one["eps"], one["weight_decay"]) for one in groups.param_groups]
+
+    found = group.worker_group.execute_with_func_generator(settings)[0]
+    assert {(tuple(betas), eps) for betas, eps, _ in found} == {((0.5, 0.999), 1e-4)}
+    assert max(decay for *_, decay in found) == 0.25
+
+
+@ways(FSDP2, DP2)
+def test_weights_of_a_checkpoint_are_of_no_version(start, way, data, tmp_path):
+    """They have learnt since the rollout had them: rows of that version are not compared with them."""
+    group = start(way, save=str(tmp_path), keep_old_actor=True)
+    learn(group, 0, data)
+    group.save_model(0)
+    group = start(way, begins=1, load=str(tmp_path), keep_old_actor=True)
+    with pytest.raises(WorkerError, match=r"weight versions \[0\]; keep_old_actor has those of no update since init"):
+        group.worker_group.train(1, data)
+    group.worker_group.execute_with_func_generator(lambda worker: worker._keep_version(1))
+    learn(group, 1, data.clone().set("weight_versions", torch.full((len(data),), 1)))
+    group.worker_group.set_weight_version(7)
+    with pytest.raises(WorkerError, match=r"weight versions \[1\]; keep_old_actor has those of no update"):
+        group.worker_group.train(2, data.clone().set("weight_versions", torch.full((len(data),), 1)))
+
+
+@ways(FSDP2, DP2)
+def test_a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all_and_the_group_goes_on(start, way, data, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    group = start(way, save=str(tmp_path / "file"))
+    with pytest.raises(WorkerError, match="a checkpoint could not be written: rank 0: "):
+        group.save_model(0)
+    assert group.worker_group.broken is None
+    learn(group, 0, data)
 
 
 @ways(FSDP2, DP2)

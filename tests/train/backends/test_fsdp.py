@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from single_controller import WorkerError
 from workers.rollout.hf_engine import HFEngine
+from workers.train.rollout_data import RolloutDataError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -232,3 +233,85 @@ def test_every_key_counts(fsdp_groups, llama_folder, data, what):
     ignored = [name for name, value in changes.items() if distance(trained(**{name: value}), expected) < 1e-7]
     assert not ignored
     assert distance(trained(fsdp_cpu_offload=True), expected) < 1e-5
+
+
+def marked(args, data):
+    """Postprocessing that adds an entry on some ranks only."""
+    return data.clone().set("mine", data["rewards"]) if int(data["group_ids"][0]) == 0 else data
+
+
+def test_an_entry_that_some_ranks_have_is_an_error_on_all(fsdp_groups, llama_folder, data):
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": "test_fsdp.marked"})
+    with pytest.raises(WorkerError, match=r"only the dp ranks \[0\] of 2 have 'mine'"):
+        group.worker_group.train(0, data)
+    assert group.worker_group.broken is None
+
+
+def test_other_entries_stay_with_their_rows_or_go_to_all(fsdp_groups, llama_folder, data):
+    plain = dict(data.items())
+    given = {**plain, "texts": [str(k) for k in range(len(data))], "nothing": None, "name": "n", "one": torch.tensor(3)}
+    found = []
+    for rows in (plain, given, ray.put(given)):
+        begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "balance_data": True})
+        found.append({**learn(fsdp_groups(2), 0, rows), "seconds": 0})
+    assert found[0] == found[1] == found[2]
+    with pytest.raises(RolloutDataError, match=r"mine is torch.int64 \(3,\), and there are 24 rows"):
+        fsdp_groups(2).async_train(0, {**plain, "mine": torch.arange(3)})
+
+
+def test_a_pass_that_breaks_off_leaves_the_weights_as_they_were(fsdp_groups, llama_folder, data):
+    """Also those that were swapped in for it."""
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder}, with_ref=True)
+    learn(group, 0, data)
+    before = whole_weights(group)
+
+    def break_off(worker):
+        def full(*_):
+            raise torch.OutOfMemoryError("no memory left")
+
+        worker.hook = worker.model.module.model.layers[1].mlp.register_forward_hook(full)
+
+    group.worker_group.execute_with_func_generator(break_off)
+    for call in (group.worker_group.compute_ref_log_prob, lambda rows: group.worker_group.train(1, rows)):
+        with pytest.raises(WorkerError, match="no memory left"):
+            call(data)
+    group.worker_group.execute_with_func_generator(lambda worker: worker.hook.remove())
+    assert distance(whole_weights(group), before) == 0.0
+    found = group.worker_group.compute_ref_log_prob(data)
+    torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=1e-5, rtol=1e-4)
+
+
+def test_a_folder_that_lacks_weights_is_refused(fsdp_groups, llama_folder, tmp_path):
+    model = small_llama()
+    state = {name: value for name, value in model.state_dict().items() if "layers.1.mlp" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    workers = fsdp_groups(2).worker_group
+    with pytest.raises(WorkerError, match="lacks 3 of the model's weights"):
+        workers.init({"hf_checkpoint": str(tmp_path)}, "actor")
+    with pytest.raises(WorkerError, match="lacks 3 of the model's weights"):
+        workers.init({"hf_checkpoint": llama_folder, "ref_load": str(tmp_path)}, "actor", True)
+    assert workers.broken is None
+
+
+def test_with_nobody_to_send_to(fsdp_groups, llama_folder):
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder})
+    group.set_rollout_manager(None)
+    with pytest.raises(WorkerError, match="there is nobody to send them to"):
+        group.update_weights()
+
+
+def test_every_process_group_has_the_time_limit(fsdp_groups, llama_folder, data, tmp_path):
+    """Of HSDP's rows and columns, and of the one that checkpoints are written with."""
+    group = fsdp_groups(4)
+    begin(group, {"hf_checkpoint": llama_folder, "fsdp_shard_size": 2, "async_save": True, "save": str(tmp_path)})
+    group.save_model(0)
+
+    def limits(worker):
+        from workers.distributed import process_groups
+
+        return {str(one._get_backend(torch.device("cpu")).options._timeout) for one in process_groups()}
+
+    assert group.worker_group.execute_with_func_generator(limits) == [{"0:10:00"}] * 4
