@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from workers.train.weight_backup import BackupError, WeightBackup
     from workers.train.weight_buckets import WeightSyncError
     from workers.train.weight_sync import WeightSender
-    from workers.train.worker import TrainWorker
+    from workers.train.worker import TrainWorker, own_rows
 
 __all__ = [
     "Answer",
@@ -75,6 +75,7 @@ __all__ = [
     "WeightVersionError",
     "export_hf",
     "init_model_parallel_config",
+    "own_rows",
     "place",
     "read_args",
     "transformer_config",
@@ -115,6 +116,7 @@ _HOMES = {
     "WeightVersionError": "workers.rollout.errors",
     "export_hf": "workers.train.hf_export",
     "init_model_parallel_config": "workers.megatron.config",
+    "own_rows": "workers.train.worker",
     "place": "workers.train.placement",
     "read_args": "workers.train.read_args",
     "transformer_config": "workers.megatron.config",

@@ -197,3 +197,12 @@ def test_what_is_large_is_stored_once_and_what_is_small_travels_inside_the_call(
     mine = [torch.full((shard * 250,), float(rank)) for rank in range(4)]
     assert counters.items(mine, y=Broadcast(torch.zeros(whole * 250)))[3][1].sum() == 3 * shard * 250
     assert len(puts) == stored
+
+
+def test_a_tensordict_of_another_device_says_where_its_tensors_arrive():
+    """Tensors of CUDA arrive on the CPU, and nobody is to believe that they are on a GPU still."""
+    made = TensorDict({"x": torch.ones(3), "deep": TensorDict({"y": torch.zeros(3)}, [3])}, [3])
+    made._device = made["deep"]._device = torch.device("cuda")  # as one that a GPU made
+    opened = pack({"batch": made}).open()["batch"]
+    assert opened.device in (None, torch.device("cpu")) and opened["deep"].device in (None, torch.device("cpu"))
+    assert opened["x"].tolist() == [1, 1, 1]

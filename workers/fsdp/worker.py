@@ -11,11 +11,19 @@ from workers.distributed import initialize_distributed
 from workers.dtypes import dtype_of
 from workers.fsdp.train_model import FSDPOptions, FSDPTrainModel
 from workers.train.policy import PolicyTrainWorker
+from workers.train.read_args import TrainArgsError
 
 
 class FSDPTrainWorker(PolicyTrainWorker):
     """See `TrainWorker`. Every rank is a data-parallel rank; the model is cut over all of them, or over
     ``args.fsdp_shard_size`` and repeated (HSDP)."""
+
+    @classmethod
+    def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
+        """See `TrainWorker.check_args`."""
+        super().check_args(args, ranks, with_ref)
+        if ranks % (args.fsdp_shard_size or ranks):
+            raise TrainArgsError(f"fsdp_shard_size={args.fsdp_shard_size} does not divide the group's {ranks} ranks")
 
     def begin(self) -> None:
         """See `ModelWorker.begin`."""

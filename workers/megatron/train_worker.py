@@ -8,11 +8,23 @@ from workers.device import every_backend
 from workers.megatron.train_model import MegatronTrainModel
 from workers.megatron.worker import MegatronWorker
 from workers.train.policy import PolicyTrainWorker
+from workers.train.read_args import TrainArgsError
 
 
 class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     """See `TrainWorker`. The ranks are cut by ``args.tensor_model_parallel_size`` and
     ``args.pipeline_model_parallel_size``; what is left is data parallelism."""
+
+    @classmethod
+    def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
+        """See `TrainWorker.check_args`."""
+        super().check_args(args, ranks, with_ref)
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        if ranks % (tp * pp):
+            raise TrainArgsError(
+                f"tensor_model_parallel_size={tp} times pipeline_model_parallel_size={pp} does not divide the group's "
+                f"{ranks} ranks; actor_num_nodes * actor_num_gpus_per_node (for a critic: its own) is a multiple of it"
+            )
 
     def begin(self) -> None:
         """See `ModelWorker.begin`."""
@@ -20,12 +32,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
 
         args = self.args
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        if self.world_size % (tp * pp):
-            raise ValueError(
-                f"tensor_model_parallel_size={tp} times pipeline_model_parallel_size={pp} does not divide the group's "
-                f"{self.world_size} ranks; actor_num_nodes * actor_num_gpus_per_node (for a critic: its own) is a "
-                "multiple of it"
-            )
         if parallel_state.is_initialized():  # init() was called before
             parallel_state.destroy_model_parallel()
         self.device = self.initialize_model_parallel(

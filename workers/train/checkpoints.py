@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from single_controller import SingleControllerError
 from workers.distributed import all_or_none
 from workers.train.model import TrainModel
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest.json"
 POSITION = "position.json"
@@ -85,6 +88,15 @@ class RolloutCheckpoints:
                 found = [str(error)]
         dist.broadcast_object_list(found, src=0)
         if found[0] is None or self._load is None:
+            if self._load is not None and not self._rank:
+                logger.warning("load=%s has no complete checkpoint: the run begins with rollout 0", self._load)
+            elif self._save is not None and not self._rank and (self._save / LATEST).exists():
+                logger.warning(
+                    "save=%s has checkpoints of another run, up to %s, which are written over one by one: set load to "
+                    "go on from them, or save elsewhere",
+                    self._save,
+                    self._noted(),
+                )
             return None
         if isinstance(found[0], str):
             raise CheckpointError(f"the checkpoint to go on from in {str(self._load)!r} is not known: {found[0]}")

@@ -264,11 +264,17 @@ class RayTrainGroup:
 
         Returns:
             By rank, a reference to the rollout id to begin with.
+
+        Raises:
+            TrainArgsError: the configuration is not right, or not for this number of ranks.
+            ModelFilesError: it names no model.
         """
         if role is not None and role != self.role:
             raise ValueError(f"async_init(role={role!r}): this group was made for the role {self.role!r}")
         args = self.args if args is None else read_args(args)
-        sent = self.worker_group.init.remote(args, self.role, with_ref)
+        workers = self.worker_group
+        self._class.check_args(role_args(args, self.role), self._ranks, with_ref)
+        sent = workers.init.remote(args, self.role, with_ref)
         self.args, self._init = args, (args, self.role, with_ref)
         self._saved, self._asleep = LastCheckpoint(), False
         if self._rollout is not None:

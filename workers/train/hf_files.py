@@ -26,6 +26,12 @@ class ModelFilesError(SingleControllerError, ValueError):
     """The configuration names no model, or what it names does not fit together."""
 
 
+def refuse_no_model(args: Any) -> None:
+    """Raise a `ModelFilesError` if ``args`` name no model."""
+    if args.hf_checkpoint is None and args.hf_config is None:
+        raise ModelFilesError("args name no model: set hf_checkpoint (a folder or hub name) or hf_config (a dict)")
+
+
 def read_config(args: Any) -> Any:
     """The Hugging Face config that ``args`` mean.
 
@@ -33,18 +39,17 @@ def read_config(args: Any) -> Any:
         ModelFilesError: no model is named, or it is of another kind than ``model_name``.
         ImportError: transformers is not installed.
     """
+    refuse_no_model(args)
     transformers = require("transformers", extra="hf")
     transformers.utils.logging.disable_progress_bar()  # every rank would show its own
     auto = transformers.AutoConfig
     if args.hf_checkpoint is not None:
         config = auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-    elif args.hf_config is not None:
+    else:
         from omegaconf import OmegaConf
 
         fields: Any = OmegaConf.to_container(args.hf_config)
         config = auto.for_model(**fields)
-    else:
-        raise ModelFilesError("args name no model: set hf_checkpoint (a folder or hub name) or hf_config (a dict)")
     if args.model_name is not None and args.model_name != config.model_type:
         raise ModelFilesError(f"args.model_name={args.model_name!r}, but the model is a {config.model_type!r}")
     return config

@@ -16,9 +16,9 @@ from workers.distributed import end_process_groups, process_groups, rank_by_rank
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
-from workers.train.hf_files import read_config, read_tokenizer, vocab_size_of
+from workers.train.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
 from workers.train.model import TrainModel
-from workers.train.read_args import read_args, role_args
+from workers.train.read_args import TrainArgsError, read_args, role_args
 from workers.train.weight_backup import WeightBackup
 from workers.train.weight_sync import WeightSender
 from workers.train.worker import TrainWorker
@@ -47,6 +47,17 @@ class ModelWorker(TrainWorker):
     device: torch.device
     model: TrainModel
     optimizer_step: int = 0
+
+    @classmethod
+    def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
+        """See `TrainWorker.check_args`."""
+        if args.debug_rollout_only:
+            return
+        refuse_no_model(args)
+        if with_ref and not args.enable_weights_backuper:
+            raise TrainArgsError(
+                "init(with_ref=True) needs enable_weights_backuper=True: the reference is a copy of weights"
+            )
 
     # --- what a backend says ----------------------------------------------------------------------------
 
@@ -108,13 +119,10 @@ class ModelWorker(TrainWorker):
         end_process_groups(groups)
 
     def _make(self, with_ref: bool) -> int:
+        self.check_args(self.args, self.world_size, with_ref)
         self.begin()
         if self.args.debug_rollout_only:
             return 0
-        if with_ref and not self.args.enable_weights_backuper:
-            raise ValueError(
-                "init(with_ref=True) needs enable_weights_backuper=True: the reference is a copy of weights"
-            )
         with rank_by_rank(self):
             hf_config = read_config(self.args)
             self.tokenizer = read_tokenizer(self.args)

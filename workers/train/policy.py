@@ -14,16 +14,15 @@ from dispatch.rows import share_rows
 from single_controller import Dispatch, register
 from workers.seeds import mixed_seed
 from workers.train.advantages import gae, group_advantages, moments, token_rewards, whiten
-from workers.train.balance import balanced_rows
 from workers.train.hf_files import tokens_of
 from workers.train.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.train.model import StepReport, TokenLoss
 from workers.train.model_worker import ModelWorker
 from workers.train.postprocess import function_at
 from workers.train.profiling import profiled
-from workers.train.rollout_data import RolloutDataError, check_rollout_data, rows_of
+from workers.train.rollout_data import RolloutDataError, check_rollout_data
 from workers.train.schedule import learning_rate
-from workers.train.worker import Referred
+from workers.train.worker import own_rows
 
 Data = dict[str, torch.Tensor]
 
@@ -254,7 +253,8 @@ class PolicyTrainWorker(ModelWorker):
     def _rows(self, given: Any, computed: Mapping[str, Any]) -> Data:
         """This rank's rows, postprocessed, as tensors on the CPU; with what others have computed of them."""
         data = self._postprocessed(self._fetch(given))
-        return {**{name: _own(value) for name, value in computed.items() if value is not None}, **data}
+        others = {name: own_rows(value, self._dp_rank) for name, value in computed.items() if value is not None}
+        return {**others, **data}
 
     def _postprocessed(self, given: Any) -> Data:
         path = self.args.rollout_data_postprocess_path
@@ -275,14 +275,7 @@ class PolicyTrainWorker(ModelWorker):
         return self._checked(lambda: _tensors(self._fetch(given)))
 
     def _fetch(self, given: Any) -> Any:
-        """This rank's rows, where they are behind a reference."""
-        if not isinstance(given, Referred):
-            return _own(given)
-        whole = _fetched(given.ref)
-        if given.parts is not None:
-            whole = balanced_rows(whole, given.parts)
-        share = share_rows(len(whole["input_ids"]), dist.get_world_size(self.dp_group), "ragged")[self._dp_rank]
-        return rows_of(whole, slice(*share.ranges[0]))
+        return own_rows(given, self._dp_rank, dist.get_world_size(self.dp_group))
 
     def _set(self, data: Data, name: str, value: torch.Tensor | None) -> None:
         # A pipeline stage that is not the last has no outputs, and needs none: its loss function is never called.
@@ -302,14 +295,3 @@ def _tensors(given: Any) -> Data:
         raise RolloutDataError(f"rollout data is a TensorDict or a dict of tensors, got {type(given).__name__}")
     entries = {str(name): given[name] for name in given.keys()}  # noqa: SIM118
     return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()}
-
-
-def _own(given: Any) -> Any:
-    """What was given by dp rank, as a list of references, is this rank's."""
-    return _fetched(given[0]) if isinstance(given, list) and len(given) == 1 else given
-
-
-def _fetched(reference: Any) -> Any:
-    import ray
-
-    return ray.get(reference)

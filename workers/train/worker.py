@@ -6,9 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from dispatch.layout import Routing
 from dispatch.modes import Cut, DispatchMode, Join, Mode, Ranks
+from dispatch.rows import share_rows
 from single_controller import Dispatch, Worker, register
+from workers.train.balance import balanced_rows
+from workers.train.rollout_data import rows_of
 
 
 def _by_dp_all_answer(ranks: Ranks) -> Routing:
@@ -34,6 +39,25 @@ class Referred:
     parts: int | None = None
 
 
+def own_rows(given: Any, dp_rank: int, dp_size: int = 1) -> Any:
+    """A rank's rows of what `TrainWorker.train` is given, fetched if they are behind a reference.
+
+    Args:
+        given: ``rollout_data_ref``.
+        dp_rank: the rank's place among those that have rows of their own.
+        dp_size: their number.
+    """
+    if isinstance(given, list) and len(given) == 1:  # one reference for each dp rank
+        return ray.get(given[0])
+    if not isinstance(given, Referred):
+        return given
+    whole = ray.get(given.ref)
+    if given.parts is not None:
+        whole = balanced_rows(whole, given.parts)
+    share = share_rows(len(whole["input_ids"]), dp_size, "ragged")[dp_rank]
+    return rows_of(whole, slice(*share.ranges[0]))
+
+
 class TrainWorker(Worker, ABC):
     """One rank of a model that is trained. Subclass it, and give the class to a `RayTrainGroup` as ``actor_cls``.
 
@@ -49,6 +73,17 @@ class TrainWorker(Worker, ABC):
     critic: Any = None
     rollout_manager: Any = None
     weight_version: int = 0
+
+    @classmethod
+    def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
+        """Raise what a configuration has that this class cannot do. `RayTrainGroup.async_init` asks before it sends it;
+        here nothing is ever wrong.
+
+        Args:
+            args: the configuration.
+            ranks: of the group.
+            with_ref: see `init`.
+        """
 
     @classmethod
     def check_rows(cls, args: Any, rows: Any) -> None:
@@ -81,8 +116,8 @@ class TrainWorker(Worker, ABC):
 
         Args:
             rollout_id: its number, from 0.
-            rollout_data_ref: this dp rank's rows, see `workers.train.rollout_data`; or a list of a single Ray reference
-                to them; or `Referred`.
+            rollout_data_ref: this dp rank's rows, see `workers.train.rollout_data`; or what `own_rows` gets them from,
+                where `RayTrainGroup.async_train` was given references.
             computed: entries of the rollout data that other ranks have computed: values, old_log_probs, ref_log_probs.
 
         Returns:

@@ -15,6 +15,8 @@ from train_kit import begin, distance, learn, rollout, saved, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
 
 from single_controller import WorkerError
+from workers.train.hf_files import ModelFilesError
+from workers.train.read_args import TrainArgsError
 from workers.train.rollout_data import RolloutDataError
 
 pytestmark = pytest.mark.timeout(180)
@@ -412,3 +414,27 @@ def test_references_instead_of_data(start, way, data):
         group = start(way)
         found.append({**learn(group, 0, given), "seconds": 0})
     assert all(other == found[0] for other in found)
+
+
+@pytest.mark.parametrize(
+    ("backend", "args", "with_ref", "message"),
+    [
+        ("fsdp", {"fsdp_shard_size": 3}, False, "fsdp_shard_size=3 does not divide the group's 2 ranks"),
+        (
+            "megatron",
+            {"tensor_model_parallel_size": 3},
+            False,
+            "=3 times pipeline.* does not divide the group's 2 ranks",
+        ),
+        ("fsdp", {"hf_checkpoint": None}, False, "args name no model"),
+        ("megatron", {"enable_weights_backuper": False}, True, "needs enable_weights_backuper=True"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_before_it_is_sent(
+    fsdp_groups, megatron_groups, llama_folder, backend, args, with_ref, message
+):
+    group = (fsdp_groups if backend == "fsdp" else megatron_groups)(2)
+    before = group.args
+    with pytest.raises((TrainArgsError, ModelFilesError), match=message):
+        group.async_init({"train_backend": backend, "hf_checkpoint": llama_folder, **args}, with_ref=with_ref)
+    assert group.args is before
