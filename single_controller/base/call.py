@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dispatch.move import move
@@ -196,6 +196,7 @@ class Call:
         self._later = plan.later
         self._device = device
         self._answers = sent.answers
+        self._told = False
         self.error: Exception | None = None
         self.settled = False
         self._state = state
@@ -281,8 +282,17 @@ class Call:
                         part.clock, part.returned, part.answered = outcome.clock, outcome.returned, now
                         if self.engine.in_turn and outcome.clock is not None:  # the call ran while it was being sent
                             self._record.dispatched = min(self._record.dispatched, outcome.clock.received)
+            if self._told:
+                self._tell(outcome for outcome in outcomes if isinstance(outcome, Receipt))
         with self._lock:
             self._decide(time.monotonic())
+
+    def _tell(self, receipts: Iterable[Receipt]) -> None:
+        """The error was raised: what its ranks say of it is not news any more."""
+        if self._answers is not None and self.engine.connected:
+            for receipt in list(receipts):
+                if receipt.failure is not None:
+                    self._answers.failed_on(receipt.rank)
 
     def result(self) -> Any:
         """The call's value, as its mode promises it; for a settled call.
@@ -291,6 +301,8 @@ class Call:
             SingleControllerError: the call's error.
         """
         if self.error is not None:
+            self._told = True
+            self._tell(self._receipts.values())
             raise self.error
         begun = time.perf_counter()
         receipts = [self._receipts[rank] for rank in self._order]

@@ -24,6 +24,10 @@ class Answers(Protocol):
         one rank has failed or died, and CallTimeoutError after ``timeout`` seconds."""
         ...
 
+    def failed_on(self, rank: int) -> None:
+        """Whoever sent the call knows that it failed on this rank: nobody else need be told."""
+        ...
+
     def refs(self) -> list[Any]:
         """The engine's references to the answers, in order; a reference stands for the bare answer."""
         ...

@@ -32,6 +32,9 @@ class LocalAnswers(StaysHere):
             "future.result() instead of the future"
         )
 
+    def failed_on(self, rank: int) -> None:
+        """See `single_controller.base.later.Answers`: nobody else is told anyway."""
+
     def refs(self) -> list[LocalRef]:
         """What stands for each answer, in order."""
         return [LocalRef(self, k) for k in range(len(self._collecting))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -39,6 +40,13 @@ class RayAnswers:
     def refs(self) -> list[ray.ObjectRef]:
         """The answers' references, in order."""
         return list(self._answers)
+
+    def failed_on(self, rank: int) -> None:
+        """See `single_controller.base.later.Answers`. Ray tells of an error whose reference nobody has asked for."""
+        place = self._ranks.index(rank)
+        if place < len(self._answers):
+            with contextlib.suppress(Exception):
+                ray.get(self._answers[place])
 
     def receipts(self, timeout: float | None = None) -> list[Receipt]:
         """See `single_controller.base.later.Answers`."""

@@ -1,5 +1,6 @@
 """Failures, by killing real processes. Every wait here has an upper bound in seconds."""
 
+import gc
 import os
 import pickle
 import signal
@@ -89,6 +90,20 @@ class TestErrorsOfMethods:
         assert "ranks 0, 2, 3" in group.broken
         group.restart()
         assert group.ping() == [0, 1, 2, 3]
+
+    def test_an_error_that_was_raised_is_not_told_of_again(self, make_group, caplog):
+        """Ray tells of errors that nobody has asked for, such as that of the second call."""
+        group = make_group(Fragile)
+        with pytest.raises(WorkerError, match=r"rank [13]"):
+            group.fail.remote([1, 3], others_sleep=0.3).result()
+        group.fail.remote([2])  # whose result nobody asks for
+        end = time.monotonic() + 20
+        while "the true cause on rank 2" not in caplog.text and time.monotonic() < end:
+            gc.collect()
+            group.ping()
+            time.sleep(0.2)
+        told = [record.getMessage() for record in caplog.records if "Unhandled error" in record.getMessage()]
+        assert len(told) == 1 and "the true cause on rank 2" in told[0]
 
     def test_an_error_beside_a_collective_is_the_cause(self, make_group):
         group = make_group(Fragile, group_options={"error_grace": 1.0})
