@@ -36,6 +36,10 @@ def test_a_config_from_a_folder_and_from_a_dict(folder):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (
+            {"hf_config": {**LLAMA, "num_hidden_layer": 3}},
+            r"'llama' config has no 'num_hidden_layer'; did you mean 'num_h",
+        ),
         ({}, r"args name no model: set hf_checkpoint \(a folder or hub name\) or hf_config"),
         ({"hf_config": LLAMA, "model_name": "qwen2"}, "model_name='qwen2', but the model is a 'llama'"),
     ],

@@ -11,6 +11,7 @@ from workers.dtypes import dtype_of
 from workers.extras import require
 from workers.rollout.engine import Answer, RolloutEngine, Sampling
 from workers.rollout.errors import PromptError, RolloutError, WeightsError
+from workers.train.hf_files import config_from
 
 if TYPE_CHECKING:
     import torch
@@ -196,7 +197,7 @@ def _make(transformers: Any, model: Any, random_weights: bool, seed: int, trust_
     if named:
         config = transformers.AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
     elif isinstance(model, Mapping):
-        config = transformers.AutoConfig.for_model(**dict(model))
+        config = config_from(model)
     elif not isinstance(model, transformers.PretrainedConfig):
         raise ValueError(
             f"HFEngine: model={model!r} is no Hugging Face config, no dict of one, and neither folder nor name"

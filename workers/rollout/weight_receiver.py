@@ -255,7 +255,7 @@ def _fault(update: _Update, name: str, tensor: torch.Tensor) -> str | None:
         return f"{name!r} came twice; each tensor comes from exactly one rank, once"
     shape = update.missing.get(name)
     if shape is None:
-        return f"{name!r} is no weight of the engine, which lacks {_some(update.missing)}"
+        return f"{name!r} is no weight of the engine; its weight_shapes() still waits for {_some(update.missing)}"
     if tuple(tensor.shape) != tuple(shape):
         return f"{name!r} came as {tuple(tensor.shape)}; the engine has {tuple(shape)}"
     if not torch.can_cast(tensor.dtype, torch.float32):

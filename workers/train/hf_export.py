@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workers.distributed import all_or_none, gathered
 from workers.extras import require
+from workers.train.checkpoints import CheckpointError
 
 if TYPE_CHECKING:
     from workers.train.model import TrainModel
@@ -31,54 +32,84 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = 4 
         folder: to write into, made if need be; all ranks see the same one.
         max_file_bytes: a file has one tensor at least, and no more than this if it has several. It is also what a rank
             copies into host memory at once.
+
+    Raises:
+        CheckpointError: on all ranks: a file could not be written.
     """
     require("safetensors", extra="hf")
     folder = Path(folder)
     main = _rank() == 0
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in [*folder.glob("model*.safetensors"), *folder.glob("unfinished-*.safetensors"), folder / INDEX]:
-            old.unlink(missing_ok=True)
-    _barrier()
-    mine = list(_write(model, folder, max_file_bytes))
-    files = [(rank, *file) for rank, found in enumerate(_gather(mine)) for file in found]
-    where: dict[str, str] = {}
-    for number, (rank, unfinished, names, *_) in enumerate(files, 1):
-        name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        where |= dict.fromkeys(names, name)
-        if rank == _rank():
-            (folder / unfinished).rename(folder / name)
-    if main:
-        _save_config(model, folder, next((dtype for *_, dtype in files), None))
-        if len(files) > 1:
-            total = sum(size for _, _, _, size, _ in files)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    _barrier()
-
-
-def _write(model: TrainModel, folder: Path, max_file_bytes: int) -> Iterator[tuple[str, list[str], int, torch.dtype]]:
-    """(file, names of its tensors, bytes, dtype of the first) of what this rank has written."""
-    from safetensors.torch import save_file
-
-    held: dict[str, torch.Tensor] = {}
-    size = number = 0
-
-    def flush() -> tuple[str, list[str], int, torch.dtype]:
-        nonlocal held, size, number
-        file = f"unfinished-{_rank()}-{number}.safetensors"
-        save_file(held, folder / file, metadata={"format": "pt"})
-        done = file, list(held), size, next(iter(held.values())).dtype
-        held, size, number = {}, 0, number + 1
-        return done
-
+    what = f"the Hugging Face model could not be written into {str(folder)!r}"
+    with all_or_none(CheckpointError, what):
+        if main:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in [*folder.glob("model*.safetensors"), *folder.glob("unfinished-*.safetensors"), folder / INDEX]:
+                old.unlink(missing_ok=True)
+    writing = _Files(folder, max_file_bytes)
     for name, tensor in model.hf_weights():
-        if held and size + tensor.nbytes > max_file_bytes:
-            yield flush()
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size += tensor.nbytes
-    if held:
-        yield flush()
+        writing.add(name, tensor)
+    with all_or_none(CheckpointError, what):
+        mine = writing.finish()
+    files = [(rank, *file) for rank, found in enumerate(gathered(mine)) for file in found]
+    where: dict[str, str] = {}
+    with all_or_none(CheckpointError, what):
+        for number, (rank, unfinished, names, *_) in enumerate(files, 1):
+            name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            where |= dict.fromkeys(names, name)
+            if rank == _rank():
+                (folder / unfinished).rename(folder / name)
+        if main:
+            _save_config(model, folder, next((dtype for *_, dtype in files), None))
+            if len(files) > 1:
+                total = sum(size for _, _, _, size, _ in files)
+                index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+                (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class _Files:
+    """What this rank writes. What goes wrong is raised at the end: until then other ranks wait for this one's part of
+    every tensor.
+
+    Args:
+        folder: to write into.
+        max_file_bytes: see `export_hf`.
+    """
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
+        self._held: dict[str, torch.Tensor] = {}
+        self._size = 0
+        self._done: list[tuple[str, list[str], int, torch.dtype]] = []
+        self._error: Exception | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor; those before it go to disk when they are enough."""
+        if self._error is not None:
+            return
+        try:
+            if self._held and self._size + tensor.nbytes > self._max_file_bytes:
+                self._flush()
+            self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            self._size += tensor.nbytes
+        except Exception as error:
+            self._error, self._held = error, {}
+
+    def finish(self) -> list[tuple[str, list[str], int, torch.dtype]]:
+        """(file, names of its tensors, bytes, dtype of the first) of all that was written."""
+        if self._error is not None:
+            raise self._error
+        if self._held:
+            self._flush()
+        return self._done
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        file = f"unfinished-{_rank()}-{len(self._done)}.safetensors"
+        save_file(self._held, self._folder / file, metadata={"format": "pt"})
+        self._done.append((file, list(self._held), self._size, next(iter(self._held.values())).dtype))
+        self._held, self._size = {}, 0
 
 
 def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> None:
@@ -98,17 +129,3 @@ def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> 
 
 def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _barrier() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
-def _gather(mine: Any) -> list[Any]:
-    """What every rank has, by rank."""
-    if not torch.distributed.is_initialized():
-        return [mine]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
-    return found

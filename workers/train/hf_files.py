@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,25 @@ def read_config(args: Any) -> Any:
         from omegaconf import OmegaConf
 
         fields: Any = OmegaConf.to_container(args.hf_config)
-        config = auto.for_model(**fields)
+        config = config_from(fields)
     if args.model_name is not None and args.model_name != config.model_type:
         raise ModelFilesError(f"args.model_name={args.model_name!r}, but the model is a {config.model_type!r}")
+    return config
+
+
+def config_from(fields: Mapping[str, Any]) -> Any:
+    """The Hugging Face config of these fields, ``model_type`` among them.
+
+    Raises:
+        ModelFilesError: one is almost a field of that kind of model: transformers would keep it, and nobody look at it.
+    """
+    auto = require("transformers", extra="hf").AutoConfig
+    config = auto.for_model(**fields)
+    plain = auto.for_model(fields["model_type"])
+    known = {*plain.to_dict(), *type(plain).attribute_map, *vars(plain)}
+    for name in fields.keys() - known:
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+            raise ModelFilesError(f"a {fields['model_type']!r} config has no {name!r}; did you mean {close[0]!r}?")
     return config
 
 

@@ -387,10 +387,15 @@ def test_weights_of_a_checkpoint_are_of_no_version(start, way, data, tmp_path):
 @ways(FSDP2, DP2)
 def test_a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all_and_the_group_goes_on(start, way, data, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    group = start(way, save=str(tmp_path / "file"))
-    with pytest.raises(WorkerError, match="a checkpoint could not be written: rank 0: "):
-        group.save_model(0)
-    assert group.worker_group.broken is None
+    in_the_way = str(tmp_path / "file")
+    for args, message in (
+        ({"save": in_the_way}, "a checkpoint could not be written: rank 0: "),
+        ({"save_hf": in_the_way}, "the Hugging Face model could not be written into .*: rank 0: "),
+    ):
+        group = start(way, **args)
+        with pytest.raises(WorkerError, match=message):
+            group.save_model(0)
+        assert group.worker_group.broken is None
     learn(group, 0, data)
 
 
