@@ -1,7 +1,7 @@
 """What a call is: modes, layouts, plans and batches. No Ray here, and no torch on import.
 
 A worker method declares with `register` how it is called; `plan.plan_call` turns the driver's arguments into
-a `plan.CallPlan`. Which ranks share a shard and which answer is decided in `layout.Layout`.
+a `plan.CallPlan`. `layout.Layout` decides which ranks share a shard and which collect.
 """
 
 from dispatch.batch import Broadcast, register_batch_type

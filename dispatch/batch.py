@@ -1,12 +1,12 @@
-"""length / cut / join / trim of everything that can be sharded along its rows.
+"""Length, slice, concat and trim of everything that has rows.
 
-A *batch* is a Tensor or ndarray (rows along dim 0), a TensorDict (rows along its first batch dim), a list or
-tuple (rows are items), a dict or named tuple of those (value by value, all of one length), or a user's type:
-one with ``__len__``, ``chunk(n)`` and ``concat(list)``, or one given to `register_batch_type`. None, strings,
-numbers, 0-d tensors and `Broadcast` are not batches: they go whole to every rank.
+A *batch* is a tensor or array (rows along dim 0), a TensorDict (rows along its first batch dim), a list or tuple (rows
+are items), a dict or named tuple of those (field by field, all of one length), or a user's type: a class with
+``__len__``, ``chunk(n)`` and ``concat(list)``, or one given to `register_batch_type`. None, strings, numbers, 0-d
+tensors and `Broadcast` are not batches: every rank gets them whole.
 
-Torch, numpy and tensordict are looked up only when somebody else has already imported them: a value of
-theirs cannot exist before that.
+Torch, numpy and tensordict are looked up in ``sys.modules``, not imported: before somebody imports them, no value of
+theirs can exist.
 """
 
 from __future__ import annotations
@@ -18,60 +18,74 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
+from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
 from dispatch.rows import Share, share_rows
-from dispatch.warm import cat_tensors
 
 T = TypeVar("T")
 
 
 class Broadcast(Generic[T]):
-    """Marks an argument that every rank gets whole, whatever the mode would do with its type."""
+    """Marks an argument that every rank gets whole, whatever its type."""
 
     __slots__ = ("value",)
 
     def __init__(self, value: T) -> None:
         self.value = value
 
+    def as_argument(self) -> T:
+        """This object itself, typed as its value: type checkers then take it as an argument of a typed call."""
+        return cast(T, self)
+
     def __repr__(self) -> str:
         return f"Broadcast({type(self.value).__name__})"
 
 
-class LaterBatch:
-    """A batch that is not here yet: somebody else's answer, still being computed (a future).
+class Deferred:
+    """Base class of futures: the result of a call that may still be running.
 
-    The driver cannot count its rows, so it hands out descriptions, and each rank takes its rows when they
-    exist. A subclass gives three descriptions; the engine that carries them turns each into data.
+    The driver cannot count the rows of such an argument. It sends a `dispatch.plan.DeferredArgument` in its place, and
+    each rank fetches its own rows. The base class is here so that planning recognizes futures without importing them.
+
+    Attributes:
+        label: the method that computes the result, for messages.
     """
+
+    label: str
 
     @property
     def failed(self) -> Exception | None:
-        """The error that the answer is known to end in."""
+        """The error of the call that computes the result, if it is known to have failed."""
         raise NotImplementedError
 
-    def later_rows(self, shard: int, shards: int, uneven: str) -> Any:
-        """Stands for the rows of one shard of ``shards``."""
+    def check_argument(self) -> None:
+        """Raise unless the result can be an argument of another call.
+
+        Raises:
+            DispatchError: it cannot.
+        """
         raise NotImplementedError
 
-    def later_item(self, item: int, items: int) -> Any:
-        """Stands for one item of the list of ``items`` answers."""
-        raise NotImplementedError
+    def fetch(self, argument: Any, *, private: bool) -> tuple[Any, int | None, int | None, int | None]:
+        """Wait for the result and fetch what a `dispatch.plan.DeferredArgument` asks for.
 
-    def later_whole(self) -> Any:
-        """Stands for the whole answer."""
+        Returns:
+            The value, and, if it was cut along rows: rows of the whole batch, rows of this shard with padding, and
+            without.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class BatchType:
-    """How one type is measured, cut and joined.
+    """How values of one type are measured, cut and joined.
 
     Attributes:
         length: value -> number of rows.
-        cut: (value, start, stop) -> rows ``start:stop``, without changing the value; a view is fine.
-        join: list of values -> one value with their rows one after the other.
+        cut: (value, start, stop) -> rows ``start:stop``. It must not change the value; it may return a view.
+        join: list of values -> one value with all their rows in order.
     """
 
     length: Callable[[Any], int]
@@ -89,9 +103,9 @@ def register_batch_type(
     cut: Callable[[Any, int, int], Any],
     join: Callable[[list[Any]], Any],
 ) -> None:
-    """Make instances of ``cls`` (and of its subclasses) batches. A second call for a class replaces the first.
+    """Make instances of ``cls`` and its subclasses batches. A second call for a class replaces the first.
 
-    Call it before the groups that use it are made: their workers are told of it when they start.
+    Call it before you create the groups that use the type: their workers get it when they start.
 
     Args:
         cls: the class.
@@ -100,7 +114,7 @@ def register_batch_type(
         join: list of values -> one value with all their rows in order.
 
     Raises:
-        TypeError: ``cls`` is not a class, or one of the three cannot be called.
+        TypeError: ``cls`` is not a class, or one of the functions is not callable.
     """
     if not isinstance(cls, type):
         raise TypeError(f"register_batch_type() takes a class, got {cls!r}")
@@ -111,12 +125,12 @@ def register_batch_type(
 
 
 def user_batch_types() -> dict[type, BatchType]:
-    """What `register_batch_type` was told in this process."""
+    """The types registered in this process with `register_batch_type`."""
     return dict(_user_types)
 
 
 def batch_type(value: Any) -> BatchType | None:
-    """How ``value`` is cut as one piece, or None if it is not such a batch (dicts go value by value)."""
+    """How ``value`` is cut, or None if it is not a batch by itself (dicts are cut field by field)."""
     for cls in type(value).__mro__:
         if (found := _user_types.get(cls)) is not None:
             return found
@@ -135,7 +149,7 @@ def batch_type(value: Any) -> BatchType | None:
 
 
 def goes_whole(value: Any) -> bool:
-    """Whether the value, by its type, is sent as it is to every rank."""
+    """Whether a value of this type is sent whole to every rank."""
     if value is None or isinstance(value, (str, bytes, numbers.Number, enum.Enum, Broadcast)):
         return True
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -150,10 +164,10 @@ def goes_whole(value: Any) -> bool:
 
 
 def length(value: Any) -> int | None:
-    """Rows of a batch; None for a value that goes whole.
+    """Number of rows of a batch; None for a value that is sent whole.
 
     Raises:
-        BatchError: the value is neither, or the parts of a dict differ in length.
+        BatchError: the value is neither, or the fields of a dict differ in length.
     """
     if goes_whole(value):
         return None
@@ -166,8 +180,8 @@ def length(value: Any) -> int | None:
     rows: int | None = None
     first: Any = None
     for key, part in fields:
-        if isinstance(part, LaterBatch):
-            raise BatchError(f"a future inside a {type(value).__name__} (at {key!r}): pass it as an argument")
+        if isinstance(part, Deferred):
+            raise BatchError(f"it has a future at {key!r}: pass the future as an argument of its own")
         part_rows = length(part)
         if part_rows is None:
             continue
@@ -179,9 +193,9 @@ def length(value: Any) -> int | None:
 
 
 def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
-    """The pieces of one batch, one for each share. Views where the type has views.
+    """Cut a batch into one shard per share. Shards are views where the type has views.
 
-    A value that goes whole, or a part of a dict that does, is the same in every piece.
+    A value that is sent whole, or such a field of a dict, is the same in every shard.
     """
     if isinstance(value, Broadcast):
         return [value.value] * len(shares)
@@ -195,13 +209,18 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
     if found is _CHUNKED and rows and rows == len(value) and shares == share_rows(rows, len(shares)):
         chunks = list(value.chunk(len(shares)))
         if len(chunks) != len(shares):
-            raise BatchError(f"its chunk({len(shares)}) gave {len(chunks)} pieces")
+            raise BatchError(f"its chunk({len(shares)}) returned {len(chunks)} chunks")
         return chunks
     sizes = [share.rows for share in shares]
     whole_batch = all(sizes) and sum(sizes) == found.length(value)
     if found is _TENSORDICT and whole_batch and shares == share_rows(sum(sizes), len(sizes), "ragged"):
-        return list(value.split(sizes))  # half the time of slicing it once for each shard
-    return [_take(found, value, share) for share in shares]
+        return list(value.split(sizes))  # takes half as long as one slice per shard
+    return [
+        found.cut(value, *share.ranges[0])
+        if len(share.ranges) == 1
+        else found.join([found.cut(value, start, stop) for start, stop in share.ranges])  # padded
+        for share in shares
+    ]
 
 
 def cut(value: Any, start: int, stop: int) -> Any:
@@ -209,17 +228,11 @@ def cut(value: Any, start: int, stop: int) -> Any:
     return shard(value, [Share(((start, stop),), stop - start)])[0]
 
 
-def _take(found: BatchType, value: Any, share: Share) -> Any:
-    if len(share.ranges) == 1:
-        return found.cut(value, *share.ranges[0])
-    return found.join([found.cut(value, start, stop) for start, stop in share.ranges])
-
-
 def join(values: Sequence[Any]) -> Any:
-    """One batch from several, in order. All None gives None.
+    """Concatenate batches in order. If all values are None, the result is None.
 
     Raises:
-        BatchError: the values are of different types, or of one that has no rows.
+        BatchError: the values have different types, or a type without rows.
     """
     first = values[0]
     if first is None and all(value is None for value in values):
@@ -240,7 +253,7 @@ def join(values: Sequence[Any]) -> Any:
     parts = [dict(fields_of(value) or ()) for value in values]
     for part in parts:
         if set(part) != set(keys):
-            raise BatchError(f"the answers have different keys: {sorted(map(str, set(keys) ^ set(part)))}")
+            raise BatchError(f"they have different keys: {sorted(map(str, set(keys) ^ set(part)))}")
     joined = {}
     has_rows = length(first) is not None
     for key in keys:
@@ -255,52 +268,52 @@ def join(values: Sequence[Any]) -> Any:
 
 
 def _goes_whole(part: Any) -> bool:
-    """Whether a part of a batch has no rows, a dict of such parts included."""
+    """Whether a field of a batch has no rows; true also for a dict of such fields."""
     return length(part) is None
 
 
 def _same_on_all(parts: list[Any]) -> Any:
-    """A part beside rows that went whole to the ranks comes back as it is, if they agree on it."""
+    """A field without rows is returned unchanged if all ranks agree on it."""
     try:
         same = all(type(part) is type(parts[0]) and bool(part == parts[0]) for part in parts)
-    except Exception:  # a type whose == gives no truth value
+    except Exception:  # a type whose == has no truth value
         same = False
     if not same:
-        raise BatchError(f"{describe(parts[0])} has no rows to join, and the ranks do not agree on it")
+        raise BatchError(f"{describe(parts[0])} has no rows to join, and the ranks returned different values")
     return parts[0]
 
 
 def trim(value: Any, rows: int, real: int) -> Any:
-    """Drop from an answer what the padding of its shard caused.
+    """Remove the padding from the result for a padded shard.
 
     Args:
-        value: the answer to a shard of ``rows`` rows; an answer of m * rows rows has m rows for each.
-        rows: rows of the shard, padding included; at least 1.
+        value: the result; m * rows rows are taken as m rows for each row of the shard.
+        rows: rows of the shard with padding; at least 1.
         real: rows of the shard without padding.
 
     Raises:
-        BatchError: the answer's rows are no multiple of the shard's, or it has no rows at all.
+        BatchError: the result has no rows, or a number that is not a multiple of the shard's.
     """
     if value is None:
         return None
     fields = None if batch_type(value) is not None else fields_of(value)
     if fields is not None:
         if _goes_whole(value):
-            raise BatchError(f"{describe(value)} has no rows, so the padding cannot be dropped from it")
+            raise BatchError(f"{describe(value)} has no rows, so its padding cannot be removed")
         return rebuild(value, {k: part if _goes_whole(part) else trim(part, rows, real) for k, part in fields})
     found = None if goes_whole(value) else batch_type(value)
     if found is None:
-        raise BatchError(f"{describe(value)} has no rows, so the padding cannot be dropped from it")
-    answered = found.length(value)
-    if answered % rows:
+        raise BatchError(f"{describe(value)} has no rows, so its padding cannot be removed")
+    returned = found.length(value)
+    if returned % rows:
         raise BatchError(
-            f"the answer has {answered} rows, no multiple of the shard's {rows}, so the padding cannot be dropped"
+            f"the result has {returned} rows, not a multiple of the shard's {rows}, so its padding cannot be removed"
         )
-    return found.cut(value, 0, answered // rows * real)
+    return found.cut(value, 0, returned // rows * real)
 
 
 def joins_into_new_memory(value: Any) -> bool:
-    """Whether `join`, even of one such value, copies every row: true of tensors, arrays and dicts of them."""
+    """Whether `join` copies every row, even of a single value. True for tensors, arrays and dicts of them."""
     fields = None if batch_type(value) is not None else fields_of(value)
     if fields is not None:
         return all(joins_into_new_memory(part) for _, part in fields)
@@ -311,7 +324,7 @@ def joins_into_new_memory(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """`describe` with its article, to follow "is"."""
+    """`describe` with an article, to follow "is"."""
     if value is None:
         return "None"
     text = describe(value)
@@ -319,7 +332,7 @@ def described(value: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """A value in a few words for an error message: its type, and its size where it has one."""
+    """Describe a value for an error message: its type, and its size if it has one."""
     name = type(value).__name__
     try:
         shape = getattr(value, "shape", None)
@@ -338,11 +351,11 @@ def describe(value: Any) -> str:
         return name
 
 
-# --- dicts and named tuples: value by value ---------------------------------------------------------------
+# --- dicts and named tuples: field by field ---------------------------------------------------------------
 
 
 def fields_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """The keys and values of a dict or named tuple; None for anything else."""
+    """The items of a dict or named tuple; None for anything else."""
     if isinstance(value, dict):
         return list(value.items())
     names = getattr(type(value), "_fields", None)
@@ -352,7 +365,7 @@ def fields_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def rebuild(like: Any, fields: dict[Any, Any]) -> Any:
-    """A dict or named tuple like another one, with other values."""
+    """A dict or named tuple of the same type with other values."""
     if isinstance(like, tuple):
         return type(like)(**fields)
     if type(like) is dict:
@@ -363,10 +376,6 @@ def rebuild(like: Any, fields: dict[Any, Any]) -> Any:
 
 
 # --- the built-in types -----------------------------------------------------------------------------------
-
-
-def _rows_of_shape(value: Any) -> int:
-    return int(value.shape[0])
 
 
 def _slice(value: Any, start: int, stop: int) -> Any:
@@ -399,29 +408,29 @@ def _join_ndarrays(values: list[Any]) -> Any:
 
 def _tensordict_rows(value: Any) -> int:
     if not value.batch_size:
-        raise BatchError(f"{type(value).__name__} has no batch dim to cut; give it batch_size=[rows]")
+        raise BatchError(f"{type(value).__name__} has no batch dim to cut; set batch_size=[rows]")
     return int(value.batch_size[0])
 
 
 def _chunked_rows(value: Any, start: int, stop: int) -> Any:
-    """Rows of a type known only by ``chunk`` and ``concat``: by slicing where it can, else row by row."""
+    """Rows of a type with ``chunk`` and ``concat``: by slicing if the type supports it, else row by row."""
     if start == 0 and stop == len(value):
         return value
     if hasattr(value, "__getitem__"):
         try:
             piece = value[start:stop]
-        except Exception:  # whatever a user's __getitem__ raises on a slice: it does not slice
+        except Exception:  # a user's __getitem__ may raise anything for a slice: the type does not slice
             piece = None
         if type(piece) is type(value) and len(piece) == stop - start:
             return piece
     rows = list(value.chunk(len(value)))[start:stop]
     if not rows:
-        raise BatchError(f"{type(value).__name__} gives no empty shard: it has chunk() but no slicing")
+        raise BatchError(f"{type(value).__name__} has chunk() but no slicing, so it has no empty shard")
     return type(value).concat(rows)
 
 
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
-_TENSOR = BatchType(_rows_of_shape, _slice, _join_tensors)
-_NDARRAY = BatchType(_rows_of_shape, _slice, _join_ndarrays)
+_TENSOR = BatchType(len, _slice, _join_tensors)
+_NDARRAY = BatchType(len, _slice, _join_ndarrays)
 _TENSORDICT = BatchType(_tensordict_rows, _slice, _join_tensors)
 _CHUNKED = BatchType(len, _chunked_rows, lambda values: type(values[0]).concat(values))

@@ -1,84 +1,81 @@
-"""How a Layout is shown: a table as text, and a picture for a notebook.
-
-Both show, for the MEGATRON modes and for every named mesh, which ranks share a shard and which of them answers.
-"""
+"""Tables and pictures of a layout: which ranks share a shard, and which of them collects."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import NamedTuple
 
-from dispatch.errors import DispatchError
-from dispatch.svg import COLORS, LETTER, document, text
+MAX_PICTURE_RANKS = 512
+"""A larger layout has no picture; nobody could read it."""
 
-if TYPE_CHECKING:
-    from dispatch.layout import Layout, Routing
+COLORS = ("#cfe3f7", "#fde2c4", "#d5efd0", "#f6cfd4", "#e2d8f3", "#fff3b8", "#cdeeea", "#e8ddd2")
+"""Fill colors of the panels, in turn."""
 
-LARGEST_PICTURE = 512
-"""Ranks beyond which there is no picture: nobody could read it."""
+LETTER = 6.2
+"""Width of a letter at size 10, in the widest of the usual fonts."""
 
 _BOX_WIDTH, _BOX_HEIGHT, _GAP, _TITLE, _WIDTH = 96, 40, 8, 24, 920
 
+Axes = Mapping[str, Sequence[int]]
 
-def table(layout: Layout) -> str:
-    """One line for each rank: its coordinates, its shard, and ``*`` where it answers for the shard."""
-    axes = list(layout.axes)
-    views = list(_views(layout))
-    columns = [["rank", *map(str, range(layout.world_size))]]
-    columns += [[axis, *map(str, layout.axes[axis])] for axis in axes]
-    for title, routing in views:
-        answers = frozenset(routing.answers)
-        shards = (f"{shard} {'*' if rank in answers else ' '}" for rank, shard in enumerate(routing.shard_of))
-        columns.append([f"{title}  ", *shards])
+
+class View(NamedTuple):
+    """One way of sharding that is drawn: the axes, or a mesh. See `dispatch.layout.Routing` for the last three."""
+
+    title: str
+    shards: int
+    shard_of: Sequence[int | None]
+    collecting: Sequence[int]
+
+
+def table(world_size: int, axes: Axes, views: Sequence[View]) -> str:
+    """One line per rank: its coordinates, its shards, and ``*`` where it collects for a shard."""
+    columns = [["rank", *map(str, range(world_size))]]
+    columns += [[axis, *map(str, coordinates)] for axis, coordinates in axes.items()]
+    for view in views:
+        collecting = frozenset(view.collecting)
+        shards = (f"{shard} {'*' if rank in collecting else ' '}" for rank, shard in enumerate(view.shard_of))
+        columns.append([f"{view.title}  ", *shards])
     widths = [max(map(len, column)) for column in columns]
     rows = ("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in zip(*columns, strict=True))
-    legend = ["* answers for its shard"] if views else []
+    legend = ["* collecting rank of its shard"] if views else []
     return "\n".join([*(row.rstrip() for row in rows), *legend])
 
 
-def picture(layout: Layout) -> str | None:
-    """An SVG: a panel for each shard, the ranks that share it inside, stages from left to right; a thick border
-    where a rank answers. None for a layout of more than `LARGEST_PICTURE` ranks, or without anything to show."""
-    views = list(_views(layout))
-    if not views or layout.world_size > LARGEST_PICTURE:
+def picture(world_size: int, axes: Axes, views: Sequence[View]) -> str | None:
+    """An SVG with a panel per shard and the ranks that share it inside, pipeline stages from left to right. Collecting
+    ranks have a thick border. None for more than `MAX_PICTURE_RANKS` ranks, or if there is nothing to show."""
+    if not views or world_size > MAX_PICTURE_RANKS:
         return None
     parts: list[str] = []
     y = _GAP
-    for title, routing in views:
-        heading = "MEGATRON modes, by dp" if title == "shard" else title
-        count = f"{routing.shards} shard{'s' if routing.shards > 1 else ''}"
-        parts.append(text(_GAP, y + 15, f"{heading}: {count}", size=13, weight="bold"))
-        y = _panels(parts, layout, routing, y + _TITLE)
+    for view in views:
+        heading = "MEGATRON modes, by dp" if view.title == "shard" else view.title
+        count = f"{view.shards} shard{'s' if view.shards > 1 else ''}"
+        parts.append(_text(_GAP, y + 15, f"{heading}: {count}", size=13, weight="bold"))
+        y = _panels(parts, world_size, axes, view, y + _TITLE)
     height = y + _TITLE - _GAP
-    parts.append(
-        text(_GAP, height - 8, "ranks in one panel get the same shard; one with a thick border answers", size=11)
+    legend = "Ranks in one panel get the same shard. Collecting ranks have a thick border."
+    parts.append(_text(_GAP, height - 8, legend, size=11))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif">'
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>{"".join(parts)}</svg>'
     )
-    return document(_WIDTH, height, parts)
 
 
-def _views(layout: Layout) -> Iterator[tuple[str, Routing]]:
-    """(name, routing) of the axes and of every mesh; one that leaves a gap has no routing to show."""
-    try:
-        if layout.known:
-            yield "shard", layout.by_dp
-    except DispatchError:
-        pass
-    for name, mesh in layout.meshes.items():
-        try:
-            yield f"mesh {name}", mesh.routing
-        except DispatchError:
-            continue
-
-
-def _panels(parts: list[str], layout: Layout, routing: Routing, top: int) -> int:
-    """Draw a panel for each shard, as many in a row as fit. Returns where the next thing may begin."""
-    ranks_of: list[list[int]] = [[] for _ in range(routing.shards)]
-    for rank, shard in enumerate(routing.shard_of):
+def _panels(parts: list[str], world_size: int, axes: Axes, view: View, top: int) -> int:
+    """Draw a panel per shard, as many in a row as fit, and return the y coordinate below them."""
+    ranks_of: list[list[int]] = [[] for _ in range(view.shards)]
+    for rank, shard in enumerate(view.shard_of):
         if shard is not None:
             ranks_of[shard].append(rank)
-    box = max([_BOX_WIDTH, *(12 + math.ceil(LETTER * len(_place(layout, r))) for r in range(layout.world_size))])
-    grids = [_grid(layout, ranks, box) for ranks in ranks_of]
+    labels = [_coordinates(axes, rank) for rank in range(world_size)]
+    box = max([_BOX_WIDTH, *(12 + math.ceil(LETTER * len(label)) for label in labels)])
+    grids = [_grid(axes, ranks, box) for ranks in ranks_of]
+    collecting = frozenset(view.collecting)
     x, row_height = _GAP, 0
     for shard, grid in enumerate(grids):
         width = max(len(row) for row in grid) * (box + _GAP) + _GAP
@@ -87,33 +84,40 @@ def _panels(parts: list[str], layout: Layout, routing: Routing, top: int) -> int
             x, top, row_height = _GAP, top + row_height + _GAP, 0
         color = COLORS[shard % len(COLORS)]
         parts.append(f'<rect x="{x}" y="{top}" width="{width}" height="{height}" rx="6" fill="{color}"/>')
-        parts.append(text(x + _GAP, top + 14, f"shard {shard}", size=11))
+        parts.append(_text(x + _GAP, top + 14, f"shard {shard}", size=11))
         for line, ranks in enumerate(grid):
             for column, rank in enumerate(ranks):
-                left = x + _GAP + column * (box + _GAP)
-                _box(parts, layout, rank, rank in routing.answers, left, top + 22 + line * (_BOX_HEIGHT + _GAP), box)
+                left, upper = x + _GAP + column * (box + _GAP), top + 22 + line * (_BOX_HEIGHT + _GAP)
+                border = 'stroke="#222" stroke-width="2.5"' if rank in collecting else 'stroke="#999" stroke-width="1"'
+                parts.append(
+                    f'<rect x="{left}" y="{upper}" width="{box}" height="{_BOX_HEIGHT}" rx="4" fill="white" {border}/>'
+                )
+                weight = "bold" if rank in collecting else "normal"
+                parts.append(_text(left + 6, upper + 16, f"rank {rank}", size=12, weight=weight))
+                parts.append(_text(left + 6, upper + 32, labels[rank], size=10))
         x, row_height = x + width + _GAP, max(row_height, height)
     return top + row_height + 2 * _GAP
 
 
-def _grid(layout: Layout, ranks: Sequence[int], box: int) -> list[list[int]]:
-    """The ranks of one shard in lines: one line for each tp and cp coordinate, its stages from left to right."""
+def _grid(axes: Axes, ranks: Sequence[int], box: int) -> list[list[int]]:
+    """The ranks of one shard: one line per (cp, tp) coordinate, pipeline stages from left to right."""
+
+    def at(axis: str, rank: int) -> int:
+        return axes[axis][rank] if axis in axes else 0
+
     lines: dict[tuple[int, int], list[int]] = {}
-    for rank in sorted(ranks, key=lambda rank: layout.coordinate("pp", rank)):
-        lines.setdefault((layout.coordinate("cp", rank), layout.coordinate("tp", rank)), []).append(rank)
+    for rank in sorted(ranks, key=lambda rank: at("pp", rank)):
+        lines.setdefault((at("cp", rank), at("tp", rank)), []).append(rank)
     per_line = max(1, _WIDTH // (box + _GAP) - 1)
     return [
         line[start : start + per_line] for _, line in sorted(lines.items()) for start in range(0, len(line), per_line)
     ]
 
 
-def _box(parts: list[str], layout: Layout, rank: int, answers: bool, x: int, y: int, width: int) -> None:
-    border = 'stroke="#222" stroke-width="2.5"' if answers else 'stroke="#999" stroke-width="1"'
-    parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{_BOX_HEIGHT}" rx="4" fill="white" {border}/>')
-    weight = "bold" if answers else "normal"
-    parts.append(text(x + 6, y + 16, f"rank {rank}", size=12, weight=weight))
-    parts.append(text(x + 6, y + 32, _place(layout, rank), size=10))
+def _coordinates(axes: Axes, rank: int) -> str:
+    return " ".join(f"{axis}{coordinates[rank]}" for axis, coordinates in axes.items() if max(coordinates) > 0)
 
 
-def _place(layout: Layout, rank: int) -> str:
-    return " ".join(f"{axis}{layout.coordinate(axis, rank)}" for axis in layout.axes if layout.size(axis) > 1)
+def _text(x: int, y: int, words: str, size: int, weight: str = "normal") -> str:
+    """A line of text; (x, y) is the left end of its baseline."""
+    return f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" fill="#222">{escape(words)}</text>'

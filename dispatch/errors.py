@@ -1,4 +1,4 @@
-"""The errors of a call's shape: what went in wrongly, and answers that do not fit together."""
+"""Errors about the shape of a call: arguments that cannot be sharded, and results that cannot be joined."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from __future__ import annotations
 class SingleControllerError(Exception):
     """Base class of every error that this library raises on purpose.
 
-    Every subclass pickles: the message is ``args[0]``, and whatever else an error knows stands in plain
-    attributes.
+    Every subclass pickles: the message is ``args[0]``, and everything else is a plain attribute.
     """
 
 
 class DispatchError(SingleControllerError, ValueError):
-    """A call cannot be cut over the ranks. Nothing was sent.
+    """The arguments of a call cannot be sharded over the ranks. Nothing was sent.
 
     Attributes:
         method: name of the worker method, without parentheses.
-        argument: name of the parameter at fault, or None when no single one is.
+        argument: name of the offending parameter, or None if no single parameter is at fault.
     """
 
     def __init__(self, message: str, *, method: str | None = None, argument: str | None = None) -> None:
@@ -25,12 +24,8 @@ class DispatchError(SingleControllerError, ValueError):
         self.argument = argument
 
 
-class UnknownLayoutError(DispatchError):
-    """The workers have not said where they stand, or not on that mesh."""
-
-
 class ResultError(SingleControllerError):
-    """The ranks answered, but the answers cannot be joined (or freed of padding) as the mode promises.
+    """The ranks returned, but their results cannot be joined, or their padding cannot be removed.
 
     Attributes:
         method: name of the worker method, without parentheses.
@@ -42,4 +37,4 @@ class ResultError(SingleControllerError):
 
 
 class BatchError(ValueError):
-    """A value cannot be measured, cut or joined. Callers turn it into Dispatch- or ResultError, with names."""
+    """A value cannot be measured, cut or joined. Callers turn it into a `DispatchError` or a `ResultError`."""

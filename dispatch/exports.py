@@ -1,22 +1,31 @@
-"""Names that a package gives out without importing where they live, until somebody asks for one."""
+"""Lazy exports of a package: names that resolve to a module on first access."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__``.
+def lazy_exports(
+    package: str, homes: Mapping[str, str], deprecated: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's ``__getattr__`` and ``__dir__``.
 
     Args:
-        package: its name.
-        homes: name -> the module that has it.
+        package: name of the package.
+        homes: exported name -> the module that defines it.
+        deprecated: old name -> its new name in ``homes``. Accessing the old name emits a `DeprecationWarning`.
     """
+    renamed = deprecated or {}
 
     def __getattr__(name: str) -> Any:
+        if name in renamed:
+            new = renamed[name]
+            warnings.warn(f"{package}.{name} was renamed to {package}.{new}", DeprecationWarning, stacklevel=2)
+            return __getattr__(new)
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Layout: where every rank stands on the named axes, and what follows from it for a call.
+"""Layout: the coordinates of every rank on named axes, and the routing that follows from them.
 
-This is the one place that decides which ranks receive the same shard and which ranks answer.
+This file alone decides which ranks receive the same shard and which ranks' results are returned.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from dispatch.drawing import picture, table
-from dispatch.errors import DispatchError, UnknownLayoutError
+from dispatch.drawing import View, picture, table
+from dispatch.errors import DispatchError
 
 DATA_AXIS = "dp"
 MEGATRON_AXES = ("dp", "cp", "tp", "pp")
@@ -18,42 +18,42 @@ MEGATRON_AXES = ("dp", "cp", "tp", "pp")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Who gets which shard, and who answers.
+    """Which rank gets which shard, and which ranks' results are returned.
 
     Attributes:
         shards: number of distinct shards.
-        shard_of: per rank the number of the shard that it gets, or None when it is not called.
-        answers: collecting ranks, in the order in which the driver gets their answers.
-        unit: what the number of shards is, in words for an error message ("dp_size").
+        shard_of: the shard number of each rank; None for a rank that is not called.
+        collecting: the collecting ranks, in the order in which the driver gets their results.
+        unit: what the number of shards means, for error messages ("dp_size").
     """
 
     shards: int
     shard_of: tuple[int | None, ...]
-    answers: tuple[int, ...]
+    collecting: tuple[int, ...]
     unit: str = "world_size"
 
     @classmethod
     @lru_cache
     def flat(cls, world_size: int) -> Routing:
-        """Rank k gets shard k; all answer."""
-        everyone = tuple(range(world_size))
-        return cls(world_size, everyone, everyone)
+        """Rank k gets shard k; all ranks collect."""
+        every_rank = tuple(range(world_size))
+        return cls(world_size, every_rank, every_rank)
 
     @classmethod
     @lru_cache
     def only(cls, ranks: range | tuple[int, ...], world_size: int) -> Routing:
-        """One shard, for the given ranks alone; they answer in the order given."""
+        """One shard for the given ranks alone. They collect in the given order."""
         called = frozenset(ranks)
         return cls(1, tuple(0 if rank in called else None for rank in range(world_size)), tuple(ranks))
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A named mesh: per rank its data-parallel rank on this mesh, and whether its answer is collected.
+    """A named mesh: the data-parallel rank of each rank on it, and whether the rank collects.
 
     Raises:
-        ValueError: the two differ in length, or a dp rank is not an integer from 0.
-        DispatchError: on `routing`, when the dp ranks are not 0..n-1 with one collecting rank each.
+        ValueError: the two differ in length, or a dp rank is not an integer >= 0.
+        DispatchError: on `routing`, unless the dp ranks are 0..n-1 with one collecting rank each.
     """
 
     name: str
@@ -67,82 +67,69 @@ class Mesh:
 
     @cached_property
     def routing(self) -> Routing:
-        """Each rank gets the shard of its dp rank; the collecting ranks answer, in the order of dp ranks."""
+        """Each rank gets the shard of its dp rank. Results are in the order of dp ranks."""
         return _route(self.dp_rank, self.collects, max(self.dp_rank) + 1, unit=f"dp_size of mesh {self.name!r}")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One coordinate per rank on each named axis, and any number of named meshes over the same ranks.
+    """The coordinates of a group's ranks on named axes, and its named meshes.
 
     Args:
-        axes: axis -> coordinates by rank, for example ``{"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]}``. An axis
-            that is not given has size 1. Coordinates are reported by the workers, never computed from ranks.
+        axes: axis -> coordinate of each rank, for example ``{"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]}``. An axis
+            that is not given has size 1. The workers report their coordinates; they are never computed from ranks.
         meshes: name -> `Mesh`.
-        sizes: axis -> number of its coordinates, where the workers reported that too. An axis that is only here
+        sizes: axis -> number of coordinates, where the workers reported it. An axis that appears only here
             (Megatron's ``vpp``: a rank holds several virtual stages) has a size and no coordinates.
+        world_size: number of ranks. Needed only for a layout without axes and meshes.
 
     Raises:
-        ValueError: the axes differ in length, a coordinate is negative or not an integer, or none below its size.
+        ValueError: the axes differ in length, a coordinate is not an integer >= 0, or is not below its axis's size.
     """
 
     axes: Mapping[str, Sequence[int]]
     meshes: Mapping[str, Mesh] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    world_size: int = 0
 
     def __post_init__(self) -> None:
         axes = {name: tuple(coordinates) for name, coordinates in self.axes.items()}
         lengths = {name: len(coordinates) for name, coordinates in axes.items()}
         lengths |= {f"mesh {name}": len(mesh.dp_rank) for name, mesh in self.meshes.items()}
+        if self.world_size:
+            lengths["world_size"] = self.world_size
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"Layout: every axis has one coordinate per rank, but their lengths are {lengths}")
+            raise ValueError(f"Layout: every axis has one coordinate per rank, but the lengths are {lengths}")
         for name, coordinates in axes.items():
             _check_coordinates(f"Layout: axis {name!r}", coordinates)
             size = self.sizes.get(name)
             if size is not None and coordinates and max(coordinates) >= size:
-                raise ValueError(f"Layout: axis {name!r} has size {size}, but a rank stands at {max(coordinates)}")
+                raise ValueError(f"Layout: axis {name!r} has size {size}, but a rank has coordinate {max(coordinates)}")
         object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "world_size", next(iter(lengths.values()), 0))
 
     @classmethod
     def flat(cls, world_size: int) -> Layout:
-        """Every rank its own dp rank."""
+        """Every rank is a dp rank of its own."""
         return cls({DATA_AXIS: range(world_size)})
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks; 0 for a layout without axes and meshes."""
-        for coordinates in self.axes.values():
-            return len(coordinates)
-        for mesh in self.meshes.values():
-            return len(mesh.dp_rank)
-        return 0
-
     def size(self, axis: str) -> int:
-        """Number of coordinates on an axis: 1 for one that nobody reported."""
+        """Number of coordinates on an axis; 1 for an axis that nobody reported."""
         return self._sizes.get(axis, 1)
 
-    def checked_size(self, axis: str) -> int:
-        """`size`, once the workers have said where they stand.
-
-        Raises:
-            UnknownLayoutError: they have not.
-        """
-        self._check_known()
-        return self.size(axis)
-
     def coordinate(self, axis: str, rank: int) -> int:
-        """Where a rank stands on an axis, from 0; 0 on one that nobody reported."""
+        """The coordinate of a rank on an axis; 0 on an axis that nobody reported."""
         coordinates = self.axes.get(axis)
         return coordinates[rank] if coordinates is not None else 0
 
     @property
     def known(self) -> bool:
-        """Whether the workers have said where they stand on the axes."""
+        """Whether the workers have reported coordinates."""
         return bool(self.axes)
 
     @cached_property
     def by_dp(self) -> Routing:
-        """Megatron's data parallelism: the shard of a rank is its dp rank; tp 0 / last pp / cp 0 answers."""
+        """Megatron's data parallelism: a rank's shard is its dp rank; tp 0, last pp, cp 0 collects."""
         dp, cp, tp, pp = self._megatron
         last = self.size("pp") - 1
         collects = [t == 0 and p == last and c == 0 for c, t, p in zip(cp, tp, pp, strict=True)]
@@ -150,7 +137,7 @@ class Layout:
 
     @cached_property
     def by_dp_cp_pp(self) -> Routing:
-        """pp and cp count as data too: dp-major, then cp, then pp; tp 0 of each answers."""
+        """pp and cp count as data too: dp-major, then cp, then pp; tp 0 of each collects."""
         dp, cp, tp, pp = self._megatron
         cp_size, pp_size = self.size("cp"), self.size("pp")
         shard = [(d * cp_size + c) * pp_size + p for d, c, p in zip(dp, cp, pp, strict=True)]
@@ -161,16 +148,28 @@ class Layout:
         """A named mesh.
 
         Raises:
-            UnknownLayoutError: no worker registered a mesh of that name.
+            DispatchError: no worker registered a mesh of that name.
         """
         found = self.meshes.get(name)
         if found is None:
             known = ", ".join(sorted(self.meshes)) or "none"
-            raise UnknownLayoutError(
-                f"no mesh {name!r} was registered by the workers (known: {known}); "
-                f"call self.register_mesh({name!r}, dp_rank=..., is_collect=...) on every rank"
+            raise DispatchError(
+                f"the workers registered no mesh {name!r} (registered: {known}); call self.register_mesh({name!r}, "
+                "dp_rank=..., is_collect=...) on every rank"
             )
         return found
+
+    def check_known(self) -> None:
+        """Raise unless the workers have reported coordinates.
+
+        Raises:
+            DispatchError: they have not.
+        """
+        if not self.known:
+            raise DispatchError(
+                "no layout is registered. Call self.register_layout(dp=, tp=, pp=, cp=) on every rank, in __init__ or "
+                "in a method that you call first; a MegatronWorker does this when it initializes Megatron"
+            )
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -179,48 +178,53 @@ class Layout:
 
     @cached_property
     def _megatron(self) -> tuple[Sequence[int], ...]:
-        self._check_known()
-        nowhere = (0,) * self.world_size
-        return tuple(self.axes.get(axis, nowhere) for axis in MEGATRON_AXES)
+        self.check_known()
+        zeros = (0,) * self.world_size
+        return tuple(self.axes.get(axis, zeros) for axis in MEGATRON_AXES)
 
-    def _check_known(self) -> None:
-        if not self.known:
-            raise UnknownLayoutError(
-                "the workers have not said where they stand; a MegatronWorker does as soon as it has initialised "
-                "megatron, any other worker calls self.register_layout(dp=, tp=, pp=, cp=) on every rank, in "
-                "__init__ or in a method that runs first"
-            )
+    def _views(self) -> list[View]:
+        """The axes and the meshes as they are drawn. A mesh whose coordinates have a gap is left out."""
+        views = []
+        for title, name in [
+            *([("shard", None)] if self.known else []),
+            *((f"mesh {name}", name) for name in self.meshes),
+        ]:
+            try:
+                routing = self.by_dp if name is None else self.meshes[name].routing
+            except DispatchError:
+                continue
+            views.append(View(title, routing.shards, routing.shard_of, routing.collecting))
+        return views
 
     def __str__(self) -> str:
-        return table(self)
+        return table(self.world_size, self.axes, self._views())
 
     def _repr_svg_(self) -> str | None:
-        """What a notebook shows."""
-        return picture(self)
+        """The picture that a notebook shows."""
+        return picture(self.world_size, self.axes, self._views())
 
 
 def _check_coordinates(what: str, coordinates: Sequence[object]) -> None:
     for rank, coordinate in enumerate(coordinates):
         if not isinstance(coordinate, int) or isinstance(coordinate, bool) or coordinate < 0:
-            raise ValueError(f"{what} of rank {rank} is {coordinate!r}; coordinates are integers from 0")
+            raise ValueError(f"{what} of rank {rank} is {coordinate!r}; coordinates are integers >= 0")
 
 
 def _route(shard_of: Sequence[int], collects: Sequence[bool], shards: int, unit: str) -> Routing:
-    """Routing from each rank's shard and whether it answers; one answer for every shard, or an error."""
-    answer: list[int | None] = [None] * shards
-    for rank, (shard, collecting) in enumerate(zip(shard_of, collects, strict=True)):
-        if not collecting:
+    """Build a routing; every shard needs exactly one collecting rank."""
+    collecting: list[int | None] = [None] * shards
+    for rank, (shard, is_collecting) in enumerate(zip(shard_of, collects, strict=True)):
+        if not is_collecting:
             continue
-        if answer[shard] is not None:
+        if collecting[shard] is not None:
             raise DispatchError(
-                f"ranks {answer[shard]} and {rank} both answer for shard {shard} ({unit} = {shards}): "
-                "the coordinates that the workers registered are not one rank per place"
+                f"ranks {collecting[shard]} and {rank} both collect for shard {shard} ({unit} = {shards}): two workers "
+                "registered the same coordinates. Check register_layout() or register_mesh() in the worker"
             )
-        answer[shard] = rank
-    silent = [shard for shard, rank in enumerate(answer) if rank is None]
-    if silent:
+        collecting[shard] = rank
+    if None in collecting:
         raise DispatchError(
-            f"no rank answers for shard {silent[0]} ({unit} = {shards}): "
-            "the coordinates that the workers registered leave a gap"
+            f"no rank collects for shard {collecting.index(None)} ({unit} = {shards}): the coordinates that the "
+            "workers registered have a gap. Check register_layout() or register_mesh() in the worker"
         )
-    return Routing(shards, tuple(shard_of), tuple(rank for rank in answer if rank is not None), unit)
+    return Routing(shards, tuple(shard_of), tuple(rank for rank in collecting if rank is not None), unit)

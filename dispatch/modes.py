@@ -1,7 +1,7 @@
-"""Dispatch and Execute: the named modes, and the registry from a name to what it does.
+"""Dispatch and Execute: the named modes, and the registry from a name to its behavior.
 
-A `Mode` is three answers: who gets which shard (`route`), how an argument becomes shards (`cut`), and what
-the driver gets (`join`). The table at the end of this file is the whole of the built-in behaviour.
+A `Mode` answers three questions: which rank gets which shard (`route`), how an argument becomes shards (`cut`), and
+what the driver gets (`join`). The table at the end of this file defines all built-in modes.
 """
 
 from __future__ import annotations
@@ -10,62 +10,60 @@ import enum
 import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from dispatch.layout import Layout, Routing
+from dispatch.typed import Blocks, ItemsToList, ReturnsFuture, ToAny, ToList, ToValue
 
-
-class Ranks(Protocol):
-    """What dispatch needs to know of a group."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def layout(self) -> Layout: ...
+Decorator = TypeVar("Decorator", covariant=True)
+FutureDecorator = TypeVar("FutureDecorator", covariant=True)
+Who = TypeVar("Who", covariant=True)
 
 
 class Cut(enum.Enum):
     """How the arguments become shards."""
 
-    WHOLE = "the arguments as they are"
-    ITEMS = "per argument a list, one item a shard"
-    ROWS = "per argument a batch, cut along its rows"
+    WHOLE = "the arguments unchanged"
+    ITEMS = "each argument is a list with one item per shard"
+    ROWS = "each argument is a batch, cut along its rows"
 
 
 class Join(enum.Enum):
     """What the driver gets."""
 
-    VALUE = "the one answer"
-    LIST = "the list of the answers"
+    VALUE = "the result of the one collecting rank"
+    LIST = "a list of the collecting ranks' results"
     ROWS = "one batch, joined along its rows"
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What a built-in dispatch mode does.
+    """A built-in dispatch mode.
 
     Attributes:
-        route: who gets which shard, and who answers.
+        route: layout -> which rank gets which shard, and which ranks collect.
         cut: how an argument becomes shards.
         join: what the driver gets.
-        function_first: whether the first argument is a function that goes whole.
+        function_first: whether the first argument is a function that every rank gets whole.
+        in_layout: layout -> whether it has the coordinates that `route` reads; None if `route` needs only the number
+            of ranks. The group asks its workers for their coordinates before it plans a call of such a mode.
     """
 
-    route: Callable[[Ranks], Routing]
+    route: Callable[[Layout], Routing]
     cut: Cut
     join: Join
     function_first: bool = False
+    in_layout: Callable[[Layout], bool] | None = None
 
 
 @dataclass(frozen=True)
 class CustomMode:
-    """A user's pair.
+    """A pair of functions given by the user.
 
     Attributes:
-        dispatch_fn: (group, *args, **kwargs) -> (args, kwargs). When every one of them is a list of
-            world_size, rank i gets item i of each; when none is a list, every rank gets them all.
-        collect_fn: (group, list of all ranks' answers) -> what the driver gets.
+        dispatch_fn: (group, *args, **kwargs) -> (args, kwargs). If all of these are lists of length world_size, rank i
+            gets item i of each. If none is a list, every rank gets all of them.
+        collect_fn: (group, list of all ranks' results) -> what the driver gets.
     """
 
     dispatch_fn: Callable[..., Any]
@@ -74,7 +72,7 @@ class CustomMode:
 
 @dataclass(frozen=True)
 class RefusedMode:
-    """A mode that the driver may not call, and why."""
+    """A mode that cannot be called from the driver, and the reason."""
 
     reason: str
 
@@ -82,8 +80,11 @@ class RefusedMode:
 AnyMode = Mode | CustomMode | RefusedMode
 
 
-class DispatchMode:
-    """A member of `Dispatch`: a name. What the name does is looked up at each call, so it can be replaced."""
+class DispatchMode(Generic[Decorator, FutureDecorator]):
+    """A member of `Dispatch`: a name. Its behavior is looked up at each call, so that it can be replaced.
+
+    Its type parameters are what `register` returns for it, for blocking and for non-blocking methods; see `typed`.
+    """
 
     __slots__ = ("_own", "name")
 
@@ -105,22 +106,31 @@ class DispatchMode:
 
     @property
     def mode(self) -> AnyMode:
-        """What this name does now.
+        """The current behavior of this name.
 
         Raises:
             ValueError: the name is not registered in this process.
         """
-        return self._own if self._own is not None else _dispatch_modes[known_mode(self.name).name]
+        if self._own is not None:
+            return self._own
+        found = _dispatch_modes.get(self.name)
+        return found if found is not None else _dispatch_modes[known_mode(self.name).name]
+
+
+ListMode = DispatchMode[ToList[Blocks], ToList[ReturnsFuture]]
+ItemsMode = DispatchMode[ItemsToList[Blocks], ItemsToList[ReturnsFuture]]
+ValueMode = DispatchMode[ToValue[Blocks], ToValue[ReturnsFuture]]
+UntypedMode = DispatchMode[ToAny, ToAny]
 
 
 @dataclass(frozen=True)
-class ExecuteMode:
-    """A member of `Execute`: who runs a method.
+class ExecuteMode(Generic[Who]):
+    """A member of `Execute`: which ranks run a method.
 
     Attributes:
         name: its name.
-        ranks: world_size -> the ranks that run, in the order of their answers; None means all of them, with
-            the arguments cut as the dispatch mode says. Otherwise the arguments go to those ranks uncut.
+        ranks: world_size -> the ranks that run, in the order of their results. They get the arguments uncut. None
+            means all ranks, with the arguments cut as the dispatch mode says.
     """
 
     name: str
@@ -134,12 +144,12 @@ class ExecuteMode:
 
     @property
     def bare_value(self) -> bool:
-        """Whether the driver gets the one rank's value instead of a list."""
+        """Whether the driver gets the value of the one rank instead of a list."""
         return self.name == "RANK_ZERO"
 
 
 class _Members(type):
-    """Makes a class a namespace of named members: attribute, ``[name]``, ``in``, iteration, a good repr."""
+    """Makes a class a namespace of named members, with ``[name]``, ``in``, iteration and a readable repr."""
 
     _members: Mapping[str, Any]
 
@@ -174,49 +184,49 @@ class Dispatch(metaclass=_Members):
 
     _members: ClassVar[dict[str, DispatchMode]] = {}
 
-    RANK_ZERO: ClassVar[DispatchMode]
-    ONE_TO_ALL: ClassVar[DispatchMode]
-    ALL_TO_ALL: ClassVar[DispatchMode]
-    DP_COMPUTE: ClassVar[DispatchMode]
-    DP_COMPUTE_PROTO: ClassVar[DispatchMode]
-    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[DispatchMode]
-    DP_COMPUTE_METRIC: ClassVar[DispatchMode]
-    MEGATRON_COMPUTE: ClassVar[DispatchMode]
-    MEGATRON_COMPUTE_PROTO: ClassVar[DispatchMode]
-    MEGATRON_COMPUTE_METRIC: ClassVar[DispatchMode]
-    MEGATRON_PP_AS_DP: ClassVar[DispatchMode]
-    MEGATRON_PP_AS_DP_PROTO: ClassVar[DispatchMode]
-    DIRECT_ROLLOUT_METHOD: ClassVar[DispatchMode]
+    RANK_ZERO: ClassVar[ValueMode]
+    ONE_TO_ALL: ClassVar[ListMode]
+    ALL_TO_ALL: ClassVar[ItemsMode]
+    DP_COMPUTE: ClassVar[ItemsMode]
+    DP_COMPUTE_PROTO: ClassVar[ValueMode]
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[ValueMode]
+    DP_COMPUTE_METRIC: ClassVar[ListMode]
+    MEGATRON_COMPUTE: ClassVar[ItemsMode]
+    MEGATRON_COMPUTE_PROTO: ClassVar[ValueMode]
+    MEGATRON_COMPUTE_METRIC: ClassVar[ListMode]
+    MEGATRON_PP_AS_DP: ClassVar[ItemsMode]
+    MEGATRON_PP_AS_DP_PROTO: ClassVar[ValueMode]
+    DIRECT_ROLLOUT_METHOD: ClassVar[UntypedMode]
 
     @staticmethod
-    def mesh(name: str) -> DispatchMode:
-        """Batches cut over the named mesh that the workers registered with `Worker.register_mesh`."""
+    def mesh(name: str) -> ValueMode:
+        """Cut batches over the named mesh that the workers registered with `Worker.register_mesh`."""
         return make_nd_compute_dataproto_dispatch_fn(mesh_name=name)
 
 
 class Execute(metaclass=_Members):
-    """Who runs a method. `Execute.register` adds a choice of ranks by name."""
+    """Which ranks run a method. `Execute.register` adds a named choice of ranks."""
 
     _members: ClassVar[dict[str, ExecuteMode]] = {
         "ALL": ExecuteMode("ALL"),
         "RANK_ZERO": ExecuteMode("RANK_ZERO", lambda world_size: (0,)),
     }
 
-    ALL: ClassVar[ExecuteMode]
-    RANK_ZERO: ClassVar[ExecuteMode]
+    ALL: ClassVar[ExecuteMode[Literal["all"]]]
+    RANK_ZERO: ClassVar[ExecuteMode[Literal["rank zero"]]]
 
     @classmethod
     def register(cls, name: str, ranks: Callable[[int], Sequence[int]]) -> ExecuteMode:
         """Add a choice of ranks.
 
         Args:
-            name: its name, from then on ``Execute.<name>``.
-            ranks: world_size -> the ranks that run. They get the arguments uncut; the driver gets the list
-                of their answers in that order.
+            name: its name; the choice is then available as ``Execute.<name>``.
+            ranks: world_size -> the ranks that run. They get the arguments uncut. The driver gets the list of their
+                results in that order.
 
         Raises:
-            ValueError: the name is taken, or is no Python name.
-            TypeError: ``ranks`` cannot be called.
+            ValueError: the name is taken, or is not a valid identifier.
+            TypeError: ``ranks`` is not callable.
         """
         _check_new_name("Execute", name, cls._members)
         if not callable(ranks):
@@ -228,17 +238,19 @@ class Execute(metaclass=_Members):
 _dispatch_modes: dict[str, AnyMode] = {}
 
 
-def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> DispatchMode:
-    """Add a dispatch mode by name; it is ``Dispatch.<name>`` from then on.
+def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> UntypedMode:
+    """Add a dispatch mode by name. It is then available as ``Dispatch.<name>``.
+
+    Call this in a module that both the driver and the workers import.
 
     Args:
-        name: a Python name that no mode has yet.
-        dispatch_fn: see `CustomMode`.
-        collect_fn: see `CustomMode`.
+        name: an identifier that no mode has yet.
+        dispatch_fn: ``(group, *args, **kwargs) -> (args, kwargs)``; see `CustomMode`.
+        collect_fn: ``(group, results) -> value``; see `CustomMode`.
 
     Raises:
-        ValueError: the name is taken, or is no Python name.
-        TypeError: one of the functions cannot be called.
+        ValueError: the name is taken, or is not a valid identifier.
+        TypeError: one of the functions is not callable.
     """
     _check_new_name("Dispatch", name, Dispatch._members)
     mode = _custom(name, dispatch_fn, collect_fn)
@@ -248,11 +260,11 @@ def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_f
 def update_dispatch_mode(
     dispatch_mode: DispatchMode | str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> DispatchMode:
-    """Replace what a known mode does, for the methods already decorated with it too.
+    """Replace the behavior of a mode, also for methods that are already decorated with it.
 
     Raises:
         ValueError: no mode has that name.
-        TypeError: one of the functions cannot be called.
+        TypeError: one of the functions is not callable.
     """
     member = known_mode(dispatch_mode)
     if member._own is not None:
@@ -262,11 +274,11 @@ def update_dispatch_mode(
 
 
 def known_mode(mode: object) -> DispatchMode:
-    """The mode that a user named: a member of `Dispatch`, its name, or a pair of functions in a dict.
+    """Resolve a mode given by a user: a member of `Dispatch`, its name, or a dict of two functions.
 
     Raises:
-        ValueError: an unknown name.
-        TypeError: something that is no mode, or a dict without exactly ``dispatch_fn`` and ``collect_fn``.
+        ValueError: the name is unknown.
+        TypeError: the value is not a mode, or a dict whose keys are not exactly ``dispatch_fn`` and ``collect_fn``.
     """
     if isinstance(mode, DispatchMode) and mode._own is not None:
         return mode
@@ -281,22 +293,22 @@ def known_mode(mode: object) -> DispatchMode:
     if isinstance(mode, dict):
         if set(mode) != {"dispatch_fn", "collect_fn"}:
             raise TypeError(
-                "a dispatch mode given as a dict has exactly the keys 'dispatch_fn' and 'collect_fn', "
+                "a dispatch mode given as a dict needs exactly the keys 'dispatch_fn' and 'collect_fn', "
                 f"got {sorted(map(str, mode))}"
             )
         function = str(getattr(mode["dispatch_fn"], "__name__", "dispatch_fn"))
         return DispatchMode(f"custom({function})", _custom(function, **mode))
     raise TypeError(
-        f"{mode!r} is no dispatch mode; use one of {', '.join(map(repr, Dispatch))}, "
-        "or a dict of 'dispatch_fn' and 'collect_fn'"
+        f"{mode!r} is not a dispatch mode; use one of {', '.join(map(repr, Dispatch))}, "
+        "or a dict with 'dispatch_fn' and 'collect_fn'"
     )
 
 
 def known_execute_mode(mode: object) -> ExecuteMode:
-    """The execute mode that a user named.
+    """Resolve an execute mode given by a user.
 
     Raises:
-        ValueError: an unknown one.
+        ValueError: it is unknown.
     """
     if isinstance(mode, ExecuteMode):
         return mode
@@ -306,25 +318,28 @@ def known_execute_mode(mode: object) -> ExecuteMode:
 
 
 def _execute_mode(name: str) -> ExecuteMode:
-    """The member of that name; a bare one on a worker, where nobody asks which ranks it means."""
+    """Unpickle a member. A worker may not know a registered name; it never asks which ranks the mode means."""
     return Execute._members.get(name) or ExecuteMode(name)
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
-    """The mode of a named mesh: batches cut by the mesh's dp ranks, joined from its collecting ranks.
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ValueMode:
+    """The mode of a named mesh, under the name that verl uses for it. `Dispatch.mesh` is the shorter spelling.
 
-    `Dispatch.mesh` is the shorter spelling.
+    Batches are cut by the mesh's dp ranks and joined from its collecting ranks.
 
     Raises:
-        TypeError: the name is no string.
+        TypeError: the name is not a non-empty string.
     """
     if not isinstance(mesh_name, str) or not mesh_name:
         raise TypeError(f"a mesh name is a non-empty string, got {mesh_name!r}")
-    return DispatchMode(f"Dispatch.mesh({mesh_name!r})", Mode(_MeshRoute(mesh_name), Cut.ROWS, Join.ROWS))
+    route = _MeshRoute(mesh_name)
+    return DispatchMode(
+        f"Dispatch.mesh({mesh_name!r})", Mode(route, Cut.ROWS, Join.ROWS, in_layout=_HasMesh(mesh_name))
+    )
 
 
-def collect_all_to_all(group: Ranks, output: list[Any]) -> list[Any]:
-    """The collect function that hands the driver every rank's answer, by rank."""
+def collect_all_to_all(group: Any, output: list[Any]) -> list[Any]:
+    """A ``collect_fn`` that returns the list of all ranks' results."""
     return output
 
 
@@ -332,29 +347,41 @@ def collect_all_to_all(group: Ranks, output: list[Any]) -> list[Any]:
 class _MeshRoute:
     name: str
 
-    def __call__(self, ranks: Ranks) -> Routing:
-        return ranks.layout.mesh(self.name).routing
+    def __call__(self, layout: Layout) -> Routing:
+        return layout.mesh(self.name).routing
 
 
-def _flat(ranks: Ranks) -> Routing:
-    return Routing.flat(ranks.world_size)
+@dataclass(frozen=True)
+class _HasMesh:
+    name: str
+
+    def __call__(self, layout: Layout) -> bool:
+        return self.name in layout.meshes
 
 
-def _to_all(ranks: Ranks) -> Routing:
-    everyone = range(ranks.world_size)
-    return Routing.only(everyone, ranks.world_size)
+def has_axes(layout: Layout) -> bool:
+    """Whether a layout has what the MEGATRON modes read."""
+    return layout.known
 
 
-def _rank_zero(ranks: Ranks) -> Routing:
-    return Routing.only((0,), ranks.world_size)
+def _flat(layout: Layout) -> Routing:
+    return Routing.flat(layout.world_size)
 
 
-def _by_dp(ranks: Ranks) -> Routing:
-    return ranks.layout.by_dp
+def _to_all(layout: Layout) -> Routing:
+    return Routing.only(range(layout.world_size), layout.world_size)
 
 
-def _by_dp_cp_pp(ranks: Ranks) -> Routing:
-    return ranks.layout.by_dp_cp_pp
+def _rank_zero(layout: Layout) -> Routing:
+    return Routing.only((0,), layout.world_size)
+
+
+def _by_dp(layout: Layout) -> Routing:
+    return layout.by_dp
+
+
+def _by_dp_cp_pp(layout: Layout) -> Routing:
+    return layout.by_dp_cp_pp
 
 
 def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> CustomMode:
@@ -366,7 +393,7 @@ def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[...
 
 def _check_new_name(where: str, name: object, taken: Mapping[str, Any]) -> None:
     if not isinstance(name, str):
-        raise ValueError(f"{where}: a mode's name is a Python name, got {name!r}")
+        raise ValueError(f"{where}: the name of a mode is a string, got {name!r}")
     namespace = {"Dispatch": Dispatch, "Execute": Execute}[where]
     if name in taken:
         hint = "; update_dispatch_mode() replaces a mode" if where == "Dispatch" else ""
@@ -374,8 +401,8 @@ def _check_new_name(where: str, name: object, taken: Mapping[str, Any]) -> None:
     usable = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
     if not usable or hasattr(namespace, name):
         raise ValueError(
-            f"{where}: a mode's name is a Python name without a leading underscore, and no method of {where}; "
-            f"got {name!r}"
+            f"{where}: the name of a mode is an identifier without a leading underscore that {where} does not use "
+            f"itself; got {name!r}"
         )
 
 
@@ -393,14 +420,14 @@ _BUILT_IN: dict[str, AnyMode] = {
     "DP_COMPUTE_PROTO": Mode(_flat, Cut.ROWS, Join.ROWS),
     "DP_COMPUTE_PROTO_WITH_FUNC": Mode(_flat, Cut.ROWS, Join.ROWS, function_first=True),
     "DP_COMPUTE_METRIC": Mode(_flat, Cut.ROWS, Join.LIST),
-    "MEGATRON_COMPUTE": Mode(_by_dp, Cut.ITEMS, Join.LIST),
-    "MEGATRON_COMPUTE_PROTO": Mode(_by_dp, Cut.ROWS, Join.ROWS),
-    "MEGATRON_COMPUTE_METRIC": Mode(_by_dp, Cut.ROWS, Join.LIST),
-    "MEGATRON_PP_AS_DP": Mode(_by_dp_cp_pp, Cut.ITEMS, Join.LIST),
-    "MEGATRON_PP_AS_DP_PROTO": Mode(_by_dp_cp_pp, Cut.ROWS, Join.ROWS),
+    "MEGATRON_COMPUTE": Mode(_by_dp, Cut.ITEMS, Join.LIST, in_layout=has_axes),
+    "MEGATRON_COMPUTE_PROTO": Mode(_by_dp, Cut.ROWS, Join.ROWS, in_layout=has_axes),
+    "MEGATRON_COMPUTE_METRIC": Mode(_by_dp, Cut.ROWS, Join.LIST, in_layout=has_axes),
+    "MEGATRON_PP_AS_DP": Mode(_by_dp_cp_pp, Cut.ITEMS, Join.LIST, in_layout=has_axes),
+    "MEGATRON_PP_AS_DP_PROTO": Mode(_by_dp_cp_pp, Cut.ROWS, Join.ROWS, in_layout=has_axes),
     "DIRECT_ROLLOUT_METHOD": RefusedMode(
-        "its mode is DIRECT_ROLLOUT_METHOD: the rollout engine calls it on the worker directly, "
-        "the driver never does; call it through group.workers[rank], or give it another mode"
+        "its mode is DIRECT_ROLLOUT_METHOD, for methods that the rollout engine calls on the worker itself. "
+        "Call it through group.workers[rank], or give it another mode"
     ),
 }
 for _name, _mode in _BUILT_IN.items():

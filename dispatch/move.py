@@ -1,4 +1,4 @@
-"""move: the tensors of a value, on another device."""
+"""Move the tensors of a value to another device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dispatch.batch import fields_of, rebuild
 
 
 def move(value: Any, device: str) -> Any:
-    """The value with its tensors on a device.
+    """Return a value with its tensors on a device.
 
-    Whatever has a ``to`` method (a tensor, a TensorDict, verl's DataProto, a tokenizer's encoding) is asked for it;
-    dicts, lists, tuples and named tuples are gone through. All else is given back as it is, arrays too.
+    Calls the ``to`` method of every object that has one (tensors, TensorDicts, verl's DataProto, a tokenizer's
+    encoding), also inside dicts, lists, tuples and named tuples. Everything else, arrays included, stays unchanged.
 
     Args:
-        value: anything.
-        device: as torch names it: ``"cuda"``, ``"cuda:1"``, ``"cpu"``.
+        value: any value.
+        device: a torch device string: ``"cuda"``, ``"cuda:1"``, ``"cpu"``.
 
     Raises:
-        RuntimeError: torch's, where there is no such device.
+        RuntimeError: torch has no such device.
     """
     if callable(getattr(type(value), "to", None)):
         return value.to(device)
@@ -31,20 +31,20 @@ def move(value: Any, device: str) -> Any:
 
 
 def check_device_name(what: str, device: str | None) -> None:
-    """Raise unless a device has a name that torch could know; whether it exists, its process finds out.
+    """Check that a device is a non-empty string. Whether it exists is known only in the process that uses it.
 
     Raises:
-        ValueError: it is no string, or an empty one.
+        ValueError: it is not.
     """
     if device is not None and (not isinstance(device, str) or not device.strip()):
-        raise ValueError(f"{what} is a device as torch names it, like 'cuda', or None; got {device!r}")
+        raise ValueError(f"{what} is a torch device string like 'cuda', or None; got {device!r}")
 
 
 def check_device(what: str, device: str | None) -> None:
-    """Raise unless this process has a device.
+    """Check that a device is available in this process.
 
     Raises:
-        ValueError: it has none of that name.
+        ValueError: it is not.
     """
     check_device_name(what, device)
     if device is not None:
@@ -52,5 +52,5 @@ def check_device(what: str, device: str | None) -> None:
             import torch
 
             torch.empty(0, device=device)
-        except Exception as error:  # torch has several for this, AssertionError among them
-            raise ValueError(f"{what}: {device!r} is not to be had in this process: {error}") from None
+        except Exception as error:  # torch raises several types for this, AssertionError among them
+            raise ValueError(f"{what}: {device!r} is not available in this process: {error}") from None

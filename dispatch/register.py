@@ -1,4 +1,4 @@
-"""@register: what a worker method declares about itself."""
+"""@register: what a worker method declares about its calls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 from dispatch.modes import Dispatch, DispatchMode, Execute, ExecuteMode, known_execute_mode, known_mode
 from dispatch.move import check_device_name
 from dispatch.rows import UNEVEN, Uneven
+from dispatch.typed import Blocks, ReturnsFuture, ToAny, ToValue
 
-P = ParamSpec("P")
-R = TypeVar("R")
+D = TypeVar("D")
 
 Inputs = Literal["copy", "view"]
 INPUTS: tuple[str, ...] = get_args(Inputs)
@@ -25,7 +25,7 @@ _RAY_TRACING = "_ray_trace_ctx"
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` was told. See there for each field."""
+    """The arguments of `register`. See there for each field."""
 
     mode: DispatchMode
     execute: ExecuteMode = Execute.ALL
@@ -38,8 +38,18 @@ class Registration:
     replay: bool = False
 
 
+class RegisterOptions(TypedDict, total=False):
+    """The keyword-only options of `register`, for its overloads."""
+
+    uneven: Uneven
+    inputs: Inputs
+    concurrent: bool
+    device: str | None
+    replay: bool
+
+
 def label(role: str | None, method: str) -> str:
-    """How messages name a method: with its role, where a process has several workers."""
+    """How messages name a method: ``<role>.<method>`` if several workers share a process."""
     return method if role is None else f"{role}.{method}"
 
 
@@ -51,9 +61,10 @@ class MethodSpec:
         owner: name of the worker class.
         name: name of the method.
         function: the function as the user wrote it.
+        registration: what it declared; `UNREGISTERED` for a method that is called only through ``execute_*``.
         takes_self: False for a static method.
-        registration: what it declared; `UNREGISTERED` for a method called only through ``execute_*``.
-        role: which of several workers in one process has it; None where there is one.
+        role: role of the worker, if several share the process; otherwise None.
+        label: how messages name the method: with its role, if it has one.
     """
 
     owner: str
@@ -62,35 +73,77 @@ class MethodSpec:
     registration: Registration
     takes_self: bool = True
     role: str | None = None
+    label: str = field(init=False)
 
-    @property
-    def label(self) -> str:
-        """How messages name it."""
-        return label(self.role, self.name)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", label(self.role, self.name))
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """The method's signature as a caller sees it: without ``self``."""
+        """The method's signature without ``self``."""
         return plain_signature(self.function, skip_first=self.takes_self)
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that the arguments fit the method.
-
-        Raises:
-            TypeError: they do not; the message is Python's, with the method's name.
-        """
-        check_arguments(self.label, self.signature, args, kwargs)
-
-    def parameter(self, slot: int | str) -> str:
+    def parameter(self, key: int | str) -> str:
         """The name of the parameter that a positional index or a keyword fills."""
-        if isinstance(slot, str):
-            return slot
+        if isinstance(key, str):
+            return key
         for position, parameter in enumerate(self.signature.parameters.values()):
             if parameter.kind is parameter.VAR_POSITIONAL:
-                return f"*{parameter.name}[{slot - position}]"
-            if position == slot:
+                return f"*{parameter.name}[{key - position}]"
+            if position == key:
                 return parameter.name
-        return f"argument {slot}"
+        return f"argument {key}"
+
+
+@overload
+def register(
+    dispatch_mode: DispatchMode[D, Any],
+    execute_mode: ExecuteMode[Literal["all"]] = ...,
+    blocking: Blocks = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> D: ...
+
+
+@overload
+def register(
+    dispatch_mode: DispatchMode[Any, D],
+    execute_mode: ExecuteMode[Literal["all"]] = ...,
+    *,
+    blocking: ReturnsFuture,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> D: ...
+
+
+@overload
+def register(
+    dispatch_mode: DispatchMode[Any, Any] | str | dict[str, Any],
+    execute_mode: ExecuteMode[Literal["rank zero"]],
+    blocking: Blocks = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> ToValue[Blocks]: ...
+
+
+@overload
+def register(
+    dispatch_mode: DispatchMode[Any, Any] | str | dict[str, Any],
+    execute_mode: ExecuteMode[Literal["rank zero"]],
+    blocking: ReturnsFuture,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> ToValue[ReturnsFuture]: ...
+
+
+@overload
+def register(
+    dispatch_mode: DispatchMode[Any, Any] | str | dict[str, Any] = ...,
+    execute_mode: ExecuteMode[Any] | str = ...,
+    blocking: bool = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> ToAny: ...
 
 
 def register(
@@ -104,37 +157,41 @@ def register(
     concurrent: bool = False,
     device: str | None = None,
     replay: bool = False,
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare how a worker method is called from a group. The method itself is returned unchanged.
+) -> Any:
+    """Declare how a worker method is called from a group. Returns the method itself, unchanged.
+
+    Type checkers infer from the decorated method what ``group.on(Scorer.score)`` takes and returns, if
+    ``dispatch_mode`` is a member of `Dispatch` and ``blocking`` is a literal; see `typed`.
 
     Args:
-        dispatch_mode: how the arguments are cut over the ranks and whose answers the driver gets: a member of
+        dispatch_mode: how the arguments are sharded over the ranks and which results the driver gets: a member of
             `Dispatch`, its name, or ``{"dispatch_fn": f, "collect_fn": g}`` with
-            ``f(group, *args, **kwargs) -> (args, kwargs)`` and ``g(group, answers) -> result``.
-        execute_mode: who runs it. With ``Execute.RANK_ZERO`` rank 0 gets the arguments as they are, in every
-            dispatch mode, and the driver gets the bare value.
-        blocking: whether ``group.m(x)`` waits; if not it returns a future, as ``group.m.remote(x)`` always does.
-        materialize_futures: whether a future given as an argument reaches the method as its value. If not,
-            the method gets the future itself and asks it for ``.result()``.
-        uneven: what to do with a batch whose rows do not divide over the shards. ``"error"``: a
-            `DispatchError`; ``"pad"``: rows are repeated, and dropped again from the joined answer;
-            ``"ragged"``: shards whose sizes differ by at most one, possibly empty.
-        inputs: ``"copy"`` gives the method tensors and arrays of its own. ``"view"`` gives it the memory that
-            all ranks of a node share, without a copy. It must then never write into them, in place or through
-            a view of them (``x.add_(1)``, ``x[0] = 1``): nothing stops it, and every other reader sees it.
-        concurrent: take an ``async def`` method (or a short plain one) out of the order in which calls run on
-            a rank: it may begin while an earlier call still runs. The other methods of such a worker then run
-            in a thread of their own instead of the process's main thread.
-        device: where the method gets its tensors, ``"cuda"`` for example. Wherever they were before, they travel as
-            CPU tensors and stay so by default. With ``inputs="view"`` they go to the device without a copy before.
-        replay: ``group.restart()`` makes the latest successful call of this method again, after the constructors:
-            for what brings a worker into its state, ``init_model`` or ``load_checkpoint``. The driver keeps that call's
-            arguments, as they are; with replays of several methods they are made in the order of those calls. Calls
-            count that were made by the group which restarts: not by its copies in other processes.
+            ``f(group, *args, **kwargs) -> (args, kwargs)`` and ``g(group, results) -> value``.
+        execute_mode: which ranks run the method. With ``Execute.RANK_ZERO`` rank 0 gets the arguments unchanged, in
+            every dispatch mode, and the driver gets its bare value.
+        blocking: whether ``group.m(x)`` waits. Otherwise it returns a future, as ``group.m.remote(x)`` always does.
+        materialize_futures: whether a future among the arguments reaches the method as its value. Otherwise the method
+            gets the future itself and asks it for ``.result()``.
+        uneven: what to do with a batch whose rows do not divide over the shards. ``"error"`` raises a `DispatchError`;
+            ``"pad"`` repeats rows, and removes them again from the joined result; ``"ragged"`` makes shards whose sizes
+            differ by at most one, possibly empty.
+        inputs: ``"copy"`` gives the method tensors and arrays of its own. ``"view"`` gives it the memory that all ranks
+            of a node share, without a copy. The method must never write to it, in place or through a view
+            (``x.add_(1)``, ``x[0] = 1``): views are not write-protected, and every other reader sees the write.
+        concurrent: exempt an ``async def`` method (or a short plain one) from the order in which calls run on a rank:
+            it may begin while an earlier call is still running. All other methods of such a worker then run in a thread
+            of their own instead of the process's main thread.
+        device: the device to which the arguments' tensors are moved before the method runs, such as ``"cuda"``. Tensors
+            travel as CPU tensors, wherever they were before, and otherwise stay so. With ``inputs="view"`` they are
+            moved to the device without a copy on the host.
+        replay: whether ``group.restart()`` repeats the latest successful call of this method after the constructors:
+            for methods that bring a worker into its state, such as ``init_model`` or ``load_checkpoint``. The driver
+            keeps that call's arguments. Replays of several methods are repeated in the order of those calls. Only calls
+            of the group that restarts count, not those of its copies in other processes.
 
     Raises:
-        ValueError: an unknown mode or option (the message lists the known ones), when the class is defined.
-        TypeError: what is decorated is no function, or an option has the wrong type.
+        ValueError: a mode or option is unknown (the message lists the known ones). Raised when the class is defined.
+        TypeError: the decorated object is not a function, or an option has the wrong type.
     """
     if inspect.isfunction(dispatch_mode):
         raise TypeError("write @register() with parentheses: @register(dispatch_mode=Dispatch.ONE_TO_ALL)")
@@ -162,7 +219,7 @@ def register(
         replay=replay,
     )
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not inspect.isfunction(function):
             wrapped = isinstance(function, (staticmethod, classmethod))
             hint = f"; put @register below @{type(function).__name__}" if wrapped else ""
@@ -174,7 +231,7 @@ def register(
 
 
 def plain_signature(function: Callable[..., Any], *, skip_first: bool) -> inspect.Signature:
-    """A function's signature as its author wrote it: without ``self``, and without what Ray adds for tracing."""
+    """A function's signature without ``self``, and without the parameter that Ray adds for tracing."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1 if skip_first else 0 :]
     return signature.replace(parameters=[p for p in parameters if p.name != _RAY_TRACING])
@@ -184,13 +241,13 @@ def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ..
     """Check that arguments fit a signature.
 
     Raises:
-        TypeError: they do not; the message is Python's, with the name before and the signature behind.
+        TypeError: they do not. The message is Python's, with the name and the signature added.
     """
     parameters = signature.parameters.values()
     if not (parameters or args or kwargs):
         return
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        for keyword in kwargs:  # before what is missing: a misspelt keyword is both
+        for keyword in kwargs:  # first, because a misspelled keyword also makes an argument missing
             if keyword not in signature.parameters:
                 close = difflib.get_close_matches(keyword, signature.parameters, n=1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
@@ -204,17 +261,17 @@ def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ..
 
 
 UNREGISTERED = Registration(Dispatch.ONE_TO_ALL)
-"""What holds for a method that is called through ``execute_*`` without being registered."""
+"""The registration of a method that is called through ``execute_*`` without being registered."""
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """The registered methods of a class, by name. An override without @register keeps its base's declaration."""
+    """The registered methods of a class by name. An override without @register keeps its base's declaration."""
     specs = (method_spec(cls, name) for name in _attribute_names(cls))
     return {spec.name: spec for spec in specs if spec is not None and spec.registration is not UNREGISTERED}
 
 
 def method_spec(cls: type, name: str) -> MethodSpec | None:
-    """The method of a class, registered or not; None when the class has no function of that name."""
+    """The method of a class, registered or not; None if the class has no function of that name."""
     found = inspect.getattr_static(cls, name, None)
     function = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
     if not inspect.isfunction(function):
@@ -232,5 +289,5 @@ def _declared_in(cls: type, name: str) -> Registration | None:
 
 
 def _attribute_names(cls: type) -> list[str]:
-    """All attribute names in the order in which the classes define them, bases first; no property is run."""
+    """All attribute names in the order of definition, bases first. Evaluates no property."""
     return list(dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)))

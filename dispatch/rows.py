@@ -1,9 +1,9 @@
-"""Which rows of a batch belong to which shard: arithmetic on row numbers, no data."""
+"""Which rows of a batch belong to which shard. Arithmetic on row numbers only."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from dispatch.errors import BatchError
@@ -14,24 +14,24 @@ UNEVEN: tuple[str, ...] = get_args(Uneven)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One shard's rows.
+    """The rows of one shard.
 
     Attributes:
-        ranges: half-open row ranges of the batch, one after the other; more than one only under padding.
-        real: how many of the rows are the caller's own; the rest, at the end, repeat earlier rows.
+        ranges: half-open ranges of row numbers, in order; more than one only with padding.
+        real: number of rows without padding. The padding is at the end and repeats earlier rows.
+        rows: number of rows with padding.
     """
 
     ranges: tuple[tuple[int, int], ...]
     real: int
+    rows: int = field(init=False)
 
-    @property
-    def rows(self) -> int:
-        """Rows in all, padding included."""
-        return sum(stop - start for start, stop in self.ranges)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", sum(stop - start for start, stop in self.ranges))
 
     @property
     def padded(self) -> bool:
-        """Whether some rows are repetitions."""
+        """Whether some rows are padding."""
         return self.rows != self.real
 
 
@@ -41,8 +41,8 @@ def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:
     Args:
         rows: rows of the whole batch.
         shards: number of shards, at least 1.
-        uneven: what to do when the rows do not divide. ``"error"`` refuses; ``"pad"`` repeats rows from the
-            start until they do; ``"ragged"`` gives sizes that differ by at most one, larger ones first.
+        uneven: what to do if the rows do not divide. ``"error"`` raises; ``"pad"`` repeats rows from the start until
+            they do; ``"ragged"`` makes shards whose sizes differ by at most one, larger ones first.
 
     Raises:
         BatchError: the rows do not divide and ``uneven`` is ``"error"``.
@@ -60,7 +60,7 @@ def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:
 
 
 def _padded_share(rows: int, start: int, stop: int) -> Share:
-    """Rows ``start:stop`` of the batch continued for ever by its own repetition."""
+    """Rows ``start:stop`` of the batch repeated endlessly."""
     real = max(0, min(stop, rows) - start)
     ranges: list[tuple[int, int]] = []
     while start < stop:
