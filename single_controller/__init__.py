@@ -1,16 +1,19 @@
-"""Drive many workers from one script: pools, groups, and everything that a driver needs of `dispatch`.
+"""Drive many workers from one script. Exports everything that a driver needs.
 
-`base` has the groups, futures and errors without any engine; `ray` runs them as Ray actors, `local` in the driver's own
-process. A module is imported when a name of it is asked for: a worker's process never needs the driver's half.
+- ``base``: groups, calls, futures and errors, independent of the engine.
+- ``ray``: resource pools, and the engine that runs workers as Ray actors.
+- ``local``: the engine that runs workers in the driver's process, for debugging and unit tests.
+
+A module is imported when one of its names is first used, so that a worker process does not load the driver's part.
 """
 
 from typing import TYPE_CHECKING
 
-from single_controller._neighbours import check_neighbours
+from single_controller._shadowing import check_shadowing
 
-check_neighbours()
+check_shadowing()
 
-from dispatch.exports import lazy_exports  # noqa: E402  (a foreign package of that name must be reported first)
+from dispatch.exports import lazy_exports  # noqa: E402  (report a module that shadows `dispatch` first)
 
 if TYPE_CHECKING:
     from dispatch import (
@@ -53,9 +56,8 @@ if TYPE_CHECKING:
     from single_controller.ray.class_with_args import RayClassWithInitArgs
     from single_controller.ray.group import RayWorkerGroup, attach
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-    from single_controller.ray.pool import RayResourcePool
+    from single_controller.ray.pool import RayResourcePool, merge_resource_pool, split_resource_pool
     from single_controller.ray.pool_manager import ResourcePoolManager
-    from single_controller.ray.pool_view import merge_resource_pool, split_resource_pool
 
 __all__ = [
     "Broadcast",
@@ -135,11 +137,11 @@ _HOMES = {
     "create_colocated_worker_cls_fused": "single_controller.base.colocate",
     "end_detached": "single_controller.ray.attach",
     "make_nd_compute_dataproto_dispatch_fn": "dispatch",
-    "merge_resource_pool": "single_controller.ray.pool_view",
+    "merge_resource_pool": "single_controller.ray.pool",
     "register": "dispatch",
     "register_batch_type": "dispatch",
     "register_dispatch_mode": "dispatch",
-    "split_resource_pool": "single_controller.ray.pool_view",
+    "split_resource_pool": "single_controller.ray.pool",
     "update_dispatch_mode": "dispatch",
 }
 

@@ -1,82 +1,90 @@
-"""Call: one call under way, and the state of the group it belongs to.
+"""Call: one call that was sent, and the state of the group that it belongs to.
 
-`GroupState` is open, broken or closed. A `Call` takes in receipts as they come and decides when it has an
-outcome: the first error, a death, a timeout, or all answers. Nothing here waits; `monitor` does.
+`GroupState` is open, broken or closed. A `Call` absorbs the ranks' results as they arrive and decides when it has an
+outcome: the first error, a death, a timeout, or all results. Nothing here waits; `monitor` does.
+
+Lock order. A thread may acquire a lock only while it holds locks further up in this list:
+
+1. ``GroupState.sending`` serializes sending, so that every rank gets calls in the same order. It is held while a call
+   is planned anew by `restart`, and while `restart` waits for constructors. No thread acquires it while it holds any
+   lock below: a call that settles in the monitor's thread must not wait for a thread that is sending.
+2. ``Monitor._round`` is held while the monitor's thread looks at its calls.
+3. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping only, never while
+   the engine is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be short,
+   and must not acquire ``sending``.
+4. ``Monitor._changed`` protects the set of watched calls.
+5. Leaves: ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes and ``LocalRank._lock``.
+
+All of 1 to 3 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from dispatch.move import move
 from dispatch.plan import CallPlan
-from dispatch.register import label
-from single_controller.base.engine import Engine, RankLost, Sent, Token
-from single_controller.base.errors import (
-    CallTimeoutError,
-    GroupBrokenError,
-    GroupClosedError,
-    WorkerDiedError,
-)
-from single_controller.base.later import Answers, ReadAnswers, join_answers
-from single_controller.base.receipt import Failure, Receipt
-from single_controller.base.stats import Accounts, CallRecord, RankRecord
-
-if TYPE_CHECKING:
-    from single_controller.base.restart import Replay
+from dispatch.register import MethodSpec, label
+from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.errors import CallTimeoutError, GroupBrokenError, GroupClosedError, WorkerDiedError
+from single_controller.base.joining import CallResults, InlineResults, join_results
+from single_controller.base.result import Failure, RankResult
+from single_controller.base.stats import CallRecord, CallStats, RankRecord
 
 logger = logging.getLogger(__name__)
 
 LATE_LOG_SECONDS = 30.0
 DEATH_SHOWS_SECONDS = 2.0
-"""How long an error that looks like the echo of a death waits for that death to be seen."""
-
+"""How long an error that may be an echo of a death waits for that death to be reported."""
 
 ENGINE_GONE = "the engine that ran its workers was shut down"
 
 
 class GroupState:
-    """Whether a group takes calls, and why not. Shared by the group, its calls and the monitor.
+    """Whether a group takes calls, and why not. The group, its calls, the monitor and the watchers share it.
+
+    Locks: see the top of this file for ``sending`` and ``lock``.
 
     Args:
         name: the group's name, for messages.
-        error_grace: seconds that the other ranks have to end after an error on one, before the group is broken.
+        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
 
     Attributes:
+        engine: what runs the workers; None until they were started.
         broken: why the group is broken, or None.
         closed: whether it was closed.
         dead: the ranks whose death broke it.
-        restarting: whether its workers are being ended and made anew.
-        restarts: how often that went well.
+        restarting: whether its workers are being restarted.
+        restarts: number of successful restarts.
         sent: number of calls that were sent.
-        standings: role -> rank -> version of what the worker last said of its coordinates; the role of a group of one
-            class is None.
-        deaths: what calls found out: how many restarts there had been, and the error.
-        replays: (role, method) -> the latest successful call of a ``replay=True`` method.
-        way_on: what an error of the broken group advises.
-        referred: calls under way whose answers' references were handed out: whoever has these may know of the call's
-            end before the group does.
+        layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
+        deaths: deaths that calls found: number of restarts before, and the error.
+        advice: what the error of a broken group recommends.
+        referred: running calls whose references were handed out. The holder of a reference may learn of the call's end
+            before the group does.
     """
 
     def __init__(self, name: str, error_grace: float) -> None:
         self.name = name
         self.error_grace = error_grace
+        self.sending = threading.RLock()
         self.lock = threading.RLock()
+        self.engine: Engine | None = None
         self.broken: str | None = None
         self.closed = False
-        self.way_on = "restart() begins anew, close() ends it"
+        self.advice = "Call restart() to start new workers, or close()"
         self.dead: tuple[int, ...] = ()
         self.restarting = False
         self.restarts = 0
         self.sent = 0
         self.deaths: list[tuple[int, WorkerDiedError]] = []
-        self.standings: dict[str | None, dict[int, int]] = {}
-        self.replays: dict[tuple[str | None, str], Replay] = {}
+        self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.referred: weakref.WeakSet[Call] = weakref.WeakSet()
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
@@ -87,61 +95,57 @@ class GroupState:
             GroupClosedError: it was closed.
             GroupBrokenError: it is broken; the message says why.
         """
-        error = self.refusal()
-        if error is not None:
-            raise error
+        if self.closed or self.broken is not None:
+            error = self.refusal()
+            if error is not None:
+                raise error
 
     def refusal(self) -> GroupClosedError | GroupBrokenError | None:
-        """The error that a call raises now, or None."""
+        """The error that a call would raise now, or None."""
         if self.closed:
-            return GroupClosedError(f"{self.name} is closed; make a new group")
+            return GroupClosedError(f"{self.name} is closed; create a new group")
         if self.broken is not None:
-            return GroupBrokenError(f"{self.name} is broken: {self.broken}. {self.way_on}")
+            return GroupBrokenError(f"{self.name} is broken: {self.broken}. {self.advice}")
         return None
 
     def add(self, call: Call) -> None:
-        """Remember a call that is under way."""
+        """Register a call that was sent."""
         with self.lock:
             self._calls.add(call)
+            # Another thread may have closed or broken the group after this call's last check.
             if self.closed or (self.broken is not None and not call.starting):
                 call.abandon()
 
     def break_(self, reason: str, dead: Sequence[int] = ()) -> None:
-        """Take no more calls, and end those under way."""
+        """Take no more calls, and end those that are running."""
         with self.lock:
             if self.broken is None and not self.closed:
                 self.broken, self.dead = reason, tuple(dead)
-                level = logging.INFO if self.restarting else logging.ERROR  # a restart that was asked for is no error
+                level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
                 logger.log(level, "%s is broken: %s", self.name, reason)
             self._end_calls()
 
-    def close(self) -> list[Call]:
-        """Take no more calls, and end those under way; they are returned."""
-        with self.lock:
-            self.closed = True
-            self.replays.clear()  # with the arguments that they hold
-            return self._end_calls()
-
     def break_again(self, reason: str) -> None:
-        """Broken for another reason than before: what was to mend it went wrong."""
+        """Replace the reason: what was to repair the group has failed."""
         with self.lock:
             self.broken = None
             self.break_(reason, self.dead)
 
-    def remember(self, call: Call, replay: Replay) -> None:
-        """A call of a ``replay=True`` method has an outcome. Which call is the later one, its number says: outcomes are
-        noticed in any order."""
+    def close(self) -> list[Call]:
+        """Take no more calls, and end those that are running; returns them."""
         with self.lock:
-            kept = self.replays.get(replay.key)
-            if call.error is None and not self.closed and (kept is None or kept.number < replay.number):
-                self.replays[replay.key] = replay
+            self.closed = True
+            return self._end_calls()
 
-    def reopen(self) -> None:
-        """Take calls again, after a restart."""
+    def reopen(self) -> bool:
+        """Take calls again after a restart, unless the group was closed meanwhile. Returns whether it does."""
         with self.lock:
-            self.broken = self.broken or "it was restarted"
+            if self.closed:
+                return False
+            self.broken = self.broken or "it was restarted"  # what calls of the old workers are told
             self._end_calls()
-            self.broken, self.dead, self.standings = None, (), {}
+            self.broken, self.dead, self.layout_versions = None, (), {}
+            return True
 
     def _end_calls(self) -> list[Call]:
         calls, self._calls = list(self._calls), weakref.WeakSet()
@@ -151,180 +155,178 @@ class GroupState:
 
 
 class Call:
-    """One call on its way.
+    """One call that was sent.
+
+    Lock: the state's ``lock`` protects all fields.
 
     Args:
-        state: of the group.
-        engine: that carries the call.
-        method: name of the method.
-        plan: who gets what.
-        sent: what the engine gave for it.
+        state: the state of the group.
+        spec: the method.
+        plan: which rank got what.
+        sent: what the engine returned for it.
+        engine: the engine that carries the call; by default the group's.
         timeout: seconds from now until the call is late, or None.
-        starting: this is the call of the constructors.
-        accounts: where the group keeps what its calls cost.
+        starting: whether this is the call of the constructors.
+        stats: where the group records its calls.
         begun: when the call began, in seconds since the epoch; now by default.
-        device: where the tensors of the result are wanted; None where they are.
-        role: the worker that is called, where several are in a process.
+        device: where the tensors of the value are wanted; None leaves them where they are.
 
     Attributes:
-        number: of the call, among those that its group sent.
+        number: position among the calls that the group sent.
+        settled: whether the call has an outcome.
+        error: the error, once settled; None if the call succeeded.
     """
 
     def __init__(
         self,
         state: GroupState,
-        engine: Engine,
-        method: str,
+        spec: MethodSpec,
         plan: CallPlan,
         sent: Sent,
-        timeout: float | None = None,
         *,
+        engine: Engine | None = None,
+        timeout: float | None = None,
         starting: bool = False,
-        accounts: Accounts | None = None,
+        stats: CallStats | None = None,
         begun: float | None = None,
         device: str | None = None,
-        role: str | None = None,
     ) -> None:
-        self.engine = engine
-        self.number = 0
-        self.method = method
-        self.role = role
-        self.label = label(role, method)
-        # Of the plan only this is kept: the arguments are on their way, and nobody here shall hold them longer.
+        used = engine or state.engine
+        if used is None:
+            raise RuntimeError(f"{state.name} has no workers yet")
+        self.engine: Engine = used
+        self.method = spec.name
+        self.role = spec.role
+        self.label = spec.label
+        # Keep only these of the plan: a reference to its arguments would keep the caller's batch alive.
         self.join, self.collect = plan.join, plan.collect
-        self._order = plan.answers
-        self._later = plan.later
+        self._collecting = plan.collecting
+        self._deferred = plan.deferred
         self._device = device
-        self._answers = sent.answers
-        self._told = False
+        self._source = sent.results
+        self._reported = False
+        self.number = 0
         self.error: Exception | None = None
         self.settled = False
-        self._state = state
-        self._pending: dict[Token, int] = dict(sent.receipts)
-        self._receipts: dict[int, Receipt] = {}
-        self._lost: dict[int, str] = {}
-        self._lock = state.lock
-        self._timeout = timeout
         self.starting = starting
+        self._state = state
+        self._lock = state.lock
+        self._pending: dict[Token, int] = dict(sent.tokens)
+        self._results: dict[int, RankResult] = {}
+        self._timeout = timeout
         self._started = time.monotonic()
         self._next_log = self._started + LATE_LOG_SECONDS
         self._failed_at: float | None = None
         self._callbacks: list[Callable[[], None]] = []
-        sent_at = time.time()
-        ranks = {rank: RankRecord(sent.nbytes.get(rank, 0)) for rank in sent.receipts.values()}
-        self._record = CallRecord(method, sent_at if begun is None else begun, sent_at, ranks=ranks)
-        self._accounts = accounts
-        if accounts is not None:
-            accounts.open(self._record)
+        now = time.time()
+        ranks = {rank: RankRecord(sent.nbytes.get(rank, 0)) for rank in sent.tokens.values()}
+        self._record = CallRecord(spec.name, now if begun is None else begun, now, ranks=ranks)
+        self._stats = stats
+        if stats is not None:
+            stats.open(self._record)
         state.add(self)
 
-    # --- for whoever waits -----------------------------------------------------------------------------
-
-    @property
-    def pending(self) -> list[Token]:
-        """Receipts that have not come."""
-        with self._lock:
-            return list(self._pending)
+    # --- for the threads that wait --------------------------------------------------------------------------------
 
     @property
     def late(self) -> list[int]:
-        """Ranks that have not ended."""
+        """The ranks whose results have not arrived."""
         with self._lock:
             return sorted(self._pending.values())
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to come: no rank is under way, or nobody may ask for it any more."""
+        """Whether nothing more is to come: no rank is running, or the group has abandoned the call."""
         return self.settled and not self._pending
 
     @property
-    def answers(self) -> Answers:
-        """Where anybody can ask for the answers; for a call that keeps them."""
-        if self._answers is None:
-            raise RuntimeError(f"{self.label}() was sent without keeping its answers")
-        return self._answers
+    def awaited(self) -> bool:
+        """Whether a callback waits for the outcome."""
+        return bool(self._callbacks)
+
+    @property
+    def results(self) -> CallResults:
+        """Where any process can fetch the results; only for a call that was sent with ``future=True``."""
+        if self._source is None:
+            raise RuntimeError(f"{self.label}() was sent without keeping its results")
+        return self._source
 
     def refs(self) -> list[Any]:
-        """The engine's references to the answers, to be handed out."""
+        """The engine's references to the results, to be handed out."""
         with self._lock:
             if not self.settled:
                 self._state.referred.add(self)
-        return self.answers.refs()
+        return self.results.refs()
 
-    def absorb_soon(self, seconds: float) -> None:
-        """Take in all receipts, if they come within so many seconds."""
-        tokens = self.pending
-        outcomes = self.engine.read_soon(tokens, seconds)
-        if outcomes is not None:
-            self.absorb(tokens, outcomes)
+    def drive(self, timeout: float, *, first: bool = False) -> None:
+        """Wait up to ``timeout`` seconds for results, absorb those that have arrived, and check deadlines.
 
-    def absorb(self, tokens: Sequence[Token], outcomes: Sequence[Receipt | RankLost] | None = None) -> None:
-        """Take in receipts that have come, then look at the clock."""
-        if tokens:
-            outcomes = self.engine.read(tokens) if outcomes is None else outcomes
-            now = time.time()
-            with self._lock:
-                for token, outcome in zip(tokens, outcomes, strict=True):
-                    rank = self._pending.pop(token, None)
-                    if rank is None:
-                        continue
-                    if isinstance(outcome, RankLost) and outcome.died:
-                        self._lost[rank] = outcome.reason
-                    elif isinstance(outcome, RankLost):
-                        host = self.engine.host(rank)
-                        kind, why = outcome.kind, outcome.reason
-                        failure = Failure(rank, host, self.method, kind, why, "", time.time(), role=self.role)
-                        self._receipts[rank] = Receipt(rank, failure=failure)
-                    else:
-                        self._receipts[rank] = outcome
-                        self._state.standings.setdefault(self.role, {})[rank] = outcome.standing
-                        part = self._record.ranks[rank]
-                        part.clock, part.returned, part.answered = outcome.clock, outcome.returned, now
-                        if self.engine.in_turn and outcome.clock is not None:  # the call ran while it was being sent
-                            self._record.dispatched = min(self._record.dispatched, outcome.clock.received)
-            if self._told:
-                self._tell(outcome for outcome in outcomes if isinstance(outcome, Receipt))
+        Args:
+            timeout: seconds.
+            first: whether the call was just sent.
+        """
+        if not (first or self.engine.connected):
+            self.engine_lost()
+            return
         with self._lock:
+            pending = dict(self._pending)
+        # Outside the lock: this waits, and the engine may have to fetch a large result from another node.
+        arrived = self.engine.collect(pending, timeout, first=first)
+        with self._lock:
+            self._absorb(arrived)
             self._decide(time.monotonic())
+        if self._reported:
+            self._mark_reported(arrived.values())
 
-    def _tell(self, receipts: Iterable[Receipt]) -> None:
-        """The error was raised: what its ranks say of it is not news any more."""
-        if self._answers is not None and self.engine.connected:
-            for receipt in list(receipts):
-                if receipt.failure is not None:
-                    self._answers.failed_on(receipt.rank)
+    def _absorb(self, arrived: Mapping[Token, RankResult]) -> None:
+        now = time.time()
+        for token, result in arrived.items():
+            if self._pending.pop(token, None) is None:
+                continue  # another thread was faster, or the call was abandoned
+            self._results[result.rank] = result
+            if result.failure is not None and not result.failure.method:  # the engine made it, without knowing the call
+                result.failure.method, result.failure.role = self.method, self.role
+            if result.died is None:
+                self._state.layout_versions.setdefault(self.role, {})[result.rank] = result.layout_version
+            if result.clock is not None:
+                record = self._record.ranks[result.rank]
+                record.clock, record.returned, record.arrived = result.clock, result.nbytes, now
+                if self.engine.synchronous:  # the call ran while it was being sent
+                    self._record.dispatched = min(self._record.dispatched, result.clock.received)
 
-    def result(self) -> Any:
-        """The call's value, as its mode promises it; for a settled call.
+    def value(self) -> Any:
+        """The call's value, as its mode promises it; only for a settled call.
 
         Raises:
             SingleControllerError: the call's error.
         """
         if self.error is not None:
-            self._told = True
-            self._tell(self._receipts.values())
-            raise self.error
+            self._reported = True
+            self._mark_reported(self._results.values())
+            # A copy: an exception keeps its traceback, which refers to every caller that has waited, and their batches.
+            error = copy.copy(self.error)
+            raise error from self.error.__cause__
         begun = time.perf_counter()
-        receipts = [self._receipts[rank] for rank in self._order]
-        answers: Answers | ReadAnswers
-        if self._answers is not None:
-            if not self.engine.connected:
-                raise GroupBrokenError(f"the answers of {self.label}() are lost: {ENGINE_GONE}")
-            answers = self._answers
-        else:
-            answers = ReadAnswers(self.label, self._order, [receipt.value for receipt in receipts], self.engine.unpack)
-        value = join_answers(answers, receipts, self.join)
+        results = [self._results[rank] for rank in self._collecting]
+        source: CallResults | InlineResults = self._source or InlineResults(self.label, results)
+        if self._source is not None and not self.engine.connected:
+            raise GroupBrokenError(f"the results of {self.label}() are lost: {ENGINE_GONE}")
+        value = join_results(source, results, self.join)
         if self.collect is not None:
             value = self.collect(value)
         if self._device is not None:
             value = move(value, self._device)
-        if self._accounts is not None:
-            self._accounts.add_join(self._record, time.perf_counter() - begun)
+        if self._stats is not None:
+            self._stats.add_join(self._record, time.perf_counter() - begun)
         return value
 
-    def receipts(self) -> dict[int, Receipt]:
-        """Receipts by rank; for a settled call without error."""
-        return self._receipts
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Call a short function once the call has an outcome, in any thread, possibly under the state's lock."""
+        with self._lock:
+            if not self.settled:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def abandon(self) -> None:
         """The group is broken or closed: end the call, unless it has an outcome."""
@@ -337,90 +339,95 @@ class Call:
                 self._settle(refusal)
             self._pending.clear()
 
-    def when_settled(self, callback: Callable[[], None]) -> None:
-        """Have a short function called, in whichever thread, once the call has an outcome."""
-        with self._lock:
-            if not self.settled:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    @property
-    def awaited(self) -> bool:
-        """Whether somebody waits to be called."""
-        return bool(self._callbacks)
-
-    def orphan(self) -> None:
-        """The engine is gone, and with it the workers: close the group, which ends this call."""
+    def engine_lost(self) -> None:
+        """The engine is gone, and with it the workers: break the group, which ends this call."""
         self._state.break_(ENGINE_GONE)
         self.abandon()
 
-    # --- the outcome -----------------------------------------------------------------------------------
+    def _mark_reported(self, results: Iterable[RankResult]) -> None:
+        """The caller was told of these failures. Ray would otherwise log each one again when its reference is
+        dropped."""
+        if self._source is not None and self.engine.connected:
+            for result in list(results):
+                if result.failure is not None:
+                    self._source.mark_reported(result.rank)
+
+    # --- the outcome ----------------------------------------------------------------------------------------------
 
     def _decide(self, now: float) -> None:
-        failures = [receipt.failure for receipt in self._receipts.values() if receipt.failure is not None]
-        lost_input = next((later.failed for later in self._later if later.failed is not None), None)
+        """Settle the call if its outcome is known by now. A death wins over errors, which may be its echoes."""
+        failures = [result.failure for result in self._results.values() if result.failure is not None]
+        dead = sorted(rank for rank, result in self._results.items() if result.died is not None)
+        lost_input = next((future.failed for future in self._deferred if future.failed is not None), None)
         if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
-        if self._lost:
-            dead = sorted(self._lost)
-            reason = self._lost[dead[0]]
-            self._lost.clear()
-            error = self._death(dead, reason)
+        if dead:
+            error = self._death(dead, self._results[dead[0]].died or "")
+            for rank in dead:  # a later look must not report them again
+                del self._results[rank]
             self._state.deaths.append((self._state.restarts, error))
             self._settle(error)
             self._state.break_(str(error), dead)
         elif failures:
             self._settle_failure(failures, now)
         elif not self._pending:
-            self._settle_whole()
+            late = self._ranks_over_time() if self.engine.synchronous else []
+            if late and not self.settled:
+                self._time_out(late)
+            else:
+                self._settle(None)
         elif lost_input and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS:
-            self._settle(lost_input)  # a future that never comes: the ranks that wait for it cannot know
+            # The ranks wait for a future that never comes, and cannot know it.
+            self._settle(lost_input)
         if self._pending:
-            self._look_at_clock(now, failures)
+            self._check_deadlines(now, failures)
 
     def _settle_failure(self, failures: list[Failure], now: float) -> None:
-        """Raise the first cause: at once, unless it may be the echo of a death that has not shown yet."""
+        """Raise the first cause at once, unless it may be the echo of a death that was not reported yet."""
         if self.settled:
             return
         first = min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
         waited = now - (self._failed_at or now)
         if not (first.may_be_echo and self._pending) or waited > DEATH_SHOWS_SECONDS:
-            self._settle(first.error(self.engine.open_cause(first.cause), starting=self.starting))
+            self._settle(first.error(starting=self.starting))
 
-    def _settle_whole(self) -> None:
-        """All ranks have answered: in time, unless they ran where nobody could tell them that the time was over."""
-        late: list[int] = []
-        if self.engine.in_turn and self._timeout is not None:
-            clocks = {rank: receipt.clock for rank, receipt in self._receipts.items()}
-            late = [rank for rank, clock in clocks.items() if clock and clock.packed - clock.received > self._timeout]
-        if late and not self.settled:
-            self._time_out(sorted(late))
-        else:
-            self._settle(None)
+    def _ranks_over_time(self) -> list[int]:
+        """A synchronous engine cannot interrupt a call: the ranks that took longer than its timeout."""
+        clocks = {rank: result.clock for rank, result in self._results.items()}
+        limit = self._timeout
+        return sorted(
+            rank
+            for rank, clock in clocks.items()
+            if limit is not None and clock and clock.encoded - clock.received > limit
+        )
 
     def _time_out(self, late: list[int]) -> None:
         message = (
-            f"{self.label}() passed its timeout of {self._timeout:g} s; "
+            f"{self.label}() exceeded its timeout of {self._timeout:g} s; "
             f"{_ranks(late)} had not ended ({self._hosts(late)})"
         )
         self._settle(CallTimeoutError(message, method=self.method, ranks=late))
         self._state.break_(message)
 
-    def _look_at_clock(self, now: float, failures: list[Failure]) -> None:
+    def _check_deadlines(self, now: float, failures: list[Failure]) -> None:
         running = now - self._started
         late = self.late
         if not self.settled and self._timeout is not None and running >= self._timeout:
             self._time_out(late)
         elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
+            # The others probably wait for the failed rank in a collective. Only new workers can end that.
+            cause = (
+                f"an error on {_ranks(sorted(failure.rank for failure in failures))}"
+                if failures
+                else "its input failed"
+            )
             self._state.break_(
-                f"{_ranks(late)} had not ended {self.label}() {self._state.error_grace:g} s after an error"
-                + (f" on {_ranks(sorted(failure.rank for failure in failures))}" if failures else " of its input")
+                f"{_ranks(late)} had not ended {self.label}() {self._state.error_grace:g} s after {cause}"
             )
         elif now >= self._next_log:
             self._next_log = now + LATE_LOG_SECONDS
             logger.warning(
-                "%s: %s() has run for %.0f s; waiting for %s (%s)",
+                "%s: %s() has been running for %.0f s; waiting for %s (%s)",
                 self._state.name,
                 self.label,
                 running,
@@ -442,11 +449,11 @@ class Call:
         self.error = error
         self.settled = True
         self._state.referred.discard(self)
-        if self._accounts is not None:
+        if self._stats is not None:
             self._record.settled = time.time()
             self._record.failed = None if error is None else type(error).__name__
-            self._accounts.close(self._record)
-        self._later = ()  # or a chain of futures would keep all that came before
+            self._stats.close(self._record)
+        self._deferred = ()  # a chain of futures would otherwise keep all earlier ones alive
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -454,6 +461,10 @@ class Call:
     def _hosts(self, ranks: Sequence[int]) -> str:
         hosts = list(dict.fromkeys(self.engine.host(rank) for rank in ranks))
         return "; ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+
+    def rank_results(self) -> Mapping[int, RankResult]:
+        """The results by rank; only for a call that succeeded."""
+        return self._results
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -463,12 +474,12 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
 
-def timed_out(call: Call, seconds: float) -> CallTimeoutError:
+def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:
     """The error of a wait that ended before its call did."""
     late = call.late
     return CallTimeoutError(
-        f"{call.label}() has not ended after a wait of {seconds:g} s; {_ranks(late)} are under way. "
-        "The call goes on: wait again, or give the call itself a timeout with .options(timeout=...)",
+        f"{call.label}() has not ended after a wait of {seconds:g} s; {_ranks(late)} are running. "
+        "The call continues: wait again, or give the call itself a timeout with .options(timeout=...)",
         method=call.method,
         ranks=late,
         call_goes_on=True,

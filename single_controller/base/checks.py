@@ -1,4 +1,4 @@
-"""Checks of options that several places take."""
+"""Checks of options that several modules share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 def check_seconds(name: str, value: object) -> float:
-    """A time limit.
+    """Check a time limit.
 
     Raises:
-        ValueError: the value is no positive number.
+        ValueError: the value is not a positive number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{name} is a positive number of seconds, got {value!r}")
@@ -17,15 +17,15 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def check_amounts(name: str, amounts: object) -> dict[str, float]:
-    """Resources by name.
+    """Check amounts of resources by name.
 
     Raises:
-        ValueError: the value is no dict of names and positive numbers.
+        ValueError: the value is not a dict of names and positive numbers.
     """
     if not isinstance(amounts, Mapping):
         raise ValueError(f"{name} is a dict of resources and amounts ({{'disk': 1}}), got {amounts!r}")
     for key, amount in amounts.items():
         number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
         if not isinstance(key, str) or not number or not amount > 0:
-            raise ValueError(f"{name}: {key!r}: {amount!r} is no positive amount of a resource")
+            raise ValueError(f"{name}: {key!r}: {amount!r} is not a positive amount of a resource")
     return dict(amounts)

@@ -1,4 +1,4 @@
-"""What is closed at the end of a ``with`` block."""
+"""Base class of everything that has a ``close`` method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Closing:
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is held. A second close does nothing."""
+        """Release what is held. A second close does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -8,27 +8,24 @@ from single_controller.base.pool import ClassWithInitArgs
 
 
 class Colocated:
-    """What `colocate` returns; a group takes it in place of one class.
+    """What `colocate` returns. A group takes it in place of one class.
 
     Args:
-        roles: role -> the class and its constructor's arguments, in the order in which the workers are made.
+        roles: role -> class with its constructor's arguments, in the order in which the workers are created.
 
     Raises:
-        TypeError: it is no dict of names and classes with arguments.
-        ValueError: no role, or a role whose name cannot be an attribute's.
+        TypeError: it is not a dict of names and classes with arguments.
+        ValueError: it is empty, or the name of a role cannot be an attribute.
     """
 
     def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
         if not isinstance(roles, Mapping) or not all(isinstance(made, ClassWithInitArgs) for made in roles.values()):
-            raise TypeError(
-                "colocate() takes a dict of roles and what they are, {'actor': RayClassWithInitArgs(Actor), ...}, "
-                f"got {roles!r}"
-            )
+            raise TypeError(f"colocate() takes a dict {{'actor': RayClassWithInitArgs(Actor), ...}}, got {roles!r}")
         if not roles:
             raise ValueError("colocate() takes at least one role")
         for role in roles:
             if not isinstance(role, str) or not role.isidentifier() or role.startswith("_"):
-                raise ValueError(f"a role is reached as group.<role>, so it is named like an attribute; got {role!r}")
+                raise ValueError(f"a role is reached as group.<role>, so its name must be an identifier; got {role!r}")
         self.roles: dict[str, ClassWithInitArgs] = dict(roles)
 
     @property
@@ -41,25 +38,25 @@ class Colocated:
 
 
 def colocate(roles: Mapping[str, ClassWithInitArgs]) -> Colocated:
-    """Put several worker classes into one process per rank, so that they share its device and its memory.
+    """Put several worker classes into one process per rank, so that they share its device and memory.
 
-    A group of it has a group for each role: ``group.actor.m(x)``, ``group.critic.m(x)``. A worker reaches the others of
-    its process with ``self.neighbour("critic")``. The workers of a process take one call at a time, in the order in
-    which the driver sent them, whichever role they are for.
+    The group has a group for each role: ``group.actor.m(x)``, ``group.critic.m(x)``. A worker reaches the others of its
+    process with ``self.role_worker("critic")``. A process runs one call at a time, in the order in which the driver
+    sent them, whichever role they are for.
 
     Args:
         roles: role -> its class with the constructor's arguments: ``{"actor": RayClassWithInitArgs(Actor, config)}``.
-            The workers of a process are made in this order.
+            The workers of a process are created in this order.
 
     Raises:
-        TypeError: it is no such dict.
-        ValueError: no role, or a role whose name cannot be an attribute's.
+        TypeError: it is not such a dict.
+        ValueError: it is empty, or the name of a role cannot be an attribute.
     """
     return Colocated(roles)
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
-    """`colocate` under the name that verl gives it; ``group.spawn(...)`` hands out the roles' groups."""
+    """`colocate` under the name that verl uses; ``group.spawn(...)`` returns the roles' groups."""
     return colocate(class_dict)
 
 

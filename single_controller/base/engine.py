@@ -1,134 +1,93 @@
 """Engine: what a group needs from whatever runs its workers.
 
-A group binds and plans calls, keeps deadlines and joins answers; the engine starts workers, carries plans to
-them and receipts back. Nothing above this interface knows what an actor is.
+A group plans calls, tracks deadlines and joins results. The engine starts workers and carries calls and results.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
-from single_controller.base.later import Answers
-from single_controller.base.receipt import Receipt
+from single_controller.base.joining import CallResults
+from single_controller.base.result import RankResult
 
 Token = Hashable
-"""Stands for one rank's receipt that has not been read yet."""
-
-
-@dataclass(frozen=True)
-class RankLost:
-    """Read instead of a receipt.
-
-    Attributes:
-        reason: why there is none, in one line.
-        died: whether the rank's process has ended; if not, only this call went wrong.
-        kind: the type of the engine's error.
-    """
-
-    reason: str
-    died: bool = True
-    kind: str = ""
+"""Stands for one rank's result that was not read yet."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A call that is on its way.
+    """A call that was sent.
 
     Attributes:
-        receipts: token -> rank, for every called rank.
-        answers: where the collecting ranks' answers can be asked for; None when they come with the receipts.
-        nbytes: rank -> bytes of arguments that it was given, for `stats`.
+        tokens: token -> rank, for every called rank.
+        results: where the collecting ranks' results can be fetched; None if they come inside the `RankResult`s.
+        nbytes: rank -> bytes of arguments sent to it, for `stats`.
     """
 
-    receipts: dict[Token, int]
-    answers: Answers | None = None
+    tokens: dict[Token, int]
+    results: CallResults | None = None
     nbytes: dict[int, int] = field(default_factory=dict)
 
 
 class Engine(ABC):
-    """One group's workers. All methods may be called from several threads, `send` by one at a time.
+    """The workers of one group. `send` is called by one thread at a time, all other methods by any thread.
 
     Attributes:
-        ended: whether `kill` was called: their end is no news.
-        given_up: ranks that were ended to be restarted; theirs is none either.
+        world_size: number of ranks.
+        synchronous: whether `send` itself runs the call, rank after rank, in the caller's thread. Nothing interrupts
+            such a call: its timeout is checked afterwards against the time that each rank took.
+        ended: whether `kill` was called, so that the workers' end is expected.
+        restarted: ranks that were ended to be restarted; their end is expected too.
     """
 
+    world_size: int
+    synchronous = False
     ended = False
-    given_up: frozenset[int] = frozenset()
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """Number of ranks."""
+    restarted: frozenset[int] = frozenset()
 
     @property
     @abstractmethod
     def connected(self) -> bool:
-        """Whether what runs the workers can still be asked at all; False once it was shut down."""
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether `send` itself runs the call, rank after rank, in its caller's thread. Nothing interrupts it then; a
-        call's timeout is compared with what each rank took, afterwards."""
-        return False
+        """Whether the system that runs the workers can still be asked. Once False, it stays False."""
 
     @abstractmethod
     def host(self, rank: int) -> str:
-        """The host that a rank runs on, for messages."""
+        """The host of a rank, for messages."""
 
     @abstractmethod
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
-        """Carry a plan to its ranks, without waiting.
+        """Send a call to the ranks of its plan without waiting. Each distinct shard is sent once.
 
         Args:
             spec: the method.
-            plan: who gets what.
-            future: keep the answers where they are made, until somebody asks; else they come with the receipts.
+            plan: which rank gets what.
+            future: whether results stay where they were computed until somebody asks for them. Otherwise they come
+                inside the `RankResult`s.
 
         Raises:
-            DispatchError: an argument cannot be carried. No rank has seen the call then.
+            DispatchError: an argument cannot be sent. No rank has seen the call.
         """
 
     @abstractmethod
-    def ask_standings(self, role: str | None) -> Sent:
-        """Ask every rank's worker of a role (None: the one there is) for its `Standing`, in the order of calls; the
-        receipts' values are the standings."""
+    def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
+        """Wait until all results have arrived, at most ``timeout`` seconds, and return those that have.
 
-    @abstractmethod
-    def wait(self, tokens: Sequence[Token], timeout: float) -> list[Token]:
-        """Wait until all receipts are there or ``timeout`` seconds have passed; those that are there."""
-
-    @abstractmethod
-    def read(self, tokens: Sequence[Token]) -> list[Receipt | RankLost]:
-        """Receipts that `wait` has reported."""
-
-    def read_soon(self, tokens: Sequence[Token], timeout: float) -> list[Receipt | RankLost] | None:
-        """All receipts, if they are there within ``timeout`` seconds; None if not, or if a rank is lost. For an engine
-        that can do this faster than by `wait` and `read`."""
-        return None
-
-    @abstractmethod
-    def unpack(self, packed: Any, private: bool) -> Any:
-        """The value of an answer that came with a receipt.
+        A rank whose process has ended has a result that says so: this method never raises for a dead rank.
 
         Args:
-            packed: the receipt's value.
-            private: whether it must be in memory that nobody else has; else it is only looked at, to be joined.
+            tokens: token -> rank.
+            timeout: seconds.
+            first: whether the call was just sent, so that all results will probably arrive within ``timeout``.
         """
-
-    @abstractmethod
-    def open_cause(self, packed: Any) -> BaseException | None:
-        """A failure's exception; None if it does not unpickle here."""
 
     @abstractmethod
     def deaths(self) -> dict[int, str]:
-        """rank -> reason, of the ranks whose process has ended. Does not disturb the others at their work."""
+        """rank -> reason, of the ranks whose process has ended. Must not disturb the other ranks' work."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End all workers, without waiting for them, and set `ended`. May be called again."""
+        """End all workers without waiting, and set `ended`. May be called again."""

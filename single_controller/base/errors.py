@@ -1,6 +1,6 @@
-"""The errors of groups and pools. Those of a call's shape are in `dispatch.errors`.
+"""Errors of groups and pools. Errors about the shape of a call are in `dispatch.errors`.
 
-All of them pickle: the message is ``args[0]``, and what else an error knows stands in plain attributes.
+All of them pickle: the message is ``args[0]``, and everything else is a plain attribute.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dispatch.errors import SingleControllerError
 
 
 class PlacementError(SingleControllerError):
-    """A pool or group cannot be placed: never, or not within its time. The message has a table by node."""
+    """A pool or group can never be placed, or was not within its timeout. The message has a table per node."""
 
 
 class _RankError(SingleControllerError):
     """An error of one rank.
 
     Attributes:
-        rank: the rank, or None if it had none yet.
-        host: the host it ran on.
+        rank: the rank, or None if none was assigned yet.
+        host: the host that it ran on.
         method: name of the method, without parentheses.
-        role: of the worker, where several are in one process (`colocate`); else None.
+        role: role of the worker, if several share the process (`colocate`); otherwise None.
     """
 
     role: str | None = None
@@ -38,7 +38,7 @@ class _RankError(SingleControllerError):
 class WorkerError(_RankError):
     """A method raised on a rank. The message names the first cause, with the remote traceback below.
 
-    ``__cause__`` is the exception itself where it could be brought to the driver.
+    ``__cause__`` is the exception itself, if it could be sent to the driver.
 
     Attributes:
         cause_type: qualified name of the exception's type.
@@ -61,7 +61,7 @@ class WorkerError(_RankError):
 
 
 class StartError(WorkerError):
-    """A worker's constructor raised (or its class could not be loaded there). The group was taken down."""
+    """A worker's constructor raised, or its class could not be loaded. The group was shut down."""
 
 
 class WorkerDiedError(_RankError):
@@ -90,8 +90,8 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
     Attributes:
         method: name of the method, without parentheses.
         ranks: the ranks that had not ended.
-        call_goes_on: True when only the wait ended (``future.result(timeout)``): the call goes on, and a later
-            wait gets its result. False when the call's own timeout passed: the group is broken.
+        call_goes_on: True if only the wait ended (``future.result(timeout)``): the call continues, and a later wait
+            gets its result. False if the call's own timeout passed: the group is broken.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
 
 
 class GroupBrokenError(SingleControllerError):
-    """The group lost a worker, or a call ran past its timeout, earlier. ``group.restart()`` begins anew."""
+    """The group lost a worker, or a call exceeded its timeout, earlier. Call ``group.restart()``."""
 
 
 class GroupClosedError(SingleControllerError):
@@ -117,4 +117,4 @@ class GroupClosedError(SingleControllerError):
 
 
 class LocalEngineError(SingleControllerError):
-    """What needs processes of their own was asked of a `LocalWorkerGroup`, whose ranks are all in the driver's."""
+    """A `LocalWorkerGroup`, whose ranks share the driver's process, was asked for something that needs processes."""

@@ -1,84 +1,86 @@
-"""WorkerFuture: the result of a call that somebody may wait for later, or hand on."""
+"""WorkerFuture: the result of a call that may still be running."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
-from dispatch.batch import LaterBatch
+from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.modes import Join
+from dispatch.plan import DeferredArgument
 from single_controller.base.call import Call
 from single_controller.base.errors import CallTimeoutError
-from single_controller.base.later import Answers, LaterPart
+from single_controller.base.joining import CallResults, fetch_deferred, join_results
 from single_controller.base.monitor import monitor
 
-
-class _HandedOn(LaterBatch):
-    """A future as an argument: what each rank of the consuming group is told about it."""
-
-    @property
-    def failed(self) -> Exception | None:
-        """See `dispatch.batch.LaterBatch`."""
-        return None
-
-    def later_rows(self, shard: int, shards: int, uneven: str) -> LaterPart:
-        """See `dispatch.batch.LaterBatch`."""
-        return LaterPart(*self._source(), "rows", shard, shards, uneven)
-
-    def later_item(self, item: int, items: int) -> LaterPart:
-        """See `dispatch.batch.LaterBatch`."""
-        return LaterPart(*self._source(), "item", item, items)
-
-    def later_whole(self) -> LaterPart:
-        """See `dispatch.batch.LaterBatch`."""
-        return LaterPart(*self._source(), "whole")
-
-    def _source(self) -> tuple[Answers, Join]:
-        """Where the answers are, and what they make together."""
-        raise NotImplementedError
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (PassedFuture, self._source())
+R_co = TypeVar("R_co", covariant=True)
 
 
-class WorkerFuture(_HandedOn):
+class WorkerFuture(Deferred, Generic[R_co]):
     """What ``group.m.remote(x)`` returns.
 
-    It holds references, one per collecting rank, not data. Given to another group's method (or the same one's)
-    it is cut without passing through the driver. `result` waits for it; ``await`` does too.
+    A future holds references, one per collecting rank, and no data. Pass it to a method of the same or another group:
+    each rank then fetches the rows of its own shard, and nothing passes through the driver. A method registered with
+    ``materialize_futures=False`` receives the future itself and can wait for it, or pass it to a group of its own.
+
+    Args:
+        call: the call, in the process that sent it.
+        source: the call's results and how they are joined, in any other process.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call | None, source: tuple[CallResults, Join] | None = None) -> None:
         self._call = call
-        self._value: tuple[Any] | None = None
+        self._elsewhere = source
+        self._value: tuple[R_co] | None = None
 
-    def result(self, timeout: float | None = None) -> Any:
-        """The call's value, as its mode promises it. The same object each time.
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """The method that computes the result."""
+        return self._call.label if self._call is not None else self._source()[0].label
+
+    def result(self, timeout: float | None = None) -> R_co:
+        """Wait for the call and return its value. Every call of this method returns the same object.
 
         Args:
-            timeout: seconds to wait at the most. Only the wait ends then: the call goes on.
+            timeout: seconds to wait. Only the wait ends then; the call continues.
 
         Raises:
             CallTimeoutError: the wait ended (``call_goes_on`` is True), or the call's own timeout passed.
             SingleControllerError: the call's error.
         """
-        monitor.wait(self._call, timeout)
-        if self._value is None:
-            self._value = (self._call.result(),)
+        if self._call is not None:
+            monitor.wait(self._call, timeout)
+            self._value = self._value or (self._call.value(),)
+        else:
+            source, join = self._source()
+            results = source.wait(timeout)
+            self._value = self._value or (join_results(source, results, join),)
         return self._value[0]
 
-    def get(self, timeout: float | None = None) -> Any:
-        """`result` under the name that verl's futures have."""
+    def get(self, timeout: float | None = None) -> R_co:
+        """`result` under the name that verl's futures use."""
         return self.result(timeout)
 
+    def as_argument(self) -> R_co:
+        """This object itself, typed as its value: type checkers then take it as an argument of a typed call."""
+        return cast(R_co, self)
+
     def done(self) -> bool:
-        """Whether the call has ended, well or not."""
-        return monitor.poll(self._call)
+        """Whether the call has ended, with or without an error."""
+        if self._call is not None:
+            return monitor.poll(self._call)
+        try:
+            self._source()[0].wait(timeout=0.0)
+        except CallTimeoutError:
+            return False
+        except SingleControllerError:
+            return True
+        return True
 
     def exception(self, timeout: float | None = None) -> Exception | None:
-        """What `result` would raise, or None; waits like it.
+        """The exception that `result` would raise, or None. Waits like `result`.
 
         Raises:
             CallTimeoutError: the wait ended before the call did.
@@ -95,89 +97,66 @@ class WorkerFuture(_HandedOn):
 
     @property
     def refs(self) -> list[Any]:
-        """The engine's references to the answers, one per collecting rank (ObjectRefs, on Ray)."""
-        return self._call.refs()
+        """The engine's references to the results, one per collecting rank; ObjectRefs on Ray."""
+        return self._call.refs() if self._call is not None else self._source()[0].refs()
 
     @property
     def failed(self) -> Exception | None:
-        """See `dispatch.batch.LaterBatch`."""
-        return self._call.error
+        """See `dispatch.batch.Deferred`."""
+        return self._call.error if self._call is not None else None
 
-    def _source(self) -> tuple[Answers, Join]:
-        if self._call.collect is not None:
+    def wait(self) -> None:
+        """Wait until the call has ended, with or without an error."""
+        if self._call is not None:
+            monitor.wait(self._call)
+
+    def check_argument(self) -> None:
+        """See `dispatch.batch.Deferred`."""
+        self._source()
+
+    def fetch(self, argument: DeferredArgument, *, private: bool) -> tuple[Any, int | None, int | None, int | None]:
+        """See `dispatch.batch.Deferred`."""
+        return fetch_deferred(*self._source(), argument, private=private)
+
+    def _source(self) -> tuple[CallResults, Join]:
+        if self._elsewhere is not None:
+            return self._elsewhere
+        call = self._call
+        if call is None:
+            raise RuntimeError("a future without a call")
+        if call.collect is not None:
             raise DispatchError(
-                f"the future of {self._call.label}() ends in a collect function of its mode, which runs on the "
-                "driver: pass future.result() instead",
-                method=self._call.method,
+                f"the future of {call.label}() cannot be an argument, because the collect_fn of its mode runs on the "
+                "driver; pass future.result() instead",
+                method=call.method,
             )
-        return self._call.answers, self._call.join
+        return call.results, call.join
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerFuture, (None, self._source())
+
+    def __await__(self) -> Generator[Any, None, R_co]:
+        call = self._call
+        if call is None:
+            return (yield from asyncio.to_thread(self.result).__await__())
         loop = asyncio.get_running_loop()
         settled = loop.create_future()
 
-        def tell() -> None:
+        def set_settled() -> None:
             if not settled.done():
                 settled.set_result(None)
 
-        def call_loop() -> None:
+        def wake_loop() -> None:  # runs in whichever thread settles the call
             if not loop.is_closed():
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(set_settled)
 
-        self._call.when_settled(call_loop)
-        monitor.poll(self._call)
+        call.when_settled(wake_loop)
+        monitor.poll(call)
         yield from settled.__await__()
         return self.result()
 
     def __repr__(self) -> str:
-        state = "under way" if not self._call.settled else "failed" if self._call.error else "done"
+        if self._call is None:
+            return f"<WorkerFuture of {self.label}()>"
+        state = "running" if not self._call.settled else "failed" if self._call.error else "done"
         return f"<WorkerFuture of {self._call.label}(), {state}>"
-
-
-class PassedFuture(_HandedOn):
-    """A `WorkerFuture` as another process has it: a worker whose method keeps futures as they are.
-
-    It can be waited for, and handed on to a group that this process drives.
-    """
-
-    def __init__(self, answers: Answers, join: Join) -> None:
-        self._answers = answers
-        self._join = join
-
-    def result(self, timeout: float | None = None) -> Any:
-        """The call's value, as its mode promises it.
-
-        Args:
-            timeout: seconds to wait at the most. Only the wait ends then.
-
-        Raises:
-            CallTimeoutError: the wait ended before the call did.
-            SingleControllerError: the call's error.
-        """
-        self._answers.receipts(timeout)
-        return self.later_whole().take(private=True).value
-
-    def get(self, timeout: float | None = None) -> Any:
-        """`result` under the name that verl's futures have."""
-        return self.result(timeout)
-
-    def done(self) -> bool:
-        """Whether the call has ended, well or not."""
-        try:
-            self._answers.receipts(timeout=0.0)
-        except CallTimeoutError:
-            return False
-        except SingleControllerError:
-            return True
-        return True
-
-    @property
-    def refs(self) -> list[Any]:
-        """The engine's references to the answers."""
-        return self._answers.refs()
-
-    def _source(self) -> tuple[Answers, Join]:
-        return self._answers, self._join
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.to_thread(self.result).__await__()

@@ -3,66 +3,60 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
-from dispatch.errors import DispatchError, UnknownLayoutError
+from dispatch.errors import DispatchError
 from dispatch.layout import Layout
+from dispatch.modes import Mode, has_axes
 from dispatch.plan import CallPlan, plan_call
 from dispatch.register import MethodSpec, method_spec
-from single_controller.base.axis_sizes import AxisSizes
-from single_controller.base.by_name import CallsByName, PlanOf
+from dispatch.typed import RegisteredMethod
 from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.closing import Closing
-from single_controller.base.engine import Engine
+from single_controller.base.engine import Engine, Sent
+from single_controller.base.execute import CallsByName, Planner
 from single_controller.base.future import WorkerFuture
-from single_controller.base.method import CallOptions, RemoteMethod
-from single_controller.base.method_table import MethodTable, closest
+from single_controller.base.layout_report import layout_from
+from single_controller.base.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
 from single_controller.base.monitor import monitor
-from single_controller.base.restart import Replay, checked_ranks, restart
-from single_controller.base.standing import layout_of
-from single_controller.base.stats import Accounts, Stats, write_trace
-from single_controller.base.watcher import OnDeath, Watcher
+from single_controller.base.stats import CallStats, Stats, write_trace
+from single_controller.base.supervision import OnDeath, Replay, ReplayLog, Watcher, check_ranks, restart
 from single_controller.base.worker import Worker
 
-if TYPE_CHECKING:
-    from single_controller.base.role_group import RoleGroup
-
+P = ParamSpec("P")
 T = TypeVar("T")
 
 ERROR_GRACE_SECONDS = 5.0
 
-_AS_DECLARED = CallOptions()
-
 RESERVED = frozenset({"resource_pool"})
-"""Names that a group needs, beside the attributes of its class."""
+"""Names that a group uses, besides the attributes of its class."""
 
 
 @dataclass
-class Learned:
-    """What a group has found out about the workers of one role, or of its only class.
+class _RoleRecord:
+    """What a group knows about the workers of one role, or of its only class.
 
     Attributes:
-        accounts: what their calls cost.
-        layout: where they stand, with the version of what each of them had said; None until somebody asks.
+        stats: what their calls cost.
+        layout: their layout, with the version of each rank's report; None until somebody asks for it.
     """
 
-    accounts: Accounts = field(default_factory=Accounts)
+    stats: CallStats = field(default_factory=CallStats)
     layout: tuple[dict[int, int], Layout] | None = None
 
 
 class Methods:
-    """The registered methods of a group: ``group.methods.<name>``, also for names the group has for itself."""
+    """The registered methods of a group: ``group.methods.<name>``."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
-    def __getattr__(self, name: str) -> RemoteMethod:
+    def __getattr__(self, name: str) -> RemoteMethod[..., Any, Any]:
         return self._group._method(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -72,21 +66,28 @@ class Methods:
         return list(self._group._specs)
 
 
-class WorkerGroup(AxisSizes, CallsByName, Closing):
-    """Workers of one class, one per rank. Their registered methods are the group's.
+def _axis_size(axis: str, meaning: str) -> property:
+    return property(
+        lambda group: group._axis_size(axis),
+        doc=f"Size of the {meaning}, as the workers registered it; 1 if they did not name the axis.",
+    )
 
-    ``group.m(x)`` cuts the arguments as the method declares, runs it on the ranks and gathers the answers. Several
-    threads may call at once; each rank runs its calls in the order in which they were sent. A group is a context
+
+class WorkerGroup(CallsByName, Closing):
+    """Workers of one class, one per rank. Their registered methods are methods of the group.
+
+    ``group.m(x)`` shards the arguments as the method declares, runs it on the ranks and joins the results. Several
+    threads may call at once. Each rank runs its calls in the order in which they were sent. A group is a context
     manager that closes itself.
 
     Args:
-        classes: role -> class. One class has the role None, and its registered methods become the group's. Several, as
-            `colocate` puts them into one process, have a `RoleGroup` each.
+        classes: role -> class. A single class has the role None, and its registered methods become the group's.
+            Several classes, colocated in one process, get a `RoleGroup` each.
         name: the group's name, for messages.
-        error_grace: seconds that the other ranks have to end a call after one raised in it.
+        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
 
     Raises:
-        DispatchError: a registered method, or a role, has a name that the group needs for itself.
+        DispatchError: a registered method or a role has a name that the group uses itself.
     """
 
     def __init__(
@@ -96,16 +97,15 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         self._tables = {role: MethodTable(cls, role) for role, cls in classes.items()}
         reserved = RESERVED.union(dir(type(self)))
         for role, table in self._tables.items():
-            table.refuse(reserved)
+            table.check_names(reserved)
             if role in reserved:
-                raise DispatchError(f"{role!r} is a name that a group needs for itself: call the role another name")
+                raise DispatchError(f"{role!r} is a name that a worker group uses itself: rename the role")
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
-        self._sending = threading.RLock()
-        self._learned: dict[str | None, Learned] = {role: Learned() for role in (None, *classes)}
-        self._running: Engine | None = None
+        self._replays = ReplayLog(self._state)
+        self._records: dict[str | None, _RoleRecord] = {role: _RoleRecord() for role in (None, *classes)}
         self._collectives = True
 
-    # --- what a group is --------------------------------------------------------------------------------
+    # --- what a group knows -------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -119,13 +119,13 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
 
     @property
     def broken(self) -> str | None:
-        """Why the group takes no more calls until it is restarted, or None."""
+        """Why the group takes no calls until it is restarted; None if it does."""
         return self._state.broken
 
-    def advise(self, way_on: str) -> None:
-        """Have `GroupBrokenError` say what to do about it; for those who stand in front of a group, and whose users go
-        on in another way than by `restart`."""
-        self._state.way_on = way_on
+    def advise(self, advice: str) -> None:
+        """Set what `GroupBrokenError` recommends, for wrappers of a group that recover in another way than
+        `restart`."""
+        self._state.advice = advice
 
     @property
     def world_size(self) -> int:
@@ -134,58 +134,75 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
 
     @property
     def layout(self) -> Layout:
-        """Where the ranks stand, as the workers reported it. Asked of them when first needed, and again when a
-        worker has said something new.
+        """The coordinates that the workers have registered. The group asks them when the layout is first needed, and
+        again after a worker has registered something new.
 
         Raises:
-            DispatchError: some ranks reported and others did not; or this group has roles, which have layouts each.
+            DispatchError: only some ranks have registered; or the group has roles, each with a layout of its own.
         """
-        if self._table is None:
-            ways = ", ".join(f"group.{role}" for role in self.roles)
-            raise DispatchError(f"every role of {self.name} has a layout of its own: ask {ways}", method="layout")
-        with self._state.lock:
-            referred = list(self._state.referred)
-        for call in referred:  # one may have ended, and said something new, unnoticed by this process
-            monitor.poll(call)
-        here = self._learned[self._role]
-        known = here.layout
-        said = self._state.standings.get(self._role, {})
-        if known is None or any(version > known[0].get(rank, 0) for rank, version in said.items()):
-            known = here.layout = self._ask_layout()
-        return known[1]
+        return self._layout_with(lambda layout: True)
+
+    tp_size = _axis_size("tp", "tensor-parallel axis")
+    pp_size = _axis_size("pp", "pipeline-parallel axis")
+    dp_size = _axis_size("dp", "data-parallel axis, without context parallelism")
+    cp_size = _axis_size("cp", "context-parallel axis")
+    ep_size = _axis_size("ep", "expert-parallel axis, whose ranks are data-parallel ranks too")
+    vpp_size = _axis_size("vpp", "virtual pipeline: the stages that each rank holds")
 
     def stats(self) -> Stats:
-        """What the group's calls cost: bytes and seconds by method, and by call and rank. Prints as a table. Of a group
-        with roles: all of theirs, by ``<role>.<method>``."""
+        """What the group's calls cost: bytes and seconds by method, and by call and rank. Prints as a table. For a
+        group with roles: all roles' methods, as ``<role>.<method>``."""
         if self._table is None:
-            return Stats.together({role: self._learned[role].accounts.stats() for role in self.roles})
-        return self._learned[self._role].accounts.stats()
+            return Stats.together({role: self._records[role].stats.stats() for role in self.roles})
+        return self._records[self._role].stats.stats()
 
     def trace(self, path: str | Path) -> None:
-        """Write the last calls as a Chrome trace, which Perfetto opens: a row for the driver and one for each rank.
+        """Write the latest calls as a Chrome trace for Perfetto, with a row for the driver and one for each rank.
 
         Args:
-            path: the file, JSON.
+            path: the JSON file to write.
         """
         write_trace(path, self.name, self.stats().calls)
 
     @property
     def methods(self) -> Methods:
-        """The registered methods, by name."""
+        """The registered methods by name, also those that an attribute of the group hides."""
         return Methods(self)
 
-    # --- roles ------------------------------------------------------------------------------------------
+    @overload
+    def on(self, method: RegisteredMethod[..., Any, P, T, Literal[True]]) -> RemoteMethod[P, T, T]: ...
+
+    @overload
+    def on(self, method: RegisteredMethod[..., Any, P, T, Literal[False]]) -> RemoteMethod[P, T, WorkerFuture[T]]: ...
+
+    def on(self, method: Any) -> Any:
+        """The typed spelling of ``group.m``: ``group.on(Scorer.score)`` is ``group.score``, and type checkers know its
+        arguments and its result.
+
+        Args:
+            method: a registered method of the group's worker class or of one of its bases.
+
+        Raises:
+            TypeError: ``method`` is not a method of a class.
+            DispatchError: the group's worker class does not have that method; the message lists its registered methods.
+        """
+        if self._table is None:
+            ways = " or ".join(f"group.{role}.on(...)" for role in self.roles)
+            raise DispatchError(f"{self.name} has several workers per process: call {ways}", method="on")
+        return self._method(self._table.name_of(method))
+
+    # --- roles --------------------------------------------------------------------------------------------------------
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles of a colocated group, in the order in which their workers are made; none of any other group."""
+        """The roles of a colocated group, in the order in which their workers are created; empty for other groups."""
         return tuple(role for role in self._tables if role is not None and self._role is None)
 
     def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, RoleGroup]:
-        """The groups of a colocated group's roles, by name: the same as ``group.<role>``.
+        """The groups of a colocated group's roles by name; the same as ``group.<role>``.
 
         Args:
-            prefix_set: which of them; all by default.
+            prefix_set: the roles; all by default.
 
         Raises:
             DispatchError: the group has no such role.
@@ -193,128 +210,113 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         return {role: self._role_group(role) for role in (self.roles if prefix_set is None else prefix_set)}
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """For drivers written for verl: checks that the group has these roles. ``group.<role>`` is there anyway.
+        """For drivers written for verl: check that the group has these roles. ``group.<role>`` works without this call.
 
         Raises:
             DispatchError: the group has no such role.
         """
         self.spawn(prefix_set)
 
-    # --- life -------------------------------------------------------------------------------------------
+    # --- life cycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the workers. Calls under way raise `GroupClosedError`; a second close does nothing."""
+        """End the workers. Running calls raise `GroupClosedError`. A second close does nothing."""
         monitor.forget(self._state.close())
-        if self._running is not None:
-            self._running.kill()
+        self._replays.clear()
+        if self._state.engine is not None:
+            self._state.engine.kill()
 
     def alive(self) -> list[bool]:
-        """By rank, whether its process lives. Asks the engine, not the workers: it answers while they are at work."""
+        """Whether each rank's process is alive. Asks the engine, not the workers, so it returns while they are busy."""
         if self._state.closed or not self._engine.connected:
             return [False] * self.world_size
         dead = self._engine.deaths()
         return [rank not in dead for rank in range(self.world_size)]
 
     def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
-        """Have a thread look whether the workers live, so that a death is noticed while no call is under way.
+        """Start a thread that notices deaths while no call is running. A death breaks the group.
 
-        A death breaks the group. The thread ends with the group, or when its `Watcher` is closed; it goes on after a
-        restart. It never ends the driver.
+        The thread ends when the group or its `Watcher` is closed. It continues after a restart, and never keeps the
+        driver alive.
 
         Args:
-            on_death: called in that thread, once for each death that it sees, with the `WorkerDiedError`; it may call
-                ``group.restart()``. What it raises is logged.
-            interval: seconds between two looks.
+            on_death: called in that thread, once per death, with the `WorkerDiedError`. It may call
+                ``group.restart()``. Exceptions that it raises are logged.
+            interval: seconds between two checks.
 
         Raises:
-            ValueError: an interval that is no positive number.
+            ValueError: the interval is not a positive number.
         """
-        return Watcher(self, on_death, interval)
+        return Watcher(self._state, on_death, interval)
 
     def restart(self, ranks: Sequence[int] | None = None) -> None:
-        """End the workers and begin anew: in the same place, with the same constructor arguments.
+        """End the workers and start new ones: in the same slots, with the same constructor arguments.
 
-        Then the latest successful call of each method that is registered with ``replay=True`` is made again, in the
-        order of those calls. Calls under way raise; other threads' calls wait until the restart is over.
+        Then the latest successful call of each method that is registered with ``replay=True`` is repeated, in the
+        order of those calls. Running calls raise. Other threads' calls wait until the restart is done.
 
         Args:
-            ranks: only these ranks, where the group was made with ``collectives=False``; the others keep their state.
-                The calls are replayed on these ranks alone.
+            ranks: restart only these ranks, in a group that was created with ``collectives=False``. The others keep
+                their state; calls are repeated on these ranks alone.
 
         Raises:
             GroupClosedError: the group was closed.
             GroupBrokenError: another driver started these workers, so they cannot be restarted here.
-            ValueError: ranks that the group does not have, or of a group whose ranks need each other.
-            SingleControllerError: as when the group was made, or what a replayed call raised; it stays broken then.
+            ValueError: the group has no such ranks, or uses collectives.
+            SingleControllerError: what starting a group or a repeated call raises. The group then stays broken.
         """
-        restart(self, ranks)
+        restart(self._state, choose=lambda: self._check_restart(ranks), start=self._start_workers, replay=self._replay)
 
-    # --- the inside -------------------------------------------------------------------------------------
-
-    @property
-    def _engine(self) -> Engine:
-        if self._running is None:
-            raise RuntimeError(f"{self.name} has no workers yet")
-        return self._running
-
-    def _check(self) -> None:
-        if self._state.restarting:
-            with self._sending:  # until the restart is over; the thread that restarts goes through
-                pass
-        if not self._state.closed and not self._engine.connected:
-            self._state.break_(ENGINE_GONE)
-        self._state.check()
+    # --- one call -----------------------------------------------------------------------------------------------------
 
     def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        """Plan a call, send it, and wait for it or return its future."""
         begun = time.time()
         self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         plan = self._plan(spec, args, kwargs, options)
         call = self._send(spec, plan, future=not blocking, options=options, begun=begun)
-        self._note_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
-        return self._wait(call) if blocking else WorkerFuture(call)
+        if spec.registration.replay:
+            self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
+        if not blocking:
+            return WorkerFuture(call)
+        monitor.wait(call, just_sent=True)
+        return call.value()
 
-    def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-        """The ranks to restart, checked; None for all."""
-        return None if ranks is None else checked_ranks(self, ranks)
-
-    def _start_again(self, ranks: tuple[int, ...] | None) -> None:
-        """End the workers of some ranks, or all, and start them anew."""
-        raise NotImplementedError(f"{type(self).__name__} does not restart")
-
-    def _execute(self, plan: PlanOf, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, future: bool) -> Call:
+    def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
+        """See `CallsByName`."""
         begun = time.time()
         self._check()
         spec = self._any_method(name)
-        call = self._send(spec, plan(spec, self, args, kwargs), future=future, begun=begun)
-        self._note_replay(call, spec, _AS_DECLARED, lambda group: plan(spec, group, args, kwargs))
-        return call
-
-    def _note_replay(
-        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[WorkerGroup], CallPlan]
-    ) -> None:
+        layout = _without_coordinates(self.world_size)
+        call = self._send(spec, plan(spec, layout, args, kwargs), future=not wait, begun=begun)
         if spec.registration.replay:
-            replay = Replay(spec, call.number, plan, options)
-            call.when_settled(functools.partial(self._state.remember, call, replay))
+            self._log_replay(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
+        if not wait:
+            return call.refs()
+        monitor.wait(call, just_sent=True)
+        return call.value()
+
+    def _check(self) -> None:
+        """Raise unless the group takes calls. During a restart, wait for its end first."""
+        state = self._state
+        if state.restarting:
+            with state.sending:  # reentrant: the thread that restarts passes
+                pass
+        if not state.closed and not self._engine.connected:
+            state.break_(ENGINE_GONE)
+        state.check()
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
-        return self._knowing(lambda: plan_call(spec, self, args, kwargs, options.uneven), spec.name)
-
-    def _axis_size(self, axis: str) -> int:
-        self._check()
-        return self._knowing(lambda: self.layout.checked_size(axis), f"{axis}_size")
-
-    def _knowing(self, ask: Callable[[], T], what: str) -> T:
-        """What ``ask`` finds out from the layout. Coordinates that were asked for earlier are asked for once more if
-        they do not do: a call that was under way then may have said them since."""
-        while True:
-            asked_before = self._learned[self._role].layout is not None
+        registration = spec.registration
+        mode = registration.mode.mode
+        layout = _without_coordinates(self.world_size)
+        if isinstance(mode, Mode) and mode.in_layout is not None and registration.execute.ranks is None:
             try:
-                return ask()
-            except UnknownLayoutError as error:
-                if not asked_before:
-                    raise DispatchError(str(error), method=what) from None
-                self._learned[self._role].layout = None
+                layout = self._layout_with(mode.in_layout)
+            except DispatchError as error:
+                raise DispatchError(f"{spec.label}() needs a layout: {error}", method=spec.name) from None
+        return plan_call(spec, layout, args, kwargs, options.uneven, self)
 
     def _send(
         self,
@@ -322,54 +324,118 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
         plan: CallPlan,
         *,
         future: bool,
-        options: CallOptions = _AS_DECLARED,
+        options: CallOptions = DECLARED,
         begun: float | None = None,
+        recorded: bool = True,
     ) -> Call:
-        with self._sending:
-            self._state.check()  # once more: it may have been closed while this waited
+        state = self._state
+        with state.sending:
+            state.check()  # again: another thread may have closed the group while this one waited
+            engine = self._engine
             try:
-                sent = self._engine.send(spec, plan, future=future)
+                sent = engine.send(spec, plan, future=future)
             except BaseException as error:
-                if not isinstance(error, Exception) and not self._engine.in_turn:
-                    # Some ranks may have the call and others not: the next collective would hang.
-                    self._state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
+                if not isinstance(error, Exception) and not engine.synchronous:
+                    # Ctrl-C in the middle: some ranks may have the call and others not. The next collective would hang.
+                    state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
                 raise
+            stats = self._records[self._role].stats if recorded else None
             call = Call(
-                self._state,
-                self._engine,
-                spec.name,
-                plan,
-                sent,
-                options.timeout,
-                accounts=self._learned[self._role].accounts,
-                begun=begun,
-                device=options.device,
-                role=self._role,
+                state, spec, plan, sent, timeout=options.timeout, stats=stats, begun=begun, device=options.device
             )
-            self._state.sent += 1
-            call.number = self._state.sent
-        if future and self._engine.in_turn:
-            monitor.poll(call)  # it has ended
+            state.sent += 1
+            call.number = state.sent
+        if future and engine.synchronous:
+            monitor.poll(call)  # it has already ended
         elif future:
             monitor.watch(call)
         return call
 
-    def _wait(self, call: Call) -> Any:
-        monitor.wait(call, just_sent=True)
-        return call.result()
+    # --- the layout ---------------------------------------------------------------------------------------------------
+
+    def _layout_with(self, sufficient: Callable[[Layout], bool]) -> Layout:
+        """The layout. If the known one is outdated or not sufficient, the workers are asked: a call that is still
+        running may have registered coordinates since."""
+        if self._table is None:
+            names = ", ".join(f"group.{role}.layout" for role in self.roles)
+            raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
+        for call in self._running_references():
+            monitor.poll(call)  # the call may have ended, and registered something new, unnoticed by this process
+        record, known = self._records[self._role], self._records[self._role].layout
+        latest = self._state.layout_versions.get(self._role, {})
+        if (
+            known is None
+            or any(version > known[0].get(rank, 0) for rank, version in latest.items())
+            or not sufficient(known[1])
+        ):
+            known = record.layout = self._ask_layout()
+        return known[1]
+
+    def _running_references(self) -> list[Call]:
+        with self._state.lock:
+            return list(self._state.referred)
 
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:
-        with self._sending:
-            self._check()
-            sent = self._engine.ask_standings(self._role)
-            everyone = tuple(range(self.world_size))
-            call = Call(self._state, self._engine, "layout", CallPlan.empty(self.world_size), sent, role=self._role)
+        spec = self._any_method("_report")
+        call = self._send(spec, CallPlan.empty(self.world_size), future=False, recorded=False)
+        monitor.wait(call, just_sent=True)
+        reports = call.value()
+        return {rank: result.layout_version for rank, result in call.rank_results().items()}, layout_from(reports)
+
+    def _axis_size(self, axis: str) -> int:
+        self._check()
+        layout = self._layout_with(has_axes)
+        layout.check_known()
+        return layout.size(axis)
+
+    # --- starting and restarting --------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        if self._state.engine is None:
+            raise RuntimeError(f"{self.name} has no workers yet")
+        return self._state.engine
+
+    def _start_workers(self, ranks: tuple[int, ...] | None) -> None:
+        """End the workers of these ranks, or of all, if there are any, and start new ones."""
+        raise NotImplementedError(f"{type(self).__name__} does not restart")
+
+    def _wait_for_constructors(self, engine: Engine, plan: CallPlan, sent: Sent, timeout: float | None) -> None:
+        spec = method_spec(Worker, "__init__")
+        if spec is None:
+            raise TypeError("Worker has no constructor")
+        call = Call(self._state, spec, plan, sent, engine=engine, timeout=timeout, starting=True)
         monitor.wait(call)
         if call.error is not None:
             raise call.error
-        receipts = call.receipts()
-        versions = {rank: receipts[rank].standing for rank in everyone}
-        return versions, layout_of([receipts[rank].value for rank in everyone])
+
+    def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        if ranks is None:
+            return None
+        check_ranks(ranks, self.world_size, self.name, collectives=self._collectives, dead=self._engine.deaths().keys())
+        return tuple(ranks)
+
+    def _replay(self, ranks: tuple[int, ...] | None) -> None:
+        """Repeat the logged calls on new workers, which have no layout yet."""
+        for record in self._records.values():
+            record.layout = None
+        for replay in self._replays.in_order():
+            group = self if replay.spec.role is None else self._role_group(replay.spec.role)
+            plan = replay.plan(group)
+            if ranks is not None:
+                plan = plan.only(ranks)
+            if plan.ranks:
+                call = group._send(replay.spec, plan, future=False, options=replay.options)
+                monitor.wait(call)
+                if call.error is not None:
+                    raise call.error
+
+    def _log_replay(
+        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[WorkerGroup], CallPlan]
+    ) -> None:
+        self._replays.add_when_done(call, Replay(spec, call.number, plan, options))
+
+    # --- names --------------------------------------------------------------------------------------------------------
 
     @property
     def _table(self) -> MethodTable | None:
@@ -382,14 +448,14 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
 
     def _any_method(self, name: str) -> MethodSpec:
         if not isinstance(name, str):
-            raise TypeError(f"execute_* takes a method's name, a string like 'add'; got {name!r}")
+            raise TypeError(f"execute_* takes the name of a method, such as 'add'; got {name!r}")
         if self._table is None:
-            raise self._no_role_named(name, "execute_*")
+            raise self._needs_role(name, "execute_*")
         return self._table.any(name)
 
-    def _method(self, name: str) -> RemoteMethod:
+    def _method(self, name: str) -> RemoteMethod[..., Any, Any]:
         if self._table is None:
-            raise self._no_role_named(name)
+            raise self._needs_role(name)
         spec = self._table.registered.get(name)
         if spec is None:
             raise self._table.missing(name, dir(self))
@@ -398,26 +464,30 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
     def _role_group(self, role: str) -> RoleGroup:
         if role not in self.roles:
             raise DispatchError(
-                f"{self.name} has no role {role!r}{closest(str(role), self.roles)}"
+                f"{self.name} has no role {role!r}{suggestion(str(role), self.roles)}"
                 if self.roles
-                else f"{self.name} has no roles; make it of colocate({{{role!r}: RayClassWithInitArgs(...), ...}})"
+                else f"{self.name} has no roles; create the group with "
+                f"colocate({{{role!r}: RayClassWithInitArgs(...), ...}})"
             )
-        from single_controller.base.role_group import RoleGroup  # a role's group is a group itself
-
         return RoleGroup(self, role)
 
-    def _no_role_named(self, name: str, call: str = "") -> AttributeError:
+    def _needs_role(self, name: str, call: str = "") -> AttributeError:
         having = [role for role, table in self._tables.items() if method_spec(table.cls, name) is not None]
         if having:
             ways = " or ".join(f"group.{role}.{call or name}" for role in having)
-            return AttributeError(f"{self.name} has several workers in a process: call {ways}")
+            return AttributeError(f"{self.name} has several workers per process: call {ways}")
         known = [*self.roles, *dir(type(self))]
-        return AttributeError(f"the group has no method and no role {name!r}{closest(name, known)}")
+        return AttributeError(f"the group has no method and no role {name!r}{suggestion(name, known)}")
 
     def __getattr__(self, name: str) -> Any:
-        # Only for names that are not found otherwise. Made at each access: no cycle keeps a dropped group alive.
+        # Only for names that are not found otherwise. The RemoteMethod is not stored: a cycle would keep a dropped
+        # group.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        table = self._tables.get(self._role)
+        spec = None if table is None else table.registered.get(name)
+        if spec is not None:
+            return RemoteMethod(spec, self._invoke)
         return self._role_group(name) if self._role is None and name in self._tables else self._method(name)
 
     def __dir__(self) -> list[str]:
@@ -425,12 +495,66 @@ class WorkerGroup(AxisSizes, CallsByName, Closing):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a group stays in its driver; send what you need of it, group.workers for example (their "
-            "methods are called with .remote())"
+            "this worker group cannot be sent to another process. Send what you need of it, such as group.workers "
+            "(whose methods are called with .remote())"
         )
 
     def __repr__(self) -> str:
-        size = f" of {self._running.world_size}" if self._running is not None else ""
+        size = f" of {self._state.engine.world_size}" if self._state.engine is not None else ""
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
         what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
+
+
+@functools.lru_cache(maxsize=64)
+def _without_coordinates(world_size: int) -> Layout:
+    """What modes that need no coordinates are planned with."""
+    return Layout({}, world_size=world_size)
+
+
+class RoleGroup(WorkerGroup):
+    """One role of a colocated group: ``group.actor``. Its methods are the registered methods of the role's class.
+
+    Layout, meshes and stats belong to the role. The processes are shared: ``workers``, ``alive()`` and
+    ``resource_pool`` are the same for every role, and closing or restarting one role closes or restarts all.
+
+    Args:
+        whole: the colocated group.
+        role: one of its roles.
+    """
+
+    def __init__(self, whole: WorkerGroup, role: str) -> None:
+        self._whole = whole
+        self._role = role
+        self._tables = whole._tables
+        self._state = whole._state
+        self._replays = whole._replays
+        self._records = whole._records
+
+    @property
+    def name(self) -> str:
+        """The name of the group and the role."""
+        return f"{self._whole.name}.{self._role}"
+
+    def close(self) -> None:
+        """End the processes, which all roles share."""
+        self._whole.close()
+
+    def restart(self, ranks: Sequence[int] | None = None) -> None:
+        """Restart the processes, which all roles share. See `WorkerGroup.restart`."""
+        self._whole.restart(ranks)
+
+    def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
+        """Watch the processes, which all roles share. See `WorkerGroup.watch`."""
+        return self._whole.watch(on_death, interval)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and (hasattr(type(self._whole), name) or name in vars(self._whole)):
+            return getattr(self._whole, name)
+        return super().__getattr__(name)
+
+    def __reduce__(self) -> Any:
+        return RoleGroup, (self._whole, self._role)
+
+    def __repr__(self) -> str:
+        return f"<{self._role} of {self._whole!r}>"

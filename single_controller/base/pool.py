@@ -1,8 +1,9 @@
-"""ResourcePool: how many processes on how many nodes. ClassWithInitArgs: a class, not made yet."""
+"""ResourcePool: how many processes on how many nodes. ClassWithInitArgs: a worker class and constructor arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from dispatch.register import check_arguments, plain_signature
@@ -10,11 +11,11 @@ from single_controller.base.worker import Worker
 
 
 class ResourcePool:
-    """Processes per node, as numbers only; a subclass reserves something for them.
+    """Processes per node, as numbers only. A subclass reserves resources for them.
 
     Args:
-        process_on_nodes: processes of each entry, for example ``[8, 8]``. An entry lies on one node.
-        max_colocate_count: how many worker processes may share one process slot.
+        process_on_nodes: processes of each entry, for example ``[8, 8]``. An entry is on one node.
+        max_colocate_count: worker processes that may share one slot.
 
     Raises:
         ValueError: no entry, or a count that is not a positive integer.
@@ -42,19 +43,30 @@ class ResourcePool:
         return sum(self._store)
 
     def local_world_sizes(self) -> list[int]:
-        """By rank, the number of processes in its entry: ``[2, 1]`` gives 2, 2, 1."""
-        return [entry for entry in self._store for _ in range(entry)]
+        """By rank, the number of processes of its entry (on its node): ``[2, 1]`` gives 2, 2, 1."""
+        homes = self._homes()
+        sizes = Counter(homes)
+        return [sizes[home] for home in homes]
 
     def local_ranks(self) -> list[int]:
-        """By rank, its rank within its entry: ``[2, 1]`` gives 0, 1, 0."""
-        return [local for entry in self._store for local in range(entry)]
+        """By rank, its rank within its entry (on its node): ``[2, 1]`` gives 0, 1, 0."""
+        seen: Counter[Hashable] = Counter()
+        ranks = []
+        for home in self._homes():
+            ranks.append(seen[home])
+            seen[home] += 1
+        return ranks
+
+    def _homes(self) -> Sequence[Hashable]:
+        """By rank, what it has in common with the ranks that are local to it: here its entry."""
+        return [entry for entry, size in enumerate(self._store) for _ in range(size)]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._store})"
+        return f"{type(self).__name__}({self.store})"
 
 
 class ClassWithInitArgs:
-    """A worker class and the arguments of its constructor, to be made on every rank.
+    """A worker class and the arguments of its constructor, which runs on every rank.
 
     Args:
         cls: a subclass of `Worker`.
@@ -62,7 +74,7 @@ class ClassWithInitArgs:
         kwargs: keyword arguments of its constructor.
 
     Raises:
-        TypeError: ``cls`` is no subclass of `Worker`, or the arguments do not fit its constructor.
+        TypeError: ``cls`` is not a subclass of `Worker`, or the arguments do not fit its constructor.
     """
 
     def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
@@ -74,7 +86,7 @@ class ClassWithInitArgs:
         self._check_arguments()
 
     def __call__(self) -> Worker:
-        """Make the worker here, in this process: for a unit test of it."""
+        """Construct the worker in this process, for a unit test of it."""
         return self.cls(*self.args, **self.kwargs)
 
     def _check_arguments(self) -> None:

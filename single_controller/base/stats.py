@@ -1,14 +1,15 @@
-"""What calls cost: kept for each call and rank, read as a table or as a Chrome trace.
+"""What calls cost: recorded per call and rank, shown as a table or as a Chrome trace.
 
-A call has these phases. On the driver: *dispatch* (bind, cut, pack, send). On each rank: *queue* (until it takes the
-call up, after earlier ones), *open* (unpack the arguments, wait for futures among them), *method*, and *return*
-(pack the answer, and its way back). On the driver again: *join*. Ranks have their own clocks: between hosts, queue and
-return are as exact as those agree.
+A call has these phases. On the driver: *dispatch* (bind, plan, encode, send). On each rank: *queue* (until it starts
+the call, after earlier ones), *open* (decode the arguments, wait for futures among them), *method*, and *return*
+(encode the result, and the way back). On the driver again: *join*. Each rank uses its own clock: between hosts, queue
+and return are only as exact as the clocks agree.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,23 +19,23 @@ from typing import Any, NamedTuple
 from dispatch.register import label
 
 KEPT_CALLS = 1000
-"""The last calls of a group whose ranks are kept one by one."""
+"""Number of the latest calls whose ranks are recorded one by one."""
 
 
 class Clock(NamedTuple):
     """When a rank did what, in seconds since the epoch by its own clock.
 
     Attributes:
-        received: it took the call up.
-        began: the arguments were there.
+        received: it started the call.
+        began: the arguments were available.
         ended: the method had returned.
-        packed: the answer was ready to leave.
+        encoded: the result was ready to be sent.
     """
 
     received: float
     began: float
     ended: float
-    packed: float
+    encoded: float
 
 
 @dataclass(slots=True)
@@ -42,16 +43,22 @@ class RankRecord:
     """One rank's part of a call.
 
     Attributes:
-        sent: bytes of arguments that the rank was given; arguments that are futures are not counted.
-        returned: bytes of its answer; 0 on ranks that do not collect.
-        clock: None until it has answered, and for a rank that raised or died.
-        answered: when the driver had its receipt, by the driver's clock.
+        sent: bytes of arguments sent to the rank; arguments that are futures are not counted.
+        returned: bytes of its result; 0 on ranks that do not collect.
+        clock: None until the rank has returned, and for a rank that raised or died.
+        arrived: when the driver had its `RankResult`, by the driver's clock.
     """
 
     sent: int = 0
     returned: int = 0
     clock: Clock | None = None
-    answered: float = 0.0
+    arrived: float = 0.0
+
+    @property
+    def answered(self) -> float:
+        """Deprecated name of ``arrived``."""
+        warnings.warn("RankRecord.answered was renamed to arrived", DeprecationWarning, stacklevel=2)
+        return self.arrived
 
 
 @dataclass(slots=True)
@@ -62,8 +69,8 @@ class CallRecord:
         method: its name.
         begun: when it began, in seconds since the epoch.
         dispatched: when it had been sent.
-        settled: when it had an outcome; 0 while it has none.
-        joined: seconds that the join took; 0 if nobody has asked for the result.
+        settled: when it had an outcome; 0 before.
+        joined: seconds that the join took; 0 if nobody asked for the value.
         failed: the type of its error, or None.
         ranks: rank -> its part.
     """
@@ -77,13 +84,13 @@ class CallRecord:
     ranks: dict[int, RankRecord] = field(default_factory=dict)
 
     def phases(self) -> dict[str, float]:
-        """Seconds in each phase; the slowest rank's, where ranks take part."""
-        queue = opened = method = back = 0.0  # a rank may begin before all are sent: no phase is below 0
+        """Seconds in each phase; those of the slowest rank where ranks take part."""
+        queue = opened = method = back = 0.0  # a rank may start before all are sent; no phase is negative
         for rank in self.ranks.values():
             if rank.clock is not None:
                 received, began, ended, _ = rank.clock
                 queue, opened = max(queue, received - self.dispatched), max(opened, began - received)
-                method, back = max(method, ended - began), max(back, rank.answered - ended)
+                method, back = max(method, ended - began), max(back, rank.arrived - ended)
         by_rank = {"queue": queue, "open": opened, "method": method, "return": back}
         return {"dispatch": self.dispatched - self.begun, **by_rank, "join": self.joined}
 
@@ -96,8 +103,8 @@ class MethodStats:
         calls: how many have an outcome.
         failed: how many of them raised.
         sent: bytes of arguments, over all ranks.
-        returned: bytes of answers, over all ranks.
-        seconds: phase -> seconds, summed over the calls; of each call the slowest rank's.
+        returned: bytes of results, over all ranks.
+        seconds: phase -> seconds of the slowest rank, summed over the calls.
     """
 
     calls: int = 0
@@ -121,10 +128,10 @@ class Stats:
 
     @classmethod
     def together(cls, parts: Mapping[str, Stats]) -> Stats:
-        """Several as one, by ``<name>.<method>``.
+        """Merge several, with methods named ``<name>.<method>``.
 
         Args:
-            parts: name -> what is known of it.
+            parts: name -> its stats.
         """
         methods = {label(name, method): stats for name, part in parts.items() for method, stats in part.methods.items()}
         calls = [replace(call, method=label(name, call.method)) for name, part in parts.items() for call in part.calls]
@@ -142,15 +149,15 @@ class Stats:
         return "\n".join([*lines, "bytes over all calls and ranks; times are means over calls, of the slowest rank"])
 
 
-class Accounts:
-    """Keeps the records of one group. What it costs a call is a few microseconds."""
+class CallStats:
+    """The records of one group. Recording costs a call a few microseconds."""
 
     def __init__(self) -> None:
         self._calls: deque[CallRecord] = deque(maxlen=KEPT_CALLS)
         self._methods: dict[str, MethodStats] = {}
 
     def open(self, record: CallRecord) -> None:
-        """A call is on its way."""
+        """A call was sent."""
         self._calls.append(record)
 
     def close(self, record: CallRecord) -> None:
@@ -166,14 +173,14 @@ class Accounts:
             totals[phase] = totals.get(phase, 0.0) + seconds
 
     def add_join(self, record: CallRecord, seconds: float) -> None:
-        """A result was put together; it counts once."""
+        """The results were joined; only the first time counts."""
         if not record.joined:
             record.joined = seconds
             totals = self._methods.setdefault(record.method, MethodStats()).seconds
             totals["join"] = totals.get("join", 0.0) + seconds
 
     def stats(self) -> Stats:
-        """What is known now."""
+        """A snapshot."""
         return Stats(dict(self._methods), list(self._calls))
 
 
@@ -182,8 +189,8 @@ def write_trace(path: str | Path, name: str, calls: Iterable[CallRecord]) -> Non
 
     Args:
         path: the file, JSON.
-        name: of the group.
-        calls: what to write.
+        name: name of the group.
+        calls: the calls to write.
     """
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
     rows = {-1: "driver"}
@@ -197,8 +204,8 @@ def write_trace(path: str | Path, name: str, calls: Iterable[CallRecord]) -> Non
             if rank.clock is None:
                 continue
             sizes = {**about, "bytes sent": rank.sent, "bytes returned": rank.returned}
-            received, began, ended, packed = rank.clock
-            for phase, start, stop in (("open", received, began), ("", began, ended), ("return", ended, packed)):
+            received, began, ended, encoded = rank.clock
+            for phase, start, stop in (("open", received, began), ("", began, ended), ("return", ended, encoded)):
                 title = f"{call.method}: {phase}" if phase else call.method
                 events.append(_event(number_of_rank, title, start, stop, sizes))
     events += [

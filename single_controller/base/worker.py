@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from dispatch.modes import Dispatch, Execute
 from dispatch.register import register
-from single_controller.base.device_mesh import DeviceMesh, place_on
+from single_controller.base.errors import LocalEngineError
+from single_controller.base.layout_report import DeviceMesh, LayoutReport, mesh_coordinates
 
 RANK_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one worker stands in its group.
+class RankInfo:
+    """What a worker knows about its rank.
 
     Attributes:
         rank: 0 .. world_size - 1.
         world_size: number of workers in the group.
-        local_rank: rank among the workers of its entry of the pool (its node).
+        local_rank: rank among the workers of the same entry of the pool (of the same node).
         local_world_size: number of workers of that entry.
         master_addr: address of rank 0's node.
-        master_port: a port on it, held for this group.
-        node_rank: number of its node, from 0, in order of the nodes' first ranks.
-        device_ids: ids of the devices that the engine gave it; () without.
+        master_port: a port on that node, held for this group.
+        node_rank: number of the rank's node, from 0, in the order of the nodes' first ranks.
+        device_ids: ids of the accelerators that the engine assigned; () if none.
+        one_process: whether all ranks of a group of several share one process, where collectives are impossible.
     """
 
     rank: int
@@ -39,6 +42,7 @@ class Place:
     master_port: int
     node_rank: int = 0
     device_ids: tuple[str, ...] = ()
+    one_process: bool = False
 
     def environment(self) -> dict[str, str]:
         """The variables that ``torch.distributed.init_process_group()`` reads."""
@@ -54,8 +58,8 @@ class Place:
         return dict(zip(RANK_ENVIRONMENT, map(str, values), strict=True))
 
     @classmethod
-    def from_environment(cls) -> Place:
-        """The place that the environment names; rank 0 of 1 where it names none."""
+    def from_environment(cls) -> RankInfo:
+        """From the variables that torchrun sets; rank 0 of 1 without them."""
         get = os.environ.get
         return cls(
             int(get("RANK", "0")),
@@ -68,38 +72,21 @@ class Place:
         )
 
 
-@dataclass
-class Standing:
-    """What a worker has said about its coordinates.
-
-    Attributes:
-        axes: axis -> coordinate.
-        sizes: axis -> number of coordinates, where the worker said that too.
-        meshes: mesh name -> (dp rank, whether its answer is collected).
-        version: grows with every statement, so that a group notices a new one.
-    """
-
-    axes: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    meshes: dict[str, tuple[int, bool]] = field(default_factory=dict)
-    version: int = 0
-
-
-class Neighbours(dict[str, "Worker"]):
-    """role -> worker, of one process. A worker that is pickled or copied leaves its neighbours behind."""
+class RoleWorkers(dict[str, "Worker"]):
+    """role -> worker, of one process. A pickled or copied worker does not take the others along."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Neighbours, ()
+        return RoleWorkers, ()
 
 
 _assigned = threading.local()
 
 
 @contextmanager
-def assign(place: Place, neighbours: Neighbours) -> Iterator[None]:
-    """Workers made in this thread, inside the context, stand at ``place``, beside ``neighbours``."""
-    before = dict(vars(_assigned))  # a constructor may make a group in this process, and with it other workers
-    _assigned.place, _assigned.neighbours = place, neighbours
+def assign(info: RankInfo, role_workers: RoleWorkers) -> Iterator[None]:
+    """Inside, workers created in this thread get this rank and these role workers."""
+    before = dict(vars(_assigned))  # a constructor may create a LocalWorkerGroup, and with it other workers
+    _assigned.info, _assigned.role_workers = info, role_workers
     try:
         yield
     finally:
@@ -108,23 +95,26 @@ def assign(place: Place, neighbours: Neighbours) -> Iterator[None]:
 
 
 class Worker:
-    """Subclass this; put `@register` on the methods that the driver calls.
+    """Base class of what runs on a rank. Put `register` on the methods that the driver calls.
 
-    In the constructor already the rank and the rest are known, and the environment has RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT; not so in a `LocalWorkerGroup`, whose
-    ranks share one environment. A worker that nobody placed takes its place from the environment, or is rank 0 of 1.
+    The rank and the other properties are available in the constructor. The environment has RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT, except in a `LocalWorkerGroup`, whose ranks
+    share one environment. A worker that you create yourself takes its rank from the environment, or is rank 0 of 1.
     """
 
-    _place: Place
-    _standing: Standing
-    _neighbours: Neighbours
+    _rank_info: RankInfo
+    _layout_report: LayoutReport
+    _role_workers: RoleWorkers
+    _cleanups: list[Callable[[], object]]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
+        # Set here, not in __init__: subclasses may read self.rank before they call super().__init__(), or never call
+        # it.
         self = super().__new__(cls)
-        place = getattr(_assigned, "place", None) or Place.from_environment()
-        object.__setattr__(self, "_place", place)
-        object.__setattr__(self, "_standing", Standing())
-        object.__setattr__(self, "_neighbours", getattr(_assigned, "neighbours", Neighbours()))
+        object.__setattr__(self, "_rank_info", getattr(_assigned, "info", None) or RankInfo.from_environment())
+        object.__setattr__(self, "_layout_report", LayoutReport())
+        object.__setattr__(self, "_role_workers", getattr(_assigned, "role_workers", RoleWorkers()))
+        object.__setattr__(self, "_cleanups", [])  # called after _leave_process()
         return self
 
     def __init__(self) -> None:
@@ -133,76 +123,91 @@ class Worker:
     @property
     def rank(self) -> int:
         """Rank in the group, from 0."""
-        return self._place.rank
+        return self._rank_info.rank
 
     @property
     def world_size(self) -> int:
         """Number of workers in the group."""
-        return self._place.world_size
+        return self._rank_info.world_size
 
     @property
     def local_rank(self) -> int:
-        """Rank among the workers of the same entry of the pool, from 0."""
-        return self._place.local_rank
+        """Rank among the workers of the same entry of the pool (of the same node), from 0."""
+        return self._rank_info.local_rank
 
     @property
     def local_world_size(self) -> int:
         """Number of workers of the same entry of the pool."""
-        return self._place.local_world_size
+        return self._rank_info.local_world_size
 
     @property
     def node_rank(self) -> int:
-        """Number of the node, from 0: the node of rank 0 is 0, the next one that has a rank is 1."""
-        return self._place.node_rank
+        """Number of this rank's node, from 0, in the order of the nodes' first ranks."""
+        return self._rank_info.node_rank
 
     @property
     def device_ids(self) -> tuple[str, ...]:
-        """Ids of the devices that Ray gave this worker, ``("3",)``; () without. They are the node's numbers, whether
-        or not Ray hides the other devices from the process; `workers.device.device` finds torch's index from them."""
-        return self._place.device_ids
+        """Ids of the accelerators that Ray assigned to this worker, such as ``("3",)``; () if none. They are the node's
+        ids, whether or not Ray hides other devices from the process. `workers.device.device` maps them to torch."""
+        return self._rank_info.device_ids
 
     @property
     def master_addr(self) -> str:
-        """Address of rank 0's node."""
-        return self._place.master_addr
+        """Address of rank 0's node.
+
+        Raises:
+            LocalEngineError: in a `LocalWorkerGroup` of several ranks, which have no rendezvous.
+        """
+        self._check_collectives("worker.master_addr")
+        return self._rank_info.master_addr
 
     @property
     def master_port(self) -> int:
-        """Port on rank 0's node that this group holds for its rendezvous."""
-        return self._place.master_port
-
-    def neighbour(self, role: str) -> Worker:
-        """The worker of another role in this process, of a group made of ``colocate({...})``.
-
-        Workers of one process are made in the order of that dict: in a constructor only earlier ones can be reached.
+        """Port on rank 0's node that is held for this group's rendezvous.
 
         Raises:
-            LookupError: there is none, or it has not been made yet.
+            LocalEngineError: in a `LocalWorkerGroup` of several ranks, which have no rendezvous.
         """
-        found = self._neighbours.get(role)
+        self._check_collectives("worker.master_port")
+        return self._rank_info.master_port
+
+    def role_worker(self, role: str) -> Worker:
+        """The worker of another role in this process, in a group made of ``colocate({...})``.
+
+        The workers of a process are created in the order of that dict: a constructor can reach only earlier ones.
+
+        Raises:
+            LookupError: the process has no such worker, or it was not created yet.
+        """
+        found = self._role_workers.get(role)
         if found is None:
-            here = ", ".join(self._neighbours)
-            what = f"made here so far: {here}" if here else "make the group of colocate({...}), and ask in a method"
-            raise LookupError(f"{type(self).__name__} has no neighbour {role!r}; {what}")
+            known = ", ".join(self._role_workers)
+            hint = f"created so far: {known}" if known else "make the group of colocate({...}), and ask in a method"
+            raise LookupError(f"{type(self).__name__}: this process has no worker of the role {role!r}; {hint}")
         return found
 
+    def neighbour(self, role: str) -> Worker:
+        """Deprecated name of `role_worker`."""
+        warnings.warn("Worker.neighbour() was renamed to role_worker()", DeprecationWarning, stacklevel=2)
+        return self.role_worker(role)
+
     def get_fused_worker_by_name(self, worker_name: str) -> Worker:
-        """`neighbour` under the name that verl gives it."""
-        return self.neighbour(worker_name)
+        """`role_worker` under the name that verl uses for it."""
+        return self.role_worker(worker_name)
 
     def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
-        """Say where this rank stands, for the MEGATRON modes: ``register_layout(dp=1, tp=0, pp=0)``.
+        """Report this rank's coordinates, for the MEGATRON modes: ``register_layout(dp=1, tp=0, pp=0)``.
 
-        Every rank of the group says so, on the same axes, in ``__init__`` or in a method that runs before the
-        first call which needs it. Saying it again replaces what was said.
+        Every rank of the group must report, on the same axes, in ``__init__`` or in a method that runs before the first
+        call that needs the layout. A second report replaces the first.
 
         Args:
-            sizes: axis -> number of its coordinates. Not needed; where it is given, a rank that is missing is noticed.
-            axes: axis -> coordinate, from 0: dp, tp, pp, cp, and any other name for the record. An axis that
-                is not named has size 1.
+            sizes: axis -> number of coordinates. Optional; with it, a missing rank is noticed.
+            axes: axis -> coordinate, from 0: dp, tp, pp, cp, and any other name for your own use. An axis that is not
+                given has size 1.
 
         Raises:
-            ValueError: no axis, a coordinate that is not an integer from 0, or one that is not below its size.
+            ValueError: no axis is given, or a coordinate is not an integer >= 0 and below its size.
         """
         sizes = dict(sizes or {})
         if not axes:
@@ -211,62 +216,62 @@ class Worker:
             _check_coordinate(f"register_layout({axis}=...)", coordinate)
             if axis in sizes and coordinate >= sizes[axis]:
                 raise ValueError(f"register_layout({axis}={coordinate}): the size given for {axis} is {sizes[axis]}")
-        self._standing.axes = dict(axes)
-        self._standing.sizes = sizes
-        self._standing.version += 1
+        self._layout_report.axes = dict(axes)
+        self._layout_report.sizes = sizes
+        self._layout_report.version += 1
 
     def forget_layout(self) -> None:
-        """Take back what `register_layout` said, after the parallel groups that it spoke of were destroyed."""
-        if self._standing.axes:
-            self._standing.axes, self._standing.sizes = {}, {}
-            self._standing.version += 1
+        """Withdraw `register_layout`, after the process groups that it described were destroyed."""
+        if self._layout_report.axes:
+            self._layout_report.axes, self._layout_report.sizes = {}, {}
+            self._layout_report.version += 1
 
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool = True) -> None:
-        """Say where this rank stands on a named mesh, for ``Dispatch.mesh(mesh_name)``.
+        """Report this rank's coordinate on a named mesh, for ``Dispatch.mesh(mesh_name)``.
 
         Args:
             mesh_name: the name.
-            dp_rank: this rank's data-parallel rank on that mesh; ranks that agree get the same shard.
-            is_collect: whether this rank answers for its dp rank; one rank of each dp rank does.
+            dp_rank: this rank's data-parallel rank on the mesh. Ranks with equal dp ranks get the same shard.
+            is_collect: whether this rank collects. Exactly one rank per dp rank must.
 
         Raises:
-            ValueError: an empty name, or a dp rank that is not an integer from 0.
+            ValueError: the name is empty, or the dp rank is not an integer >= 0.
         """
         if not isinstance(mesh_name, str) or not mesh_name:
             raise ValueError(f"register_mesh() takes a non-empty name, got {mesh_name!r}")
         _check_coordinate(f"register_mesh({mesh_name!r}, dp_rank=...)", dp_rank)
-        self._standing.meshes[mesh_name] = (dp_rank, bool(is_collect))
-        self._standing.version += 1
+        self._layout_report.meshes[mesh_name] = (dp_rank, bool(is_collect))
+        self._layout_report.version += 1
 
     def register_device_mesh(
         self, mesh_name: str, device_mesh: DeviceMesh, data_axes: str | Sequence[str] = "dp"
     ) -> None:
-        """`register_mesh` with what torch's ``DeviceMesh`` says of this rank.
+        """`register_mesh` with the coordinates of a torch ``DeviceMesh``.
 
-        The axes that carry data make up the dp rank, the first one slowest. Of the ranks that share it, the one answers
-        that stands at 0 on every other axis, and at the end of an axis called ``pp``: the last stage has the output.
+        The data axes make up the dp rank, the first one slowest. Of the ranks that share a dp rank, the one at
+        coordinate 0 of every other axis collects; on an axis named ``pp`` the last one, which has the output.
 
         Args:
             mesh_name: the name, for ``Dispatch.mesh(mesh_name)``.
-            device_mesh: of any number of axes, as ``torch.distributed.device_mesh.init_device_mesh`` makes it.
-            data_axes: names of the mesh's axes that carry data; ``("dp_replicate", "dp_shard")`` for HSDP. The one
-                axis of a mesh without names carries data.
+            device_mesh: a mesh as ``torch.distributed.device_mesh.init_device_mesh`` makes it.
+            data_axes: names of the mesh's data axes, such as ``("dp_replicate", "dp_shard")`` for HSDP. The only axis
+                of a mesh without names is a data axis.
 
         Raises:
-            ValueError: a name that the mesh does not have, or this rank is not in the mesh.
+            ValueError: the mesh has no such axis, or does not contain this rank.
         """
-        self.register_mesh(mesh_name, *place_on(device_mesh, data_axes))
+        self.register_mesh(mesh_name, *mesh_coordinates(device_mesh, data_axes))
 
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the driver on every rank, with the worker before the other arguments.
+        """Run a function of the driver on every rank, with the worker as its first argument.
 
-        ``group.execute_with_func_generator(func, batch)`` cuts the batch and joins the answers, as
-        DP_COMPUTE_PROTO does. Without a batch it gives a list of every rank's answer.
+        ``group.execute_with_func_generator(func, batch)`` shards the batch and joins the results, as
+        DP_COMPUTE_PROTO does. Without a batch it returns the list of all ranks' results.
 
         Args:
-            func: ``func(worker, *args, **kwargs)``; it is pickled, a lambda too.
-            args: batches, and values that go whole.
+            func: ``func(worker, *args, **kwargs)``. It is pickled and may be a lambda.
+            args: batches, and values that are sent whole.
             kwargs: likewise.
         """
         return func(self, *args, **kwargs)
@@ -277,29 +282,44 @@ class Worker:
 
         Args:
             func: ``func(*args, **kwargs)``.
-            args: its arguments, as they are.
+            args: its arguments, unchanged.
             kwargs: likewise.
 
         Returns:
-            The function's value.
+            The function's result.
         """
         return func(*args, **kwargs)
 
+    def _check_collectives(self, what: str) -> None:
+        """Raise if the ranks of this group cannot run collectives.
+
+        Args:
+            what: what needs them, for the message.
+
+        Raises:
+            LocalEngineError: the ranks share one process.
+        """
+        if self._rank_info.one_process:
+            raise LocalEngineError(
+                f"{what} on rank {self.rank} of {self.world_size}: the ranks of a LocalWorkerGroup are in one process, "
+                "so they cannot use collectives. Use a RayWorkerGroup, or world_size=1"
+            )
+
     def _prepare_thread(self) -> None:
-        """Called on the thread that is about to make this worker's next call; for what torch keeps for each thread."""
+        """Called on the thread that is about to run a method; for state that torch keeps per thread."""
 
     def _leave_process(self) -> None:
-        """Called where the process outlives the worker, when its group ends: for what it has set up in the process."""
+        """Called when the group ends but the process does not; removes what the worker set up in the process."""
 
-    def _report(self) -> Standing:
-        """What this worker says of its coordinates, asked after each call; a subclass may look them up first."""
-        return self._standing
+    def _report(self) -> LayoutReport:
+        """The worker's coordinates. Called after each call; a subclass may update them first."""
+        return self._layout_report
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """`register_mesh` under the name that verl gives it."""
+        """`register_mesh` under the name that verl uses for it."""
         self.register_mesh(mesh_name, dp_rank, is_collect)
 
 
 def _check_coordinate(what: str, coordinate: object) -> None:
     if not isinstance(coordinate, int) or isinstance(coordinate, bool) or coordinate < 0:
-        raise ValueError(f"{what} is an integer from 0, got {coordinate!r}")
+        raise ValueError(f"{what} is an integer >= 0, got {coordinate!r}")

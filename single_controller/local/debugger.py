@@ -1,16 +1,24 @@
-"""A debugger that steps from the driver's line into the worker's method, and not through what lies between them."""
+"""A debugger that steps from the driver's line into the worker's method, without stopping in the library."""
 
 from __future__ import annotations
 
 import pdb
 import sys
 
-PLUMBING = sys.stdlib_module_names | {"single_controller", "dispatch", "ray", "numpy", "torch", "tensordict"}
-"""Modules that ``step`` does not stop in: this library's own, and those that they call on the way."""
+SKIPPED = sys.stdlib_module_names | {
+    "cloudpickle",
+    "dispatch",
+    "numpy",
+    "ray",
+    "single_controller",
+    "tensordict",
+    "torch",
+}
+"""Packages in which ``step`` does not stop: this library, and those that it calls on the way to the method."""
 
 
 class WorkerDebugger(pdb.Pdb):
-    """pdb, to which the way from a driver's call to the worker's method is one step. Break points count everywhere."""
+    """A pdb that goes from the driver's call to the worker's method in one step. Breakpoints work everywhere."""
 
     def __init__(self) -> None:
         super().__init__(skip=["single_controller.*"])
@@ -19,8 +27,8 @@ class WorkerDebugger(pdb.Pdb):
         """See `bdb.Bdb`."""
         if module_name is None:
             return False
-        # A named tuple's constructor has a module of its own.
-        return module_name.startswith("namedtuple_") or module_name.partition(".")[0] in PLUMBING
+        # The generated constructor of a named tuple has a module of its own.
+        return module_name.startswith("namedtuple_") or module_name.partition(".")[0] in SKIPPED
 
 
 def set_trace(*, header: str | None = None) -> None:

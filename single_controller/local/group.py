@@ -6,34 +6,29 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from dispatch.plan import CallPlan
-from single_controller.base.call import Call
 from single_controller.base.checks import check_seconds
+from single_controller.base.codec import Encoded, check_encodable, encode
 from single_controller.base.colocate import Colocated
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.base.monitor import monitor
 from single_controller.base.pool import ClassWithInitArgs
-from single_controller.local.engine import LocalEngine
-from single_controller.local.parcel import Parcel
-from single_controller.local.place import LocalPlace
-from single_controller.local.rank import LocalRank
-from single_controller.ray.carried import refuse_unpicklable
-from single_controller.ray.transport import pack
+from single_controller.base.worker import Worker
+from single_controller.local.engine import LocalEngine, LocalRank
 
-_ELSEWHERE = {
+_ON_RAY_ONLY = {
     "workers": "there are no actors, the workers are in this process; group.execute_all_sync('name', ...) calls any of "
     "their methods",
-    "worker_names": "its workers are no actors, and nobody else can find them by name",
-    "resource_pool": "it takes no room in a pool",
-    "plan": "its workers are in this process, and nowhere else",
+    "worker_names": "its workers are not actors, and no other process can find them by name",
+    "resource_pool": "it takes no resources from a pool",
+    "plan": "all its workers are in this process",
     "detached": "its workers end with this process",
-    "master_address": "its ranks have no rendezvous, being in one process",
-    "master_port": "its ranks have no rendezvous, being in one process",
+    "master_address": "its ranks share one process and have no rendezvous",
+    "master_port": "its ranks share one process and have no rendezvous",
 }
-"""What a group on Ray has and this one cannot have, and why."""
+"""Attributes that only a group on Ray has, and why this one does not."""
 
 
 class _OnRayOnly:
-    """The name is taken, as it is in a group on Ray; `LocalWorkerGroup.__getattr__` says why there is nothing."""
+    """Reserves a name that a group on Ray uses. `LocalWorkerGroup.__getattr__` then says why there is no value."""
 
     def __get__(self, group: object, owner: type) -> _OnRayOnly:
         if group is None:
@@ -45,47 +40,48 @@ class LocalWorkerGroup(WorkerGroup):
     """Workers of one class, or of several roles, in the driver's own process and without Ray: to debug and test them.
 
     Classes, decorators, modes, layouts, futures, errors, roles, stats, `watch` and `restart` are those of a group on
-    Ray, and so is what arguments mean: each rank has its own private copy of what it gets (``inputs="view"``: one that
-    the ranks share), answers are the driver's own, and what cannot be pickled is refused.
+    Ray. So are arguments and results: each rank has its own copy of what it gets (with ``inputs="view"``, one that the
+    ranks share), results are the driver's own, and a value that cannot be pickled is refused.
 
-    By default the ranks run one after the other, in the thread that calls: ``breakpoint()`` in a method stops there,
-    below the driver's line, and a debugger steps into it (`single_controller.local.set_trace` in one step). A call has
-    ended when it returns, also ``group.m.remote(x)``. Ctrl-C, or "quit" in a debugger, leaves the call at once: ranks
-    before have run it, ranks behind have not. Where Ray was started in the same process, ``breakpoint()`` belongs to
-    Ray's debugger: call ``pdb.set_trace()`` or `set_trace`. An ``async def`` method runs on the worker's event loop, in
-    its thread.
+    By default the ranks run one after the other in the caller's thread, and a call has ended when it returns, even
+    ``group.m.remote(x)``. ``breakpoint()`` in a method stops there, below the driver's line;
+    `single_controller.local.set_trace` steps from the driver's line into the method. If Ray was started in the same
+    process, ``breakpoint()`` belongs to Ray's debugger: call ``pdb.set_trace()``. Ctrl-C, or "quit" in a debugger,
+    leaves the call at once: earlier ranks have run it, later ranks have not. An ``async def`` method runs in the
+    thread of the worker's event loop. Nothing interrupts a call, so its timeout and ``start_timeout`` are compared
+    with the time that each rank took after it has ended, and the time that you spend at a breakpoint counts.
 
     With ``threads=True`` each rank has a thread: futures are asynchronous, ranks overlap, ``concurrent=True`` methods
-    overtake, and a rank that does not end in time breaks the group. A thread cannot be stopped, so its method goes on
-    where a process would be killed.
+    overtake others, and a rank that does not end in time breaks the group. A thread cannot be stopped, so its method
+    continues where a process would be killed.
 
-    What needs processes is an error that says so: collectives between ranks (a group of one rank may have a process
-    group), ``self.master_addr`` and ``self.master_port`` of a group of several, detached workers. The ranks have one
-    environment: RANK and the like are not in it, ``self.rank`` and the like are set. ``sys.exit()`` in a method ends
-    that rank; what ends a process, ``os._exit()`` or a signal, ends the driver.
+    Several ranks in one process cannot run collectives: `workers.distributed.initialize_distributed`,
+    ``self.master_addr`` and ``self.master_port`` raise `LocalEngineError`. In a group of one rank they work, and the
+    process group of `initialize_distributed` ends with the group. Torch knows nothing of this: a worker that calls
+    ``torch.distributed.init_process_group()`` itself gets torch's own error, because RANK and the other variables are
+    not in the environment, which all ranks share. In a group of one rank it may pass explicit arguments, and must then
+    destroy the process group itself. ``sys.exit()`` in a method ends that rank; ``os._exit()`` or a signal ends the
+    driver.
 
     Args:
         world_size: number of ranks.
-        ray_cls_with_init: what they are: ``ClassWithInitArgs(YourWorker, ...)``, ``RayClassWithInitArgs(...)`` (what it
-            asks of Ray does not count here), or `colocate` of several.
-        threads: whether each rank has a thread of its own.
+        ray_cls_with_init: the worker class and its arguments: ``ClassWithInitArgs(YourWorker, ...)``, or
+            ``RayClassWithInitArgs(...)``, whose options for Ray have no effect here, or `colocate` of several.
+        threads: whether each rank has its own thread.
         name_prefix: prefix of the group's name in messages.
-        worker_env: refused: the ranks share the driver's environment.
+        worker_env: refused, because the ranks share the driver's environment.
         start_timeout: seconds that each constructor may take, or None.
-        error_grace: seconds that the other ranks have to end a call after one raised in it.
-        collectives: whether ranks wait for each other in collectives when the group runs on Ray. If they never do,
+        error_grace: seconds that the other ranks have to end a call after one raised.
+        collectives: whether ranks wait for each other in collectives when the group runs on Ray. With False,
             ``restart(ranks=[3])`` may restart some of them alone.
-
-    A call's timeout, and ``start_timeout``, is compared with what each rank took after it has ended, where ranks run
-    one after the other: nothing interrupts them, and the time that you spend at a break point counts.
 
     Raises:
         StartError: a constructor raised.
         WorkerDiedError: a constructor called ``sys.exit()``.
-        CallTimeoutError: the constructors took longer than ``start_timeout``.
-        DispatchError: the class or its arguments cannot be pickled, which Ray would need, or it registers a method
-            whose name the group needs.
-        ValueError: an option that is not possible.
+        CallTimeoutError: a constructor took longer than ``start_timeout``.
+        DispatchError: a class or an argument cannot be pickled, which Ray would need, or a registered method has a name
+            that the group uses itself.
+        ValueError: an option has an invalid value.
     """
 
     workers = worker_names = resource_pool = plan = detached = master_address = master_port = _OnRayOnly()
@@ -104,36 +100,32 @@ class LocalWorkerGroup(WorkerGroup):
     ) -> None:
         if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
             raise ValueError(f"world_size is the number of ranks, a positive integer; got {world_size!r}")
-        if not isinstance(ray_cls_with_init, (ClassWithInitArgs, Colocated)):
+        made = ray_cls_with_init
+        if not isinstance(made, (ClassWithInitArgs, Colocated)):
             raise TypeError(
-                "ray_cls_with_init is RayClassWithInitArgs(YourWorker, ...) or ClassWithInitArgs(YourWorker, ...), or "
-                f"colocate({{...}}) of several, got {ray_cls_with_init!r}"
+                "ray_cls_with_init must be ClassWithInitArgs(YourWorker, ...), RayClassWithInitArgs(YourWorker, ...) "
+                f"or colocate({{...}}) of several, got {made!r}"
             )
         if name_prefix is not None and not isinstance(name_prefix, str):
             raise ValueError(f"name_prefix is a string or None, got {name_prefix!r}")
         if worker_env is not None:
             raise ValueError(
-                "worker_env: the workers of a LocalWorkerGroup are in the driver's process and have its environment, "
-                "one for all ranks; set os.environ, or give the workers what they need as constructor arguments"
+                "worker_env: the workers of a LocalWorkerGroup share the environment of the driver's process; "
+                "set os.environ, or pass constructor arguments to the workers"
             )
-        made = ray_cls_with_init
         roles: Mapping[Any, ClassWithInitArgs] = made.roles if isinstance(made, Colocated) else {None: made}
-        self._made: dict[str | None, ClassWithInitArgs] = dict(roles)
-        what = made.name if isinstance(made, Colocated) else made.cls.__name__
-        super().__init__(self._roles_classes(), f"group {name_prefix or ''}{what}", error_grace)
+        self._constructors: dict[str | None, ClassWithInitArgs] = dict(roles)
+        name = made.name if isinstance(made, Colocated) else made.cls.__name__
+        super().__init__(self._classes(), f"group {name_prefix or ''}{name}", error_grace)
         self._size = world_size
         self._threads = bool(threads)
         self._collectives = bool(collectives)
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
-        try:
-            self._start_again(None)
-        except BaseException:
-            self.close()
-            raise
+        self._start_workers(None)
 
     @classmethod
     def attach(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see the message.
+        """Refused: no other process can reach the workers.
 
         Raises:
             TypeError: always.
@@ -142,68 +134,55 @@ class LocalWorkerGroup(WorkerGroup):
             "the workers of a LocalWorkerGroup are in their driver's process; nobody else can attach to them"
         )
 
-    @classmethod
-    def from_detached(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, as `attach` is.
-
-        Raises:
-            TypeError: always.
-        """
-        cls.attach()
+    from_detached = attach
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a LocalWorkerGroup and its workers are in the driver's process: it cannot be sent to a worker, or to Ray. "
-            "A RayWorkerGroup can"
+            "a LocalWorkerGroup runs in the driver's process, so it cannot be pickled and sent to a worker or a Ray "
+            "task; use a RayWorkerGroup"
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ELSEWHERE:
-            raise AttributeError(f"a LocalWorkerGroup has no {name}: {_ELSEWHERE[name]}")
+        if name in _ON_RAY_ONLY:
+            raise AttributeError(f"a LocalWorkerGroup has no {name}: {_ON_RAY_ONLY[name]}")
         return super().__getattr__(name)
 
-    # --- the inside -----------------------------------------------------------------------------------------------
+    def _classes(self) -> dict[str | None, type[Worker]]:
+        return {role: made.cls for role, made in self._constructors.items()}
 
-    def _roles_classes(self) -> dict[str | None, Any]:
-        return {role: made.cls for role, made in self._made.items()}
-
-    def _start_again(self, ranks: tuple[int, ...] | None) -> None:
-        """Start the workers of some ranks, or all; those that were there are ended."""
-        parcel = self._pack_arguments()
-        before = self._running.ranks if isinstance(self._running, LocalEngine) else ()
+    def _start_workers(self, ranks: tuple[int, ...] | None) -> None:
+        arguments = self._encode_arguments()
+        before = self._state.engine
+        known = before.ranks if isinstance(before, LocalEngine) else ()
         chosen = range(self._size) if ranks is None else ranks
-        if self._running is not None:
-            self._running.given_up |= frozenset(chosen)
-        for rank in before:
-            if rank.place.rank in chosen:
+        if before is not None:
+            before.restarted |= frozenset(chosen)
+        for rank in known:
+            if rank.rank in chosen:
                 rank.end("it was restarted")
-        anew = {rank: LocalRank(LocalPlace(rank, self._size), self._threads) for rank in chosen}
-        engine = LocalEngine([anew.get(rank) or before[rank] for rank in range(self._size)], self._threads)
+        new = {rank: LocalRank(rank, self._size, self._threads) for rank in chosen}
+        engine = LocalEngine([new.get(rank) or known[rank] for rank in range(self._size)], self._threads)
         try:
-            sent = engine.start(self._roles_classes(), parcel, chosen)
+            sent = engine.start(self._classes(), arguments, chosen)
             plan = CallPlan.empty(self._size).only(chosen)
-            call = Call(self._state, engine, "__init__", plan, sent, self._start_timeout, starting=True)
-            monitor.wait(call)
-            if call.error is not None:
-                raise call.error
+            self._wait_for_constructors(engine, plan, sent, self._start_timeout)
         except BaseException:
-            for rank in anew.values():
+            for rank in new.values():
                 rank.end("its start failed")
             raise
-        self._running = engine
+        self._state.engine = engine
 
-    def _pack_arguments(self) -> Parcel:
-        """The constructors' arguments, by role; the classes are packed too, to find out whether they can be.
+    def _encode_arguments(self) -> Encoded:
+        """role -> (args, kwargs) of its constructor. The classes are encoded only to find out whether they can be.
 
         Raises:
             DispatchError: a class or an argument cannot be pickled.
         """
-        arguments = {role: (made.args, made.kwargs) for role, made in self._made.items()}
+        arguments = {role: (made.args, made.kwargs) for role, made in self._constructors.items()}
         try:
-            pack(list(self._roles_classes().values()))
-            parcel = Parcel.of(lambda: pack(arguments))
+            encode(list(self._classes().values()))
+            return encode(arguments, in_process=True)
         except Exception as error:
-            for made in self._made.values():
-                refuse_unpicklable(made, error)
+            for made in self._constructors.values():
+                check_encodable(made, error)
             raise
-        return parcel or Parcel(pack(arguments), [])

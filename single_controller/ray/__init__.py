@@ -8,9 +8,8 @@ if TYPE_CHECKING:
     from single_controller.ray.class_with_args import RayClassWithInitArgs
     from single_controller.ray.group import RayWorkerGroup
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-    from single_controller.ray.pool import RayResourcePool
+    from single_controller.ray.pool import RayResourcePool, merge_resource_pool, split_resource_pool
     from single_controller.ray.pool_manager import ResourcePoolManager
-    from single_controller.ray.pool_view import merge_resource_pool, split_resource_pool
 
 __all__ = [
     "NVMegatronRayWorkerGroup",
@@ -28,8 +27,8 @@ _HOMES = {
     "RayResourcePool": "single_controller.ray.pool",
     "RayWorkerGroup": "single_controller.ray.group",
     "ResourcePoolManager": "single_controller.ray.pool_manager",
-    "merge_resource_pool": "single_controller.ray.pool_view",
-    "split_resource_pool": "single_controller.ray.pool_view",
+    "merge_resource_pool": "single_controller.ray.pool",
+    "split_resource_pool": "single_controller.ray.pool",
 }
 
 if not TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The Ray actor behind a rank, in the worker's process.
 
-An actor is made in a bundle before anybody knows its rank: its constructor is deferred. It first says where it
-is; the start message then gives it rank and environment, and only after that the user's class is loaded and
-made. The actor class carries the user's method names, so that ``group.workers[i].m.remote()`` works.
+An actor is created in a bundle before its rank is known, so its constructor does nothing. It first reports where it
+runs. The start message then brings its rank and environment, and only after that the user's class is loaded and
+constructed. The actor class has the user's method names, so that ``group.workers[i].m.remote()`` works.
 """
 
 from __future__ import annotations
@@ -20,33 +20,29 @@ import ray
 from ray.exceptions import RayTaskError
 
 from dispatch.batch import register_batch_type, user_batch_types
-from dispatch.plan import Slot
-from single_controller.base.host import Answer, Crew, Order
-from single_controller.base.receipt import Failure, Receipt, remote_traceback
-from single_controller.base.stats import Clock
-from single_controller.base.worker import Place
-from single_controller.ray.carried import pack_answer
+from single_controller.base.codec import CallMessage, Encoded, decode_message, encode
+from single_controller.base.executor import Executor
+from single_controller.base.result import RankResult, remote_traceback
+from single_controller.base.worker import RankInfo
 from single_controller.ray.devices import hide_other_devices, own_devices
-from single_controller.ray.frame import open_order, receipt_frame
-from single_controller.ray.log_names import name_lines
-from single_controller.ray.transport import AnswerPacket, Packet, pack
+from single_controller.ray.internals import name_lines
 
 logger = logging.getLogger(__name__)
 
 CONCURRENT = "concurrent"
-"""Ray's concurrency group for the calls of methods registered as concurrent."""
+"""Ray's concurrency group for methods registered with ``concurrent=True``."""
 
 CONCURRENT_CALLS = 64
 
 
 class Location(NamedTuple):
-    """Where an actor found itself.
+    """Where an actor runs.
 
     Attributes:
         address: the node's address.
         hostname: the node's name.
         pid: the process.
-        devices: ids of the accelerators that Ray gave it.
+        devices: ids of the accelerators that Ray assigned to it.
         node_id: Ray's id of the node.
     """
 
@@ -57,16 +53,16 @@ class Location(NamedTuple):
     node_id: str = ""
 
 
-class StartOrder(NamedTuple):
+class StartMessage(NamedTuple):
     """What a rank is told before user code runs.
 
     Attributes:
         rank: its rank.
-        world_size: ranks in the group.
+        world_size: number of ranks in the group.
         local_rank: rank within its entry of the pool.
-        local_world_size: ranks of that entry.
-        environment: variables of the group's own, ``worker_env``.
-        node_rank: number of its node, in order of the nodes' first ranks.
+        local_world_size: number of ranks of that entry.
+        environment: variables of ``worker_env``.
+        node_rank: number of its node, in the order of the nodes' first ranks.
     """
 
     rank: int
@@ -78,32 +74,29 @@ class StartOrder(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Who a started worker is, for somebody who did not start it.
+    """Who a started worker is, for a process that did not start it.
 
     Attributes:
-        place: its place in its group.
+        info: its rank.
         location: where it runs.
         name: the actor's name.
-        placement_group: Ray's id of the placement group that it sits in, in hex.
-        classes: role -> class, packed.
+        placement_group: Ray's id of its placement group, in hex.
+        classes: role -> class, encoded.
     """
 
-    place: Place
+    info: RankInfo
     location: Location
     name: str
     placement_group: str | None
-    classes: Packet
+    classes: Encoded
 
 
 class RankActor:
-    """One rank's process. Its own methods begin with ``_sc_``; a subclass adds the user's names."""
+    """One rank's process. Its own methods begin with ``_sc_``; a subclass adds the user's method names."""
 
     def __init__(self) -> None:
-        self._crew = Crew()
-        self._place: Place | None = None
-        self._rank = -1
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
-        self._where = f"{self._hostname}, {self._address}"
+        self._executor = Executor(f"{self._hostname}, {self._address}", _fetch)
         self._held_port: socket.socket | None = None
 
     def _sc_locate(self) -> Location:
@@ -111,8 +104,8 @@ class RankActor:
         return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id)
 
     def _sc_rendezvous(self, address: str | None, port: int | None) -> tuple[str, int]:
-        """The group's master address and port, on rank 0. The port is held, bound and not listening, as long as
-        this process lives: torch binds it all the same, and nobody else is given it."""
+        """The group's master address and port, on rank 0. The port stays bound, but not listening, as long as this
+        process lives: torch can bind it all the same, and no other process is given it."""
         if port is None:
             self._held_port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -120,162 +113,110 @@ class RankActor:
             port = self._held_port.getsockname()[1]
         return address or self._address, port
 
-    def _sc_start(self, order: StartOrder, made: Packet, master: tuple[str, int]) -> bytes | Receipt:
-        """Stand at a rank, load the user's classes and make the workers."""
-        self._rank = order.rank
-        name_lines(f"{type(self).__name__} rank {order.rank}")
-        numbers = (order.rank, order.world_size, order.local_rank, order.local_world_size)
-        self._place = place = Place(*numbers, *master, order.node_rank, own_devices())
-        try:
-            hide_other_devices(place.device_ids, order.environment)
-            os.environ.update(order.environment)
-            os.environ.update(place.environment())
-            roles, batch_types = made.open()
-            _know_batch_types(batch_types)
-            self._crew.make(place, roles)
-        except SystemExit:
-            raise
-        except BaseException as error:
-            return receipt_frame(self._failed(error, "__init__", self._crew.making))
-        return receipt_frame(Receipt(order.rank))
+    def _sc_start(self, message: StartMessage, made: Encoded, master: tuple[str, int]) -> bytes | RankResult:
+        """Take a rank, load the user's classes and create the workers."""
+        name_lines(f"{type(self).__name__} rank {message.rank}")
+        numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)
+        info = RankInfo(*numbers, *master, message.node_rank, own_devices())
+
+        def load() -> Any:
+            # The environment first: importing the module of the user's class may import torch, which reads it.
+            hide_other_devices(info.device_ids, message.environment)
+            os.environ.update(message.environment)
+            os.environ.update(info.environment())
+            constructors, batch_types = made.decode()
+            _add_batch_types(batch_types)
+            return constructors
+
+        return self._executor.start(info, load).to_message()
 
     def _sc_identity(self) -> Identity:
-        """Who this is."""
-        if self._place is None:
+        """Who this worker is."""
+        if self._executor.info is None:
             raise RuntimeError("this worker has not been started")
         context = ray.get_runtime_context()
-        classes = pack({role: type(host.worker) for role, host in self._crew.hosts.items()})
+        classes = encode({role: type(worker) for role, worker in self._executor.workers.items()})
         group = context.get_placement_group_id()
-        return Identity(self._place, self._sc_locate(), context.get_actor_name() or "", group, classes)
+        return Identity(self._executor.info, self._sc_locate(), context.get_actor_name() or "", group, classes)
 
-    def _sc_standing(self, role: str | None) -> Receipt:
-        standing = self._crew[role].standing
-        return Receipt(self._rank, standing.version, value=standing)
+    def _sc_call(self, message: bytes | None = None, *beside: Encoded) -> bytes | RankResult:
+        """Run a call. The result comes inside the `RankResult`.
 
-    def _sc_call(self, frame: bytes, *beside: Packet) -> bytes | Receipt:
-        """Carry out an order; the answer, if it is wanted, comes with the receipt."""
-        received = time.time()
-        return self._answered(received, *open_order(frame, beside))
-
-    def _answered(self, received: float, order: Order, whole: Packet | None, shard: Packet | None) -> bytes | Receipt:
-        try:
-            answer = self._run(order, whole, shard)
-            # No packet stands for None, as it does for a rank that does not collect.
-            value = pack_answer(order.method, answer.value, Packet) if answer.value is not None else None
-        except SystemExit:
-            raise
-        except BaseException as error:
-            return receipt_frame(self._failed(error, order.method, order.role))
-        return receipt_frame(self._receipt(order, answer, value, value, received))
+        A call without arguments has no message: handling an argument costs Ray a tenth of an empty call. The name of
+        the Ray task, which is the method's label, then says what to run.
+        """
+        return self._run(message, beside, keep=False)[0].to_message()
 
     @ray.method(num_returns=2)
-    def _sc_call_kept(self, frame: bytes, *beside: Packet) -> tuple[bytes | Receipt, Any]:
-        """Carry out an order; the answer stays in the store of this node until somebody asks for it."""
+    def _sc_call_kept(self, message: bytes | None = None, *beside: Encoded) -> tuple[bytes | RankResult, Any]:
+        """Run a call. The result stays in the store of this node until somebody asks for it."""
+        result, kept = self._run(message, beside, keep=True)
+        if isinstance(kept, BaseException) and result.failure is not None:  # what ray.get(future.refs[0]) then raises
+            kept = RayTaskError(result.failure.method, remote_traceback(kept), _picklable(kept))
+        return result.to_message(), kept
+
+    def _run(self, message: bytes | None, beside: tuple[Encoded, ...], *, keep: bool) -> tuple[RankResult, Any]:
         received = time.time()
-        order, whole, shard = open_order(frame, beside)
-        try:
-            answer = self._run(order, whole, shard)
-            kept = pack_answer(order.method, answer.value, AnswerPacket)
-            return receipt_frame(self._receipt(order, answer, None, kept, received)), kept
-        except SystemExit:
-            raise
-        except BaseException as error:
-            failed = receipt_frame(self._failed(error, order.method, order.role))
-            return failed, RayTaskError(order.method, remote_traceback(error), _carried(error))
+        if message is None:
+            role, _, method = str(ray.get_runtime_context().get_task_name()).rpartition(".")
+            return self._executor.run(CallMessage(method, role or None), None, None, received, keep=keep)
+        return self._executor.run(*decode_message(message, beside), received, keep=keep)
 
     def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._crew[role].call(method, *args, **kwargs)
+        return self._executor.call(role, method, args, kwargs)
 
-    def _run(self, order: Order, whole: Packet | None, shard: Packet | None) -> Answer:
-        slots: dict[Slot, Any] = {} if whole is None else whole.open(private=order.private)
-        pieces: dict[Slot, Any] = {} if shard is None else shard.open(private=order.private)
-        for part in (slots, pieces):
-            for slot, value in part.items():
-                if isinstance(value, ray.ObjectRef):  # as in Ray: a reference given as an argument is its value
-                    part[slot] = ray.get(value)
-        return self._crew[order.role].run(order, slots, pieces)
 
-    def _receipt(
-        self, order: Order, answer: Answer, value: Packet | None, packed: Packet | None, received: float
-    ) -> Receipt:
-        """The receipt of a call that went well; ``value`` goes with it, ``packed`` may go another way."""
-        version = self._crew[order.role].standing.version
-        clock = Clock(received, answer.began, answer.ended, time.time())
-        size = packed.nbytes if packed is not None else 0
-        return Receipt(self._rank, version, None, value, answer.rows, answer.not_rows, answer.empty, size, clock)
+def _fetch(value: Any) -> Any:
+    """As in Ray, an ObjectRef given as an argument arrives as its value."""
+    return ray.get(value) if isinstance(value, ray.ObjectRef) else value
 
-    def _failed(self, error: BaseException, method: str, role: str | None) -> Receipt:
+
+def _add_batch_types(encoded: list[Encoded]) -> None:
+    """Register the driver's batch types, unless this process has registered them itself."""
+    for item in encoded:
         try:
-            cause: Packet | None = pack(error)
+            cls, how = item.decode()
         except Exception:
-            cause = None
-        failure = Failure.of(error, self._rank, self._where, method, cause, role)
-        return Receipt(self._rank, self._crew.standing(role), failure)
-
-
-def _know_batch_types(packed: list[Packet]) -> None:
-    """Register the driver's batch types here, unless this process has registered them itself."""
-    for packet in packed:
-        try:
-            cls, how = packet.open()
-        except Exception:
-            logger.debug("a batch type of the driver does not open here", exc_info=True)
+            logger.debug("a batch type of the driver cannot be unpickled here", exc_info=True)
             continue
         if cls not in user_batch_types():
             register_batch_type(cls, length=how.length, cut=how.cut, join=how.join)
 
 
-def _carried(error: BaseException) -> Exception:
-    """The exception, or one that says the same if it does not pickle."""
+def _picklable(error: BaseException) -> Exception:
+    """The exception, or one with the same message if it cannot be pickled."""
     try:
         ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
         if isinstance(error, Exception):
             return error
     except Exception:
-        logger.debug("an exception does not pickle", exc_info=True)
+        logger.debug("an exception cannot be pickled", exc_info=True)
     return RuntimeError("".join(traceback.format_exception_only(type(error), error)).strip())
 
 
 @functools.lru_cache(maxsize=256)
 def actor_class(name: str, methods: tuple[tuple[str | None, str], ...], concurrent: bool) -> Any:
-    """The Ray actor class for workers of a class, made once: it is exported once to the cluster.
+    """The Ray actor class for workers of a class. Cached, so that it is exported to the cluster once.
 
     Args:
-        name: the class's name, for Ray's logs.
-        methods: role and name of its workers' public methods.
-        concurrent: whether one of them is registered as concurrent, so that calls may overlap.
+        name: name of the worker class, for Ray's logs.
+        methods: role and name of the workers' public methods.
+        concurrent: whether a method is registered with ``concurrent=True``.
     """
-    members: dict[str, Any] = {direct(role, method): _delegate(role, method) for role, method in methods}
-    members |= {bare(method): _bare_call(method) for role, method in methods if role is None}
+    members: dict[str, Any] = {direct_name(role, method): _direct(role, method) for role, method in methods}
     cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
     remote: Any = ray.remote
     return remote(concurrency_groups={CONCURRENT: CONCURRENT_CALLS})(cls) if concurrent else remote(cls)
 
 
-def direct(role: str | None, method: str) -> str:
-    """Name of the actor's method for callers of its handle: the worker's own; ``<role>_<method>`` with roles."""
+def direct_name(role: str | None, method: str) -> str:
+    """Name of the actor method that calls a worker's method directly; ``<role>_<method>`` with roles."""
     return method if role is None else f"{role}_{method}"
 
 
-def bare(method: str) -> str:
-    """Name of the actor's method that stands for an order without arguments whose answer is wanted: Ray carries no
-    argument for it, which saves a tenth of the call."""
-    return f"_sc_bare_{method}"
-
-
-def _bare_call(method: str) -> Callable[..., Any]:
-    order = Order(method, collects=True, joins=False, private=True)
-
-    def call(self: RankActor) -> bytes | Receipt:
-        return self._answered(time.time(), order, None, None)
-
-    call.__name__ = call.__qualname__ = bare(method)
-    return call
-
-
-def _delegate(role: str | None, method: str) -> Callable[..., Any]:
+def _direct(role: str | None, method: str) -> Callable[..., Any]:
     def call(self: RankActor, *args: Any, **kwargs: Any) -> Any:
         return self._sc_direct(role, method, args, kwargs)
 
-    call.__name__ = call.__qualname__ = direct(role, method)
+    call.__name__ = call.__qualname__ = direct_name(role, method)
     return call

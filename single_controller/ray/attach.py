@@ -1,4 +1,4 @@
-"""Finding workers that somebody else started, by name or by handle."""
+"""Finding workers that another driver started, by name or by handle."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from ray import PlacementGroupID
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from single_controller.base.codec import Encoded, decoded
 from single_controller.base.errors import CallTimeoutError, WorkerDiedError
-from single_controller.base.later import unpacked
 from single_controller.base.worker import Worker
-from single_controller.ray.answers import one_line
 from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.runtime import detached_actors, ensure_ray
-from single_controller.ray.transport import Packet
+from single_controller.ray.internals import detached_actors
+from single_controller.ray.results import one_line
+from single_controller.ray.runtime import ensure_ray
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 30.0
-"""How long workers that are asked who they are may take: they answer after what they are at."""
+IDENTITY_SECONDS = 30.0
+"""How long workers may take to identify themselves. They do so only after the call that they are running."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Workers that run already.
+class RunningWorkers:
+    """Running workers.
 
     Attributes:
-        engine: carries calls to them.
-        packed: role -> class, packed.
+        engine: sends calls to them.
+        encoded: role -> class, encoded.
         master: address and port of their rendezvous.
-        placement_groups: Ray's ids of the placement groups in which they are, in hex.
+        placement_groups: Ray's ids of their placement groups, in hex.
     """
 
     engine: RayEngine
-    packed: Packet
+    encoded: Encoded
     master: tuple[str, int]
     placement_groups: tuple[str, ...]
 
     def classes(self) -> dict[str | None, type[Worker]]:
-        """Their classes, by role.
+        """Their classes by role.
 
         Raises:
-            ResultError: one of them cannot be loaded here.
+            ResultError: a class cannot be loaded here.
         """
-        classes: dict[str | None, type[Worker]] = unpacked("from_detached", 0, self.packed.open)
+        classes: dict[str | None, type[Worker]] = decoded("from_detached", 0, self.encoded.decode)
         return classes
 
 
@@ -58,12 +58,12 @@ def find_workers(
     worker_handles: Sequence[Any] | None,
     class_name: str | None = None,
     namespace: str | None = None,
-) -> Found:
-    """Ask running workers who they are. Exactly one of the first three says which; the class narrows a prefix down.
+) -> RunningWorkers:
+    """Ask running workers who they are. Takes exactly one of the first three arguments; the class narrows a prefix.
 
     Raises:
-        ValueError: none or several of the three are given, no worker has such a name, or some ranks are missing.
-        WorkerDiedError: one of them does not live.
+        ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
+        WorkerDiedError: a worker is dead.
     """
     given = [value for value in (name_prefix, worker_names, worker_handles) if value is not None]
     if len(given) != 1:
@@ -75,30 +75,30 @@ def find_workers(
         worker_handles = [ray.get_actor(name, namespace) for name in worker_names]
     asked = [handle._sc_identity.remote() for handle in worker_handles]
     try:
-        identities = ray.get(asked, timeout=ANSWER_SECONDS)
+        identities = ray.get(asked, timeout=IDENTITY_SECONDS)
     except GetTimeoutError:
         raise CallTimeoutError(
-            f"from_detached(): the workers have not said who they are within {ANSWER_SECONDS:g} s: they are at work, "
-            "or wait for each other in a collective. Try again, or end them with end_detached(name)"
+            f"from_detached(): the workers have not identified themselves within {IDENTITY_SECONDS:g} s: they are "
+            "busy, or blocked in a collective. Try again, or end them with end_detached(name)"
         ) from None
     except RayError as error:
-        raise WorkerDiedError(f"from_detached(): a worker does not answer: {one_line(error)}") from error
-    found = sorted(zip(identities, worker_handles, strict=True), key=lambda pair: pair[0].place.rank)
+        raise WorkerDiedError(f"from_detached(): a worker does not respond: {one_line(error)}") from error
+    found = sorted(zip(identities, worker_handles, strict=True), key=lambda pair: pair[0].info.rank)
     first = found[0][0]
-    numbers = [identity.place.rank for identity, _ in found]
-    if numbers != list(range(first.place.world_size)):
+    numbers = [identity.info.rank for identity, _ in found]
+    if numbers != list(range(first.info.world_size)):
         raise ValueError(
-            f"from_detached() needs all {first.place.world_size} ranks of one group, once each; got ranks {numbers}"
+            f"from_detached() needs all {first.info.world_size} ranks of one group, once each; got ranks {numbers}"
         )
     ranks = [Rank(handle, identity.name, identity.location) for identity, handle in found]
     groups = sorted({identity.placement_group for identity, _ in found if identity.placement_group is not None})
-    master = (first.place.master_addr, first.place.master_port)
-    return Found(RayEngine(ranks), first.classes, master, tuple(groups))
+    master = (first.info.master_addr, first.info.master_port)
+    return RunningWorkers(RayEngine(ranks), first.classes, master, tuple(groups))
 
 
 def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> tuple[list[str], str]:
-    """The actors of the one group that was started with a prefix, and their namespace. Their names are
-    <prefix><class>_<number>; the driver's namespace comes before all others."""
+    """The actors of the only group that was started with a prefix, and their namespace. Their names are
+    <prefix><class>_<number>. The driver's namespace is preferred to all others."""
     groups: dict[tuple[str, str], list[str]] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         stem, _, number = actor["name"].rpartition("_")
@@ -116,39 +116,39 @@ def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> t
         found = ", ".join(f"{stem} (namespace {space})" for space, stem in sorted(groups))
         raise ValueError(
             f"from_detached(): several groups have names that begin with {prefix!r}: {found}. "
-            "Give the whole name, namespace, or worker_names"
+            "Give the full name, the namespace, or worker_names"
         )
     if not groups:
         where = "in any namespace" if namespace is None else f"in the namespace {namespace!r}"
         raise ValueError(
-            f"from_detached(): no actor's name begins with {prefix!r} {where}; is this the Ray of the group's driver? "
-            "ray.init(address=...) joins it"
+            f"from_detached(): no actor's name begins with {prefix!r} {where}. If the group runs in another Ray "
+            "cluster, connect to it with ray.init(address=...)"
         )
     (space, _), names = next(iter(groups.items()))
     return names, space
 
 
 def end_detached(name: str, namespace: str | None = None) -> int:
-    """End detached workers without asking them, and free the placement groups in which they are.
+    """End detached workers without asking them, and remove their placement groups.
 
-    For a group whose driver is gone and that cannot be attached to: its workers died, some or all, or wait for each
-    other for ever, or were never started. Whatever else lives in those placement groups ends too.
+    Use it for a group whose driver has ended and to which you cannot attach, because workers have died, hang in a
+    collective, or were never started. Everything else in those placement groups ends too.
 
     Args:
-        name: of the group: its ``name_prefix`` with the name of its class.
+        name: name of the group: its ``name_prefix`` with the name of its class.
         namespace: Ray's namespace of the name; any by default.
 
     Returns:
-        How many workers were ended.
+        The number of workers that were ended.
 
     Raises:
-        ValueError: no worker has such a name, or workers of several namespaces have.
+        ValueError: no worker has such a name, or workers in several namespaces have it.
     """
     ensure_ray()
     found = [one for one in detached_actors() if one.name.rpartition("_")[0] == name]
     found = [one for one in found if namespace in (None, one.namespace)]
     living = [one for one in found if one.alive]
-    found = living or found  # those that died long ago may have been in other placement groups
+    found = living or found  # workers that died long ago may have been in other placement groups
     spaces = sorted({one.namespace for one in found})
     if len(spaces) != 1:
         where = f"in the namespaces {', '.join(spaces)}: say which" if spaces else "nowhere in this Ray"
@@ -163,9 +163,9 @@ def end_detached(name: str, namespace: str | None = None) -> int:
 
 
 def remove_placement_groups(ids: Sequence[str]) -> None:
-    """Remove placement groups by their ids in hex; whatever lives in them ends."""
+    """Remove placement groups by their ids in hex. Everything in them ends."""
     for number in ids:
         try:
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
-        except Exception:  # Ray is gone, or has removed it
+        except Exception:  # Ray was shut down, or has removed it
             logger.debug("placement group %s could not be removed", number, exc_info=True)

@@ -1,37 +1,44 @@
-"""RayClassWithInitArgs: a worker class, its constructor's arguments, and options for the actors."""
+"""RayClassWithInitArgs: a worker class with its constructor's arguments and options for the actors. ProcessSpec: all
+worker classes of one process."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import ray
-from ray.actor import ActorClass
 
+from dispatch.batch import user_batch_types
+from dispatch.register import method_spec, registered_methods
 from single_controller.base.checks import check_amounts
+from single_controller.base.codec import Encoded, check_encodable, encode
+from single_controller.base.colocate import Colocated
 from single_controller.base.pool import ClassWithInitArgs
+from single_controller.base.result import MAX_INLINE_BYTES
+from single_controller.base.worker import Worker
+from single_controller.ray.internals import declared_class
+
+logger = logging.getLogger(__name__)
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class and its constructor's arguments, with options for the actors.
 
     Args:
-        cls: a subclass of `Worker`, plain or under ``@ray.remote``.
+        cls: a subclass of `Worker`, plain or decorated with ``@ray.remote``.
         args: positional arguments of its constructor.
         kwargs: keyword arguments of its constructor.
 
     Raises:
-        TypeError: ``cls`` is no subclass of `Worker`, or the arguments do not fit its constructor.
+        TypeError: ``cls`` is not a subclass of `Worker`, or the arguments do not fit its constructor.
     """
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        options: dict[str, Any] = {}
-        if isinstance(cls, ActorClass):
-            declared = getattr(cls, "_default_options", None) or {}
-            # The pool decides how much of a CPU and a GPU a worker has.
-            options = {key: value for key, value in declared.items() if key not in ("num_cpus", "num_gpus")}
-            cls = cast(Any, cls).__ray_metadata__.modified_class.__ray_actor_class__
-            _refuse_held(f"@ray.remote(...) on {cls.__name__}", options)
+        cls, declared = declared_class(cls)
+        # The pool decides which share of a CPU and a GPU a worker gets.
+        options = {key: value for key, value in declared.items() if key not in ("num_cpus", "num_gpus")}
+        _check_settable(f"@ray.remote(...) on {getattr(cls, '__name__', cls)}", options)
         super().__init__(cls, *args, **kwargs)
         self._options = options
         self._additional_resource: dict[str, float] = {}
@@ -47,25 +54,25 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         return dict(self._additional_resource)
 
     def update_options(self, options: Mapping[str, Any]) -> None:
-        """Set Ray's actor options (``{"num_cpus": 0.5}``). They win over the group's own.
+        """Set Ray's actor options, such as ``{"num_cpus": 0.5}``. They override the group's.
 
         Raises:
-            ValueError: Ray has no such option, or the group needs it for itself.
+            ValueError: Ray has no such option, or the group sets it itself.
         """
-        _refuse_held("update_options()", options)
-        ray.remote(_Probe).options(**options)  # Ray's own check of names and values
+        _check_settable("update_options()", options)
+        ray.remote(_Probe).options(**options)  # Ray checks names and values
         self._options.update(options)
 
     def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
-        """Set custom resources that each worker takes (``{"disk": 1}``).
+        """Set custom resources that each worker takes, such as ``{"disk": 1}``.
 
         Raises:
-            ValueError: an amount that is no positive number.
+            ValueError: an amount is not a positive number.
         """
         self._additional_resource = check_amounts("set_additional_resource()", additional_resource)
 
 
-_HELD = frozenset(
+_SET_BY_GROUP = frozenset(
     {
         "concurrency_groups",
         "lifetime",
@@ -78,14 +85,100 @@ _HELD = frozenset(
         "scheduling_strategy",
     }
 )
-"""Options of Ray's that a group needs for itself. An actor that Ray revived, say, would have lost its worker."""
+"""Ray options that only the group may set. An actor that Ray restarted, for example, would have no worker in it."""
 
 
-def _refuse_held(what: str, options: Mapping[str, Any]) -> None:
-    held = sorted(_HELD & {key for key, value in options.items() if value is not None})
-    if held:
-        raise ValueError(f"{what}: the group sets {held} itself")
+def _check_settable(what: str, options: Mapping[str, Any]) -> None:
+    taken = sorted(_SET_BY_GROUP & {key for key, value in options.items() if value is not None})
+    if taken:
+        raise ValueError(f"{what}: the group sets {taken} itself")
 
 
 class _Probe:
     pass
+
+
+class ProcessSpec:
+    """What runs in the process of a rank: one worker class, or one per role.
+
+    Args:
+        made: the class with its arguments, or several of them colocated.
+
+    Attributes:
+        roles: role -> class with arguments; the role of a single class is None.
+        name: for the names of actors and groups.
+        options: Ray's actor options.
+        additional_resource: custom resources of each process.
+
+    Raises:
+        TypeError: a class was not given as `RayClassWithInitArgs`.
+        ValueError: the roles ask for different options of the process that they share.
+    """
+
+    def __init__(self, made: RayClassWithInitArgs | Colocated) -> None:
+        self.roles: dict[str | None, RayClassWithInitArgs] = {}
+        self.options: dict[str, Any] = {}
+        self.additional_resource: dict[str, float] = {}
+        self.name = made.name if isinstance(made, Colocated) else made.cls.__name__
+        members: Mapping[Any, ClassWithInitArgs] = made.roles if isinstance(made, Colocated) else {None: made}
+        for role, member in members.items():
+            if not isinstance(member, RayClassWithInitArgs):
+                raise TypeError(f"a group on Ray is made of RayClassWithInitArgs(YourWorker, ...), got {member!r}")
+            self.roles[role] = member
+            for asked, so_far in (
+                (member.options, self.options),
+                (member.additional_resource, self.additional_resource),
+            ):
+                for key, value in asked.items():
+                    if so_far.setdefault(key, value) != value:
+                        raise ValueError(
+                            f"colocate(): the roles share a process, but {role!r} asks for {key}={value!r} and an "
+                            f"earlier one for {so_far[key]!r}"
+                        )
+
+    @property
+    def classes(self) -> dict[str | None, type[Worker]]:
+        """role -> class."""
+        return {role: made.cls for role, made in self.roles.items()}
+
+    @property
+    def methods(self) -> tuple[tuple[str | None, str], ...]:
+        """Role and name of every public method."""
+        return tuple(
+            (role, name)
+            for role, cls in self.classes.items()
+            for name in dir(cls)
+            if not name.startswith("_") and method_spec(cls, name) is not None
+        )
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether a method is registered with ``concurrent=True``."""
+        classes = self.classes.values()
+        return any(spec.registration.concurrent for cls in classes for spec in registered_methods(cls).values())
+
+    def encode(self) -> Any:
+        """Encode classes, constructor arguments and the user's batch types; a reference if they are large.
+
+        Raises:
+            DispatchError: a class or an argument cannot be pickled.
+        """
+        constructors = {role: (made.cls, made.args, made.kwargs) for role, made in self.roles.items()}
+        try:
+            encoded = encode((constructors, _batch_types()))
+        except Exception as error:
+            for made in self.roles.values():
+                check_encodable(made, error)
+            raise
+        return encoded if encoded.nbytes <= MAX_INLINE_BYTES else ray.put(encoded)
+
+
+def _batch_types() -> list[Encoded]:
+    """The driver's batch types, each encoded by itself: one that cannot be pickled must not keep the others."""
+    types = []
+    for item in user_batch_types().items():
+        try:
+            types.append(encode(item))
+        except Exception:
+            logger.warning("the batch type %s cannot be pickled, so workers will not know it", item[0].__name__)
+    return types

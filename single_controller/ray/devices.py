@@ -1,9 +1,9 @@
-"""Which devices are this process's own. For every worker's process, so it imports little.
+"""The devices that Ray assigned to this process. Every worker process imports this module, so it imports little.
 
-Ray itself sets the list of visible devices (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES on AMD, ASCEND_RT_VISIBLE_DEVICES
-for the resource NPU, and so on) before a task and before an actor's constructor; unless its variable
-RAY_EXPERIMENTAL_NOSET_<list> is true there, or it gave the process no device. Only for that last case, in which Ray
-leaves all devices of the node visible, a list is set here.
+Ray sets the list of visible devices (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES on AMD, ASCEND_RT_VISIBLE_DEVICES for
+the resource NPU, and so on) before a task and before an actor's constructor, unless its variable
+RAY_EXPERIMENTAL_NOSET_<list> is true, or it assigned no device. In the last case Ray leaves all devices of the node
+visible; only then this module sets a list.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def own_devices() -> tuple[str, ...]:
-    """Ids of the devices that Ray gave this process, GPUs first, as numbers; () without any. Not in the driver.
-
-    Whether or not Ray hides the others from it.
-    """
+    """Ids of the devices that Ray assigned to this worker process, GPUs first, in numeric order; () if none."""
     by_kind: Mapping[str, Iterable[str]] = ray.get_runtime_context().get_accelerator_ids()
     kinds = sorted(by_kind, key=lambda kind: (kind != "GPU", kind))
     return tuple(
@@ -30,13 +27,13 @@ def own_devices() -> tuple[str, ...]:
 
 
 def hide_other_devices(devices: Sequence[str], given: Mapping[str, str]) -> None:
-    """Have a process to which Ray gave no device see no GPU, so that it takes none from those who reserved them. Before
-    torch is imported there.
+    """Hide all GPUs from a process to which Ray assigned none, so that it cannot use those that others reserved. Must
+    run before torch is imported.
 
     Args:
         devices: `own_devices`.
-        given: variables that were asked for; a list among them stays. So do all where Ray's own switch for this,
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, is 0.
+        given: variables that the user set; a list among them stays. Ray's own switch for this,
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0, disables hiding.
     """
     if devices or os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1").lower() in ("0", "false"):
         return
@@ -44,5 +41,5 @@ def hide_other_devices(devices: Sequence[str], given: Mapping[str, str]) -> None
 
 
 def device_key(devices: Sequence[str]) -> tuple[Any, ...]:
-    """Sorts device ids as numbers: GPU 2 before GPU 10. What is no number (a UUID) sorts by text, after them."""
+    """Sort key that compares device ids as numbers: GPU 2 before GPU 10. Other ids (UUIDs) follow, by text."""
     return tuple((0, int(device), "") if device.isdigit() else (1, 0, device) for device in devices)

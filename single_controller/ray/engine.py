@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -12,20 +13,18 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
-from single_controller.base.engine import Engine, RankLost, Sent, Token
-from single_controller.base.host import Order
-from single_controller.base.receipt import Receipt
-from single_controller.ray.actor import CONCURRENT, Location, StartOrder, bare
-from single_controller.ray.answers import RayAnswers, one_line, open_cause
-from single_controller.ray.carried import pack_arguments
-from single_controller.ray.frame import BESIDE, open_receipt, order_frame
-from single_controller.ray.order import Slot as PoolSlot
-from single_controller.ray.runtime import death_of, session
-from single_controller.ray.transport import INLINE_BYTES, Packet
+from single_controller.base.codec import BESIDE, Encoded, call_message, encode_arguments
+from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
+from single_controller.ray.actor import CONCURRENT, Location, StartMessage
+from single_controller.ray.internals import death_of
+from single_controller.ray.results import RayResults, one_line
+from single_controller.ray.runtime import session
+from single_controller.ray.slots import Slot
 
 logger = logging.getLogger(__name__)
 
-_LOST = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+_DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 
 
 @dataclass(frozen=True)
@@ -33,46 +32,45 @@ class Rank:
     """One rank's actor.
 
     Attributes:
-        actor: the handle, a ray.actor.ActorHandle.
+        actor: its handle, a ray.actor.ActorHandle.
         name: the actor's name.
-        location: where it is.
-        slot: its room in the pool; None in a group that did not start its workers.
-        order: what it was told at its start; likewise.
+        location: where it runs.
+        slot: its slot in the pool; None in a group that did not start its workers.
+        message: what it was told at its start; likewise.
     """
 
     actor: Any
     name: str
     location: Location
-    slot: PoolSlot | None = None
-    order: StartOrder | None = None
+    slot: Slot | None = None
+    message: StartMessage | None = None
 
 
-class _Carried(NamedTuple):
-    inside: Packet | int | None
+class _Sendable(NamedTuple):
+    """Encoded arguments as they are sent: inside the call message, or beside it as an argument of the Ray call."""
+
+    inside: Encoded | int | None
     beside: tuple[Any, ...]
     nbytes: int
 
 
-_NOTHING = _Carried(None, (), 0)
+_NOTHING = _Sendable(None, (), 0)
 
 
 class RayEngine(Engine):
-    """Carries calls to actors.
+    """Sends calls to actors.
 
     Args:
         ranks: the actors, in order of rank.
-        pool: what they live in, which must not be forgotten as long as a call of theirs is not.
+        pool: the pool that they run in. Kept alive as long as a call of theirs is.
     """
 
     def __init__(self, ranks: Sequence[Rank], pool: object = None) -> None:
         self.ranks = tuple(ranks)
+        self.world_size = len(self.ranks)
         self._pool = pool
         self._session = session()
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
+        self._methods: dict[tuple[int, str, str, bool], Any] = {}
 
     @property
     def connected(self) -> bool:
@@ -85,88 +83,62 @@ class RayEngine(Engine):
         return f"{location.hostname}, {location.address}"
 
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
-        """See `Engine.send`. Every distinct shard is stored once, however many ranks read it."""
-        packed = [pack_arguments(spec, shard.values) for shard in plan.shards]
-        inside = max((packet.nbytes for packet in packed if packet is not None and packet.inline), default=0)
-        whole = _carry(pack_arguments(spec, plan.whole), INLINE_BYTES - inside)
-        shards = [_carry(packet) for packet in packed]
-        collecting = frozenset(plan.answers)
-        frames: dict[tuple[int, bool], bytes] = {}
-        receipts: dict[int, ray.ObjectRef] = {}
-        answers: dict[int, ray.ObjectRef] = {}
-        for rank in plan.ranks:
-            number, collects = plan.shard_of[rank] or 0, rank in collecting
-            keeps = future and collects
-            method = None
+        """See `Engine.send`."""
+        # Encode everything before anything is sent: an argument that cannot be pickled must reach no rank.
+        encoded = [encode_arguments(spec, shard.values) for shard in plan.shards]
+        whole = encode_arguments(spec, plan.whole)
+        largest = max((shard.nbytes for shard in encoded if shard is not None), default=0)
+        room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
+        sendable_whole = _sendable(whole, room)
+        shards = [_sendable(shard, MAX_INLINE_BYTES) for shard in encoded]
+        collecting = frozenset(plan.collecting)
+        messages: dict[tuple[int, bool], bytes] = {}
+        tokens: dict[Token, int] = {}
+        values: dict[int, ray.ObjectRef] = {}
+        nbytes: dict[int, int] = {}
+        for rank, number in enumerate(plan.shard_of):
+            if number is None:
+                continue
+            shard, collects = shards[number], rank in collecting
             arguments: tuple[Any, ...] = ()
-            if spec.role is None and collects and not keeps and whole is _NOTHING and shards[number] is _NOTHING:
-                method = getattr(self.ranks[rank].actor, bare(spec.name), None)  # none for a private method
-            if method is None:
-                frame = frames.get((number, collects))
-                if frame is None:
-                    order = Order.of(spec, plan, plan.shards[number], collects=collects)
-                    frame = order_frame(order, whole.inside, shards[number].inside)
-                    frames[number, collects] = frame
-                method = self.ranks[rank].actor._sc_call_kept if keeps else self.ranks[rank].actor._sc_call
-                arguments = (frame, *whole.beside, *shards[number].beside)
-            if spec.registration.concurrent:
-                method = method.options(concurrency_group=CONCURRENT)
-            sent = method.remote(*arguments)
-            if keeps:
-                receipts[rank], answers[rank] = sent
-            else:
-                receipts[rank] = sent
-        tokens: dict[Token, int] = {ref: rank for rank, ref in receipts.items()}
-        nbytes = {rank: whole.nbytes + shards[plan.shard_of[rank] or 0].nbytes for rank in receipts}
+            if not collects or sendable_whole is not _NOTHING or shard is not _NOTHING:
+                message = messages.get((number, collects))
+                if message is None:
+                    about = call_message(spec, plan, plan.shards[number], collects=collects)
+                    # Ray carries bytes faster than objects.
+                    message = pickle.dumps((about, sendable_whole.inside, shard.inside), protocol=5)
+                    messages[number, collects] = message
+                arguments = (message, *sendable_whole.beside, *shard.beside)
+            sent = self._method(rank, spec, kept=future and collects).remote(*arguments)
+            if future and collects:
+                sent, values[rank] = sent
+            tokens[sent] = rank
+            nbytes[rank] = sendable_whole.nbytes + shard.nbytes
         if not future:
             return Sent(tokens, None, nbytes)
-        in_order = [*plan.answers, *(rank for rank in receipts if rank not in collecting)]
-        return Sent(
-            tokens,
-            RayAnswers(
-                spec.label,
-                in_order,
-                [receipts[rank] for rank in in_order],
-                [answers[rank] for rank in plan.answers],
-            ),
-            nbytes,
+        refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}
+        order = [*plan.collecting, *(rank for rank in refs if rank not in collecting)]
+        results = RayResults(
+            spec.label, order, [refs[rank] for rank in order], [values[rank] for rank in plan.collecting]
         )
+        return Sent(tokens, results, nbytes)
 
-    def ask_standings(self, role: str | None) -> Sent:
-        """See `Engine.ask_standings`."""
-        refs = [rank.actor._sc_standing.remote(role) for rank in self.ranks]
-        return Sent({ref: rank for rank, ref in enumerate(refs)})
-
-    def wait(self, tokens: Sequence[Token], timeout: float) -> list[Token]:
-        """See `Engine.wait`."""
-        if not tokens:
-            return []
-        ready, _ = ray.wait(list(tokens), num_returns=len(tokens), timeout=timeout, fetch_local=False)
-        return list(ready)
-
-    def read(self, tokens: Sequence[Token]) -> list[Receipt | RankLost]:
-        """See `Engine.read`."""
+    def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
+        """See `Engine.collect`."""
+        refs: list[Any] = list(tokens)
+        if first:  # most calls end here: one request to Ray instead of two
+            try:
+                messages = ray.get(refs, timeout=timeout)
+                return {ref: RankResult.from_message(message) for ref, message in zip(refs, messages, strict=True)}
+            except Exception:  # late, or lost: the next look tells which
+                return {}
+        # Without fetch_local, a large result is not moved here until it is read, so that waiting stays cheap.
+        ready = ray.wait(refs, num_returns=len(refs), timeout=timeout, fetch_local=False)[0] if refs else []
         try:
-            return [open_receipt(receipt) for receipt in ray.get(list(cast(Any, tokens)))]
-        except Exception:  # one of them is lost: which one, asking singly tells
-            return [_read_one(token) for token in tokens]
-
-    def read_soon(self, tokens: Sequence[Token], timeout: float) -> list[Receipt | RankLost] | None:
-        """See `Engine.read_soon`."""
-        try:
-            return [open_receipt(receipt) for receipt in ray.get(list(cast(Any, tokens)), timeout=timeout)]
-        except Exception:  # late or lost: `wait` and `read` tell which
-            return None
-
-    def unpack(self, packed: Packet | None, private: bool) -> Any:
-        """See `Engine.unpack`. The answer of a call that was waited for is nobody else's."""
-        if packed is None:
-            return None
-        return packed.open_own() if private else packed.open(private=False)
-
-    def open_cause(self, packed: Packet | None) -> BaseException | None:
-        """See `Engine.open_cause`."""
-        return open_cause(packed)
+            messages = ray.get(ready)
+            return {ref: RankResult.from_message(message) for ref, message in zip(ready, messages, strict=True)}
+        except Exception:  # one of them is lost; asking one by one tells which
+            return {ref: self._read_one(ref, tokens[ref]) for ref in ready}
 
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`. Asks Ray's control store; needs no dashboard."""
@@ -181,26 +153,43 @@ class RayEngine(Engine):
             for rank in self.ranks:
                 try:
                     ray.kill(rank.actor, no_restart=True)
-                except Exception:  # the Ray that it lived in is gone
+                except Exception:  # the cluster that it ran in is gone
                     logger.debug("%s could not be killed", rank.name, exc_info=True)
 
+    def _method(self, rank: int, spec: MethodSpec, *, kept: bool) -> Any:
+        """The actor method that runs a call, named after the worker's method.
 
-def _read_one(token: Token) -> Receipt | RankLost:
-    try:
-        return open_receipt(ray.get(cast(Any, token)))
-    except _LOST as error:
-        return RankLost(one_line(error))
-    except RayError as error:  # the call itself could not be delivered: its arguments were lost, say
-        return RankLost(f"its receipt was lost: {one_line(error)}", died=False, kind=type(error).__name__)
+        Making such an object costs more than calling it, so they are kept. The name is what Ray's dashboard shows, and
+        all that a call without arguments needs: see `RankActor._sc_call`.
+        """
+        key = (rank, spec.label, "kept" if kept else "", spec.registration.concurrent)
+        method = self._methods.get(key)
+        if method is None:
+            actor = self.ranks[rank].actor
+            options: dict[str, Any] = {"name": spec.label}
+            if spec.registration.concurrent:
+                options["concurrency_group"] = CONCURRENT
+            method = (actor._sc_call_kept if kept else actor._sc_call).options(**options)
+            self._methods[key] = method
+        return method
+
+    def _read_one(self, token: Token, rank: int) -> RankResult:
+        try:
+            return RankResult.from_message(ray.get(cast(Any, token)))
+        except _DEATHS as error:
+            return RankResult(rank, died=one_line(error))
+        except RayError as error:  # the call itself was not delivered: its arguments were lost, for example
+            text, kind = f"its result was lost: {one_line(error)}", type(error).__name__
+            return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text))
 
 
-def _carry(packet: Packet | None, room: int = INLINE_BYTES) -> _Carried:
-    """How a packet travels: inside the call's frame if it is small and there is room, else once in Ray's store, beside
-    the frame."""
-    if packet is None:
+def _sendable(encoded: Encoded | None, room: int) -> _Sendable:
+    """Arguments travel inside the message if they are small enough, and otherwise are stored once in Ray's store."""
+    if encoded is None:
         return _NOTHING
-    if packet.nbytes > room:
-        return _Carried(BESIDE, (ray.put(packet),), packet.nbytes)
-    if packet.refs:
-        return _Carried(BESIDE, (packet,), packet.nbytes)
-    return _Carried(packet, (), packet.nbytes)
+    nbytes = encoded.nbytes
+    if nbytes > room:
+        return _Sendable(BESIDE, (ray.put(encoded),), nbytes)
+    if encoded.references:  # Ray must see the references in it
+        return _Sendable(BESIDE, (encoded,), nbytes)
+    return _Sendable(encoded, (), nbytes)

@@ -8,7 +8,6 @@ from typing import Any, Self
 from ray.actor import ActorHandle
 
 from dispatch.plan import CallPlan
-from single_controller.base.call import Call
 from single_controller.base.checks import check_seconds
 from single_controller.base.colocate import Colocated
 from single_controller.base.engine import Sent
@@ -17,37 +16,35 @@ from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
 from single_controller.base.monitor import monitor
 from single_controller.base.worker import RANK_ENVIRONMENT, Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
-from single_controller.ray.class_with_args import RayClassWithInitArgs
-from single_controller.ray.dry_run import PoolPlan, plan_of_ranks
+from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.pool import RayResourcePool
-from single_controller.ray.recipe import Recipe
+from single_controller.ray.pool_plan import PoolPlan, plan_group
 from single_controller.ray.runtime import nodes
-from single_controller.ray.start import StartPlan, start, start_ranks
+from single_controller.ray.start import StartPlan, slot_location, start, start_ranks
 
 
 class RayWorkerGroup(WorkerGroup):
-    """Workers of one class on the slots of a pool. Made when every constructor has ended.
+    """Workers of one class in the slots of a resource pool, one Ray actor per rank.
 
-    Ranks stand in order of (node, device), compared as numbers. Closing the group ends its workers; its pool
-    stays. A start that fails leaves nothing behind.
+    The constructor returns when all workers' constructors have returned. Ranks are in order of (node, device), compared
+    as numbers. Closing the group ends its workers, but not its pool. A start that fails leaves nothing behind.
 
     Args:
-        resource_pool: where the workers live.
-        ray_cls_with_init: what they are: one class, or several in a process as `colocate` puts them there.
-        bin_pack: whether each entry of the pool must lie on one node; counts for the pool's first group.
-        name_prefix: prefix of the actors' names; need not be unique unless the group is detached.
+        resource_pool: the pool.
+        ray_cls_with_init: the worker class with its constructor's arguments, or several classes per process
+            (`colocate`).
+        bin_pack: whether each entry of the pool must be on one node. The pool's first group decides.
+        name_prefix: prefix of the actors' names. Need not be unique unless the group is detached.
         detached: whether the workers outlive the driver. Their names are then exactly
             ``<name_prefix><class>_<rank>``.
-        master_addr: address for the rendezvous, instead of that of rank 0's node.
-        master_port: port for the rendezvous, instead of one that rank 0 finds and holds.
+        master_addr: address of the rendezvous; by default that of rank 0's node.
+        master_port: port of the rendezvous; by default a free one that rank 0 holds.
         worker_env: environment variables of this group's workers, set before user code runs.
         use_gpu: whether each worker takes its share of the slot's GPU; by default whether the pool has GPUs.
         start_timeout: seconds that the constructors may take, or None.
-        error_grace: seconds that the other ranks have to end a call after one raised in it; the group is broken
-            then.
-        collectives: whether ranks wait for each other in collectives. If they never do, ``restart(ranks=[3])`` may
-            restart some of them alone.
+        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
+        collectives: whether ranks use collectives. If not, ``restart(ranks=[3])`` may restart some of them alone.
         namespace: Ray's namespace of the actors' names; the driver's own by default.
 
     Raises:
@@ -56,8 +53,8 @@ class RayWorkerGroup(WorkerGroup):
         WorkerDiedError: a worker died before its constructor had ended.
         CallTimeoutError: the constructors took longer than ``start_timeout``.
         GroupClosedError: the pool is closed.
-        DispatchError: the class cannot be pickled, or registers a method whose name the group needs.
-        ValueError: an option that is not possible.
+        DispatchError: the class cannot be pickled, or registers a method with a name that the group uses itself.
+        ValueError: an option has an invalid value.
     """
 
     def __init__(
@@ -87,16 +84,16 @@ class RayWorkerGroup(WorkerGroup):
         for option, text in (("name_prefix", name_prefix), ("namespace", namespace)):
             if text is not None and not isinstance(text, str):
                 raise ValueError(f"{option} is a string or None, got {text!r}")
-        recipe = Recipe(ray_cls_with_init)
+        process = ProcessSpec(ray_cls_with_init)
         self._rendezvous = ("", 0)
-        super().__init__(recipe.classes, f"group {name_prefix or ''}{recipe.name}", error_grace)
+        super().__init__(process.classes, f"group {name_prefix or ''}{process.name}", error_grace)
         self._collectives = bool(collectives)
         use_gpu = resource_pool.use_gpu if use_gpu is None else bool(use_gpu)
         if use_gpu and not resource_pool.use_gpu:
             raise ValueError(f"use_gpu=True, but {resource_pool!r} has no GPUs")
         if detached and not resource_pool.detached:
             raise ValueError(
-                f"detached=True, but the slots of {resource_pool!r} end with this driver; make the pool with "
+                f"detached=True, but the slots of {resource_pool!r} end with this driver; create the pool with "
                 "detached=True too"
             )
         self.resource_pool: RayResourcePool | None = resource_pool
@@ -105,7 +102,7 @@ class RayWorkerGroup(WorkerGroup):
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_plan: StartPlan | None = StartPlan(
             pool=resource_pool,
-            recipe=recipe,
+            process=process,
             bin_pack=bool(bin_pack),
             prefix=name_prefix or "",
             detached=bool(detached),
@@ -132,27 +129,28 @@ class RayWorkerGroup(WorkerGroup):
         namespace: str | None = None,
         own: bool = False,
     ) -> Self:
-        """A group of workers that run already, started by another driver with ``detached=True``, say.
+        """Attach to running workers, for example to those that another driver started with ``detached=True``.
 
-        Exactly one of the first three says which workers. Unless it is told to own them, closing the group leaves them.
-        It cannot restart them.
+        Give exactly one of the first three arguments. Closing the group leaves the workers running, unless it owns
+        them. It cannot restart them.
 
         Args:
             name_prefix: the ``name_prefix`` that they were started with.
-            worker_names: their names, ``worker_names`` of the group that started them; in any order.
+            worker_names: their names, in any order; ``worker_names`` of the group that started them.
             worker_handles: their actors, in any order.
-            ray_cls_with_init: their class; by default they are asked for it. It tells groups of one prefix apart.
-            namespace: Ray's namespace of the names; by default the driver's own, and any if nobody is called so there.
-            own: take the workers over, after the driver that started them is gone: closing the group ends them, and
-                frees the placement groups in which they are, with whatever else lives there.
+            ray_cls_with_init: their class. By default the workers are asked for it. Distinguishes groups with one
+                prefix.
+            namespace: Ray's namespace of the names; by default the driver's own, or any other if it has no such names.
+            own: take the workers over after their driver has ended: closing the group ends them and removes their
+                placement groups, with everything else in those.
 
         Raises:
-            ValueError: none or several of the three are given, no worker has such a name, or ranks are missing.
-            WorkerDiedError: one of them does not live.
+            ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
+            WorkerDiedError: a worker is dead.
         """
-        recipe = None if ray_cls_with_init is None else Recipe(ray_cls_with_init)
-        found = find_workers(name_prefix, worker_names, worker_handles, recipe.name if recipe else None, namespace)
-        classes = found.classes() if recipe is None else recipe.classes
+        process = None if ray_cls_with_init is None else ProcessSpec(ray_cls_with_init)
+        found = find_workers(name_prefix, worker_names, worker_handles, process.name if process else None, namespace)
+        classes = found.classes() if process is None else process.classes
         stem = found.engine.ranks[0].name.rpartition("_")[0]
         self = cls._attached(classes, f"group {stem} (attached)", found.engine.ranks, found.master)
         self._owned_placement = found.placement_groups if own else ()
@@ -161,10 +159,10 @@ class RayWorkerGroup(WorkerGroup):
 
     @classmethod
     def attach(cls, name: str, namespace: str | None = None, *, own: bool = False) -> Self:
-        """`from_detached` by name: the group's ``name_prefix`` with the name of its class, or the prefix alone.
+        """`from_detached` by name: the group's ``name_prefix`` with or without the name of its class.
 
         Args:
-            name: the name; the workers' without the number at its end.
+            name: the name of the workers without the number at its end.
             namespace: Ray's namespace of the name.
             own: take the workers over: closing the group ends them.
         """
@@ -179,18 +177,18 @@ class RayWorkerGroup(WorkerGroup):
         rendezvous: tuple[str, int],
         error_grace: float = ERROR_GRACE_SECONDS,
     ) -> Self:
-        """A group of workers that somebody else started."""
+        """A group of workers that another driver started."""
         self = cls.__new__(cls)
         WorkerGroup.__init__(self, classes, name, error_grace)
         self.resource_pool = None
         self._start_timeout = None
         self._start_plan = None
         self._owns, self._owned_placement = False, ()
-        self._running, self._rendezvous = RayEngine(ranks), rendezvous
+        self._state.engine, self._rendezvous = RayEngine(ranks), rendezvous
         return self
 
     def __reduce__(self) -> Any:
-        """In another process (a worker, a Ray task) it is a group that is attached to the same workers."""
+        """In another process (a worker, a Ray task) the group is attached to the same workers."""
         if self._state.closed:
             self._state.check()
         classes = {role: table.cls for role, table in self._tables.items()}
@@ -198,16 +196,16 @@ class RayWorkerGroup(WorkerGroup):
         name = f"{self.name.removesuffix(' (attached)')} (attached)"
         return type(self)._attached, (classes, name, ranks, self._rendezvous, self._state.error_grace)
 
-    # --- what Ray users expect --------------------------------------------------------------------------
+    # --- for users of Ray --------------------------------------------------------------------------------
 
     @property
     def workers(self) -> list[ActorHandle]:
-        """The actors, by rank; ``group.workers[i].m.remote()`` calls one of them directly."""
+        """The actors by rank. ``group.workers[i].m.remote()`` calls one of them directly."""
         return [rank.actor for rank in self._ray.ranks]
 
     @property
     def worker_names(self) -> list[str]:
-        """The actors' names, by rank."""
+        """The actors' names by rank."""
         return [rank.name for rank in self._ray.ranks]
 
     @property
@@ -221,17 +219,17 @@ class RayWorkerGroup(WorkerGroup):
         return self._rendezvous[1]
 
     def plan(self) -> PoolPlan:
-        """Where every rank runs: node, bundle and device; and what the nodes have. Prints as a table.
+        """Where every rank runs: node, bundle and device, and what the nodes have. Prints as a table.
 
         Raises:
-            GroupClosedError, GroupBrokenError: the group takes no more calls.
+            GroupClosedError, GroupBrokenError: the group takes no calls.
         """
         self._check()
-        seats = self.resource_pool.seats() if self.resource_pool is not None else None
-        return plan_of_ranks(self.name, [rank.location for rank in self._ray.ranks], seats, nodes())
+        slots = self.resource_pool.slots() if self.resource_pool is not None else None
+        return plan_group(self.name, [slot_location(rank.location) for rank in self._ray.ranks], slots, nodes())
 
     def close(self) -> None:
-        """End the workers; only forget them if another driver started them. A second close does nothing."""
+        """End the workers, unless another driver started them. A second close does nothing."""
         if self._owns:
             super().close()
             if self._owned_placement and self._ray.connected:
@@ -250,30 +248,29 @@ class RayWorkerGroup(WorkerGroup):
         return engine
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
-        counted = not {"num_cpus", "num_gpus"} & set(plan.recipe.options)
-        plan.pool.admit(self, plan.bin_pack, plan.recipe.additional_resource, counted=counted)
-        self._running, self._rendezvous = start(plan, self._run_constructors, again)
+        counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
+        plan.pool.admit(self, plan.bin_pack, plan.process.additional_resource, counted=counted)
+        self._state.engine, self._rendezvous = start(plan, self._wait_started, again)
 
-    def _restartable(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+    def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         if self._start_plan is None:
-            who = "close it and make a new group" if self._owns else "whoever started its workers can restart them"
-            raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here; {who}")
-        return super()._restartable(ranks)
+            advice = (
+                "close it and create a new group" if self._owns else "only the driver that started it can restart it"
+            )
+            raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here; {advice}")
+        return super()._check_restart(ranks)
 
-    def _start_again(self, ranks: tuple[int, ...] | None) -> None:
+    def _start_workers(self, ranks: tuple[int, ...] | None) -> None:
         if self._start_plan is None:
             return
         if ranks is None:
             self._ray.kill()
             self._start(self._start_plan, again=True)
         else:
-            self._running = start_ranks(self._start_plan, self._ray, ranks, self._rendezvous, self._run_constructors)
+            self._state.engine = start_ranks(self._start_plan, self._ray, ranks, self._rendezvous, self._wait_started)
 
-    def _run_constructors(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
-        call = Call(self._state, engine, "__init__", plan, sent, self._start_timeout, starting=True)
-        monitor.wait(call)
-        if call.error is not None:
-            raise call.error
+    def _wait_started(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
+        self._wait_for_constructors(engine, plan, sent, self._start_timeout)
 
 
 def _checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -285,7 +282,7 @@ def _checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"worker_env maps strings to strings, got {key!r}: {value!r}")
         if not key or "=" in key or "\0" in key + value:
-            raise ValueError(f"worker_env: {key!r}: {value!r} cannot be an environment variable")
+            raise ValueError(f"worker_env: {key!r}: {value!r} is not a valid environment variable")
     return dict(environment)
 
 
@@ -308,5 +305,5 @@ def _checked_port(port: int | str | None) -> int | None:
 
 
 def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:
-    """The group of workers that run already, which another driver started detached; see `RayWorkerGroup.attach`."""
+    """Attach to workers that another driver started detached. See `RayWorkerGroup.attach`."""
     return RayWorkerGroup.attach(name, namespace, own=own)

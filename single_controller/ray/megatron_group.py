@@ -1,4 +1,4 @@
-"""NVMegatronRayWorkerGroup: a group whose workers stand where Megatron put them."""
+"""NVMegatronRayWorkerGroup: a worker group with the questions that verl's Megatron group answers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from single_controller.ray.group import RayWorkerGroup
 
 @dataclass(frozen=True)
 class MegatronRankInfo:
-    """Where one rank stands, each from 0.
+    """The coordinates of one rank, each from 0.
 
     Attributes:
         tp_rank: on the tensor-parallel axis.
-        dp_rank: on the data-parallel axis, context parallelism not counted.
+        dp_rank: on the data-parallel axis, without context parallelism.
         pp_rank: on the pipeline-parallel axis.
         cp_rank: on the context-parallel axis.
     """
@@ -30,7 +30,7 @@ class MegatronGlobalInfo:
 
     Attributes:
         tp_size: tensor parallelism.
-        dp_size: data parallelism, context parallelism not counted.
+        dp_size: data parallelism, without context parallelism.
         pp_size: pipeline parallelism.
         cp_size: context parallelism.
     """
@@ -42,18 +42,18 @@ class MegatronGlobalInfo:
 
 
 class NVMegatronRayWorkerGroup(RayWorkerGroup):
-    """A `RayWorkerGroup` of `workers.MegatronWorker`s, with the two questions that verl's group of this name answers.
+    """A `RayWorkerGroup` of `workers.MegatronWorker`s with the two methods of verl's group of this name.
 
-    It takes the same arguments. Workers may initialise megatron in their constructor or in a method that runs later;
-    what is asked before that raises a `DispatchError` that says so.
+    It takes the same arguments. Workers may initialize Megatron in their constructor or in a method that runs later.
+    Before that, both methods raise a `DispatchError`.
     """
 
     def get_megatron_rank_info(self, rank: int) -> MegatronRankInfo:
-        """Where a rank stands.
+        """The coordinates of a rank.
 
         Raises:
-            IndexError: there is no such rank.
-            DispatchError: the workers have not initialised megatron yet.
+            IndexError: the group has no such rank.
+            DispatchError: the workers have not initialized Megatron yet.
         """
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank!r}: the group has the ranks 0 to {self.world_size - 1}")
@@ -65,6 +65,6 @@ class NVMegatronRayWorkerGroup(RayWorkerGroup):
         """The sizes of the axes.
 
         Raises:
-            DispatchError: the workers have not initialised megatron yet.
+            DispatchError: the workers have not initialized Megatron yet.
         """
         return MegatronGlobalInfo(self.tp_size, self.dp_size, self.pp_size, self.cp_size)

@@ -1,13 +1,24 @@
-"""Placement: placement groups that hold a pool's process slots, and waiting for them."""
+"""Reservation: the placement groups behind a pool's slots, waiting for them, and assigning ranks to the slots.
+
+Each reservation has two locks; neither is taken while the other is held.
+
+- ``_reserving`` protects the creation and removal of the placement groups. It is held while Ray is asked for them
+  (milliseconds each), never while waiting for them: closing a pool does not wait for a start, and ends one that waits.
+- ``_assigning`` protects the assignment of ranks, so that groups that start at once agree on one order. It is held
+  while short tasks report the devices, up to the placement timeout.
+
+No thread is started here.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import ray
 from ray.util.placement_group import (
@@ -19,14 +30,17 @@ from ray.util.placement_group import (
 )
 
 from single_controller.base.errors import GroupClosedError, PlacementError
-from single_controller.ray.dry_run import Outlook, foresee, plan_pool, refuse_impossible
-from single_controller.ray.order import Slot, Spot
-from single_controller.ray.packing import GaveUp, Request, fit, largest_first
+from single_controller.ray.accelerators import device_kinds, devices_in
+from single_controller.ray.feasibility import Forecast, Request, expected_nodes, forecast, shortage
+from single_controller.ray.pool_options import PoolOptions
+from single_controller.ray.pool_plan import plan_pool, refuse_impossible
 from single_controller.ray.runtime import Node, nodes, session
+from single_controller.ray.slots import Slot, SlotLocation, assign_ranks
 
 logger = logging.getLogger(__name__)
 
 SAY_SECONDS = 5.0
+"""Seconds between two log messages that a pool waits."""
 
 _POLL_SECONDS = (0.01, 0.2)
 """First and longest pause between two questions whether Ray has placed something."""
@@ -35,49 +49,125 @@ _SETTLE_SECONDS = 0.3
 """How long placement groups may take from the first step of their reservation to the second before they are removed."""
 
 
-class Placement:
-    """The placement groups of one pool, and its slots in them. `reserve` makes one.
+class Reservation:
+    """The slots of one pool, or of one external placement group.
 
-    Those that it owns are removed when it is closed; also when it is forgotten, unless `keep` was called.
+    The pool that made it owns it; slices and merged pools borrow it. Placement groups that were created here are
+    removed when the reservation is closed, and when it is garbage collected unless they are detached.
 
     Args:
-        groups: the placement groups.
-        slots: the pool's slots in them.
-        request: what was asked for.
-        owned: whether closing removes the placement groups.
-        what: the pool, for messages.
+        entries: processes of each entry.
+        options: what each slot reserves, and how.
+        label: the pool, for messages.
 
     Attributes:
-        request: what was asked for.
-        bundle: what one process slot reserves.
-        groups: the placement groups.
-        declared: the slots, whether or not they are gone.
+        options: as given.
+        label: as given.
+        request: what Ray is asked for, or was asked for.
+        slots: as declared until the ranks are assigned, then by rank with locations.
+        assigned: whether the ranks are assigned.
+        reserved: whether Ray was asked for the placement groups.
         closed: whether it was closed.
     """
 
-    def __init__(
-        self, groups: Sequence[PlacementGroup], slots: Sequence[Slot], request: Request, owned: bool, what: str
-    ) -> None:
-        self.request = request
-        self.bundle = dict(request.bundle)
-        self.groups = tuple(groups)
-        self.closed = False
-        self.declared = tuple(slots)
-        self._owned = owned
-        self._what = what
-        self._session = session()
-        self._removal = weakref.finalize(self, _remove, self.groups if owned else (), self._session)
-        self._removal.atexit = False  # at the end of the driver Ray does it
+    def __init__(self, entries: Sequence[int], options: PoolOptions, label: str) -> None:
+        self.options = options
+        self.label = label
+        self.request = Request(tuple(entries), options.bundle, options.strategy_for(True), options.across_nodes)
+        self.slots = list(self.request.slots())
+        self.assigned = self.reserved = self.closed = False
+        self._groups: tuple[PlacementGroup, ...] = ()
+        self._removal: weakref.finalize | None = None
+        self._session: str | None = None
+        self._assigning = threading.RLock()
+        self._reserving = threading.Lock()
 
-    @property
-    def slots(self) -> list[Slot]:
-        """The slots, as declared.
+    # --- placement groups ---------------------------------------------------------------------------------
+
+    def request_for(self, bin_pack: bool, resources: Mapping[str, float] | None) -> Request:
+        """Return what Ray will be asked for, or was asked for if that was done.
+
+        Args:
+            bin_pack: whether each entry must be on one node, where the pool has no ``strategy`` of its own.
+            resources: custom resources of each slot besides the pool's own.
+        """
+        if self.reserved:
+            return self.request
+        bundle = dict(self.request.bundle)
+        for name, amount in (resources or {}).items():
+            bundle[name] = max(amount, bundle.get(name, 0.0))
+        return replace(self.request, bundle=bundle, strategy=self.options.strategy_for(bin_pack))
+
+    def reserve(self, bin_pack: bool, resources: Mapping[str, float] | None) -> None:
+        """Ask Ray for the placement groups, once; do not wait for them. Arguments as for `request_for`.
+
+        An exception in the middle, Ctrl-C included, leaves no placement group behind.
 
         Raises:
-            GroupClosedError: they are gone.
+            PlacementError: the nodes can never hold them, or they are reserved without those resources.
+            GroupClosedError: the reservation is closed.
         """
-        self.check_open()
-        return list(self.declared)
+        with self._reserving:
+            self.check_open()
+            request = self.request_for(bin_pack, resources)
+            if not self.reserved:
+                self._create(request)
+                return
+            lacking = {name: x for name, x in (resources or {}).items() if request.bundle.get(name, 0.0) < x}
+            if lacking:
+                raise PlacementError(
+                    f"the slots of {self.label} are already reserved with {dict(request.bundle)}, without {lacking}; "
+                    f"create the pool with resources={dict(resources or {})}"
+                )
+
+    def _create(self, request: Request) -> None:
+        cluster = nodes()
+        refuse_impossible(request, cluster, self.label)
+        homes = None
+        if request.strategy == "STRICT_PACK":
+            # A hint for Ray, so that entries that fit side by side do so, and the plan shows what comes.
+            homes = expected_nodes(request, [node.free for node in cluster])
+            homes = homes or expected_nodes(request, [node.total for node in cluster])
+        prefix = f"{self.options.name_prefix}{uuid.uuid4().hex[:8]}"
+        groups: dict[int, PlacementGroup] = {}
+        try:
+            # The largest first: Ray puts each where most is left, and small ones would take the room of large ones.
+            for number in request.largest_first:
+                groups[number] = placement_group(
+                    [dict(request.bundle) for _ in range(request.sizes[number])],
+                    strategy=request.strategy,
+                    name=f"{prefix}_{number}",
+                    lifetime="detached" if self.options.detached else None,
+                    _soft_target_node_id=cluster[homes[number][0]].node_id if homes else None,
+                )
+            ordered = tuple(groups[number] for number in range(len(groups)))
+            slots = [
+                replace(slot, placement_group=ordered[0 if request.across else slot.entry]) for slot in request.slots()
+            ]
+            self.adopt(ordered, slots, request)
+            self._removal = weakref.finalize(self, _remove, ordered, self._session)
+            self._removal.atexit = False  # when the driver ends, Ray removes them
+            if self.options.detached:
+                self._removal.detach()
+        except BaseException:
+            # By name: one may have been created without being returned.
+            _remove(_find(f"{prefix}_{number}" for number in range(len(request.sizes))), session())
+            raise
+
+    def adopt(self, groups: Sequence[PlacementGroup], slots: Sequence[Slot], request: Request) -> None:
+        """Hold placement groups, created here or by somebody else."""
+        self._session = session()
+        self._groups, self.slots, self.request = tuple(groups), list(slots), request
+        self.reserved = True
+
+    def close(self) -> None:
+        """Remove the placement groups that were created here; what runs in them ends. A second close does nothing."""
+        with self._reserving:
+            self.closed = True
+            if self._removal is not None:
+                self._removal.detach()
+                self._removal = None
+                _remove(self._groups, self._session)
 
     def check_open(self) -> None:
         """Raise if the slots are gone.
@@ -85,120 +175,138 @@ class Placement:
         Raises:
             GroupClosedError: they are.
         """
-        if self.closed or session() != self._session:
+        if self.closed or (self.reserved and session() != self._session):
             raise GroupClosedError("the pool is closed: its placement groups are removed; make a new pool")
 
-    def keep(self) -> None:
-        """From now on the placement groups outlive this object."""
-        self._removal.detach()
+    # --- waiting ------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Remove the placement groups, if they are its own; what runs in them ends."""
-        if not self.closed:
-            self._removal.detach()
-            _remove(self.groups if self._owned else (), self._session)
-        self.closed = True
-
-    def ready(self) -> bool:
-        """Whether Ray has reserved all of it.
+    def wait(self) -> None:
+        """Wait until Ray has placed every bundle; log every few seconds what is missing.
 
         Raises:
-            GroupClosedError: a placement group was removed.
+            PlacementError: Ray did not place them within the placement timeout.
+            GroupClosedError: the reservation was closed, or a placement group was removed.
         """
-        self.check_open()
-        states = [placement_group_table(group).get("state", "REMOVED") for group in self.groups]
-        if "REMOVED" in states:
-            raise GroupClosedError(f"{self._what} is gone: its placement group was removed")
-        return all(state == "CREATED" for state in states)
+        begin = time.monotonic()
+        timeout = self.options.placement_timeout
+        pause, longest = _POLL_SECONDS
+        said = 0
+        pending = list(self._groups)
+        while pending := self._pending(pending):
+            waited = time.monotonic() - begin
+            if waited >= timeout:
+                raise PlacementError(f"{self.label} was not placed within {timeout:g} s.\n{self._explain()}")
+            if waited >= SAY_SECONDS * (said + 1):
+                said += 1
+                table = f"\n{self._explain()}" if said == 1 else ""
+                logger.warning("%s: waiting to be placed for %.0f s (of %g)%s", self.label, waited, timeout, table)
+            time.sleep(min(pause, timeout - waited))
+            pause = min(2 * pause, longest)
 
-    def spots(self) -> list[Spot]:
-        """Where the slots lie, as declared; devices are not known.
+    def _pending(self, groups: Sequence[PlacementGroup]) -> list[PlacementGroup]:
+        """Those that Ray has not placed."""
+        self.check_open()
+        states = [(group, placement_group_table(group).get("state", "REMOVED")) for group in groups]
+        if any(state == "REMOVED" for _, state in states):
+            raise GroupClosedError(f"{self.label} is gone: its placement group was removed")
+        return [group for group, state in states if state != "CREATED"]
+
+    def _explain(self) -> str:
+        cluster = nodes()
+        return str(plan_pool(self.label, [self.forecast(cluster, [dict(n.free) for n in cluster])], None, cluster))
+
+    # --- rank assignment ----------------------------------------------------------------------------------
+
+    def assign(self, slots: Sequence[Slot] = (), found: Sequence[SlotLocation] = ()) -> None:
+        """Assign the ranks, unless that was done. Devices that no process has reported are asked of short tasks.
+
+        Args:
+            slots: all slots, if processes run in them.
+            found: where the process in each of those slots found itself.
 
         Raises:
-            GroupClosedError: the pool is closed.
-            PlacementError: Ray has not placed them, or a node died since.
+            PlacementError: a bundle is on no node any more, or a task did not run in time.
+        """
+        with self._assigning:
+            if self.assigned:
+                return
+            slots, found = (slots, found) if slots else (self.slots, self.node_locations())
+            if not all(where.devices for where in found):  # the processes take no share of devices, or none runs yet
+                devices = devices_in(slots, self.request.bundle, self.options.placement_timeout, self.label)
+                found = [where._replace(devices=ids) for where, ids in zip(found, devices, strict=True)]
+            self.slots = self._ranked(slots, found)
+            self.assigned = True
+
+    def update_location(self, number: int, found: SlotLocation) -> None:
+        """Note where a process in a slot found itself: when a node dies, Ray places its bundles elsewhere."""
+        with self._assigning:
+            known = self.slots[number].location
+            devices = found.devices or (known.devices if known is not None else None)
+            self.slots[number] = replace(self.slots[number], location=found._replace(devices=devices))
+
+    def _ranked(self, slots: Sequence[Slot], locations: Sequence[SlotLocation]) -> list[Slot]:
+        return assign_ranks(slots, locations, self.request.entries if self.request.across else None)
+
+    def node_locations(self) -> list[SlotLocation]:
+        """Return the node of each slot, in the order of ``slots``; devices are unknown.
+
+        Raises:
+            PlacementError: Ray has not placed them, or a node has died since.
         """
         known = {node["NodeID"]: node for node in ray.nodes()}
-        homes = {group: placement_group_table(group).get("bundles_to_node_id", {}) for group in self.groups}
-        spots = []
+        homes: dict[PlacementGroup | None, dict[int, str]] = {
+            group: placement_group_table(group).get("bundles_to_node_id", {}) for group in self._groups
+        }
+        locations = []
         for slot in self.slots:
-            node = known.get(homes[slot.group].get(slot.bundle, "")) if slot.group is not None else None
+            node = known.get(homes.get(slot.placement_group, {}).get(slot.bundle, ""))
             if node is None:
-                raise PlacementError(f"{self._what}: bundle {slot.bundle} lies on no node any more")
-            spots.append(Spot(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
-        return spots
+                raise PlacementError(f"{self.label}: bundle {slot.bundle} is not on any node")
+            locations.append(SlotLocation(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
+        return locations
 
-    def outlook(self, cluster: Sequence[Node], left: Sequence[dict[str, float]]) -> Outlook:
-        """Whether it is placed, and if not, why. Without seats: those are the pool's to tell."""
-        if self.ready():
-            return Outlook(self.request, "placed")
-        seen = foresee(self.request, cluster, left)
-        return seen if seen.state == "impossible" else Outlook(self.request, "waits")
+    def forecast(self, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Forecast:
+        """Return what becomes of the slots. Arguments as for `feasibility.forecast`."""
+        self.check_open()
+        if not self.reserved:
+            return forecast(self.request, cluster, free)
+        if self._pending(self._groups):
+            never = shortage(self.request, [node.total for node in cluster])
+            return Forecast(self.request, "impossible" if never else "waits")
+        slots: Sequence[Slot] = self.slots
+        if not self.assigned:
+            devices = None if device_kinds(self.request.bundle) else ()
+            slots = self._ranked(slots, [where._replace(devices=devices) for where in self.node_locations()])
+        return Forecast(self.request, "placed", tuple(slots))
 
-    def explain(self) -> str:
-        """What is asked for and what the nodes have: the dry run's text."""
-        cluster = nodes()
-        outlook = self.outlook(cluster, [dict(node.free) for node in cluster])
-        return str(plan_pool(self._what, [outlook], None, cluster))
 
-
-def reserve(request: Request, name: str, detached: bool, what: str) -> Placement:
-    """Ask Ray for the slots; does not wait for them.
-
-    An exception, Ctrl-C included, between one placement group and the next leaves none behind.
+def wait_started(refs: Sequence[ray.ObjectRef], timeout: float, name: str) -> None:
+    """Wait until the processes of a group have answered once.
 
     Args:
-        request: the slots.
-        name: prefix of the placement groups' names.
-        detached: whether they outlive the driver.
-        what: the pool, for messages.
+        refs: a reference for each process.
+        timeout: seconds.
+        name: the group, for messages.
 
     Raises:
-        PlacementError: the cluster could never hold them.
+        PlacementError: they did not start within ``timeout`` seconds.
     """
-    cluster = nodes()
-    refuse_impossible(request.entries, request.bundle, request.strategy, cluster, what, request.across)
-    homes = _homes(request, cluster)
-    prefix = f"{name}{uuid.uuid4().hex[:8]}"
-    groups: dict[int, PlacementGroup] = {}
-    try:
-        # The largest first: Ray puts each where most is left, and small ones would take the large ones' room.
-        for number in largest_first(request.sizes):
-            groups[number] = placement_group(
-                [dict(request.bundle) for _ in range(request.sizes[number])],
-                strategy=request.strategy,
-                name=f"{prefix}_{number}",
-                lifetime="detached" if detached else None,
-                _soft_target_node_id=homes.get(number),
-            )
-        slots = [Slot(groups[0 if request.across else slot.entry], slot.bundle, slot.entry) for slot in request.slots()]
-        placement = Placement([groups[number] for number in range(len(groups))], slots, request, True, what)
-    except BaseException:
-        _remove(_made(prefix, len(request.sizes)), session())
-        raise
-    return placement
+    _, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout, fetch_local=False)
+    if late:
+        raise PlacementError(
+            f"{name}: {len(late)} of {len(refs)} workers did not start within {timeout:g} s, although their slots are "
+            "reserved. Check whether other actors use up the slots, and whether the nodes can start processes"
+        )
 
 
-def _homes(request: Request, cluster: Sequence[Node]) -> dict[int, str]:
-    """A hint for Ray, by placement group: the node on which the dry run puts a whole entry. So the dry run says what
-    comes, and entries that only fit in one arrangement find it."""
-    if request.strategy != "STRICT_PACK":
-        return {}
-    try:
-        fitted = fit(request, [node.free for node in cluster]) or fit(request, [node.total for node in cluster])
-    except GaveUp:
-        fitted = None
-    return {number: cluster[homes[0]].node_id for number, homes in enumerate(fitted or ())}
-
-
-def _made(prefix: str, count: int) -> list[PlacementGroup]:
-    """The placement groups of that prefix that exist. By name: one may have been made without being returned."""
+def _find(names: Iterable[str]) -> list[PlacementGroup]:
+    """The placement groups of those names that exist."""
     found = []
-    for number in range(count):
+    for name in names:
         try:
-            found.append(get_placement_group(f"{prefix}_{number}"))
+            found.append(get_placement_group(name))
         except ValueError:
-            logger.debug("placement group %s_%d had not been made", prefix, number)
+            logger.debug("placement group %s had not been created", name)
     return found
 
 
@@ -206,80 +314,10 @@ def _remove(groups: Sequence[PlacementGroup], made_in: str | None) -> None:
     end = time.monotonic() + _SETTLE_SECONDS
     for group in groups if session() == made_in else ():
         try:
-            _let_it_settle(group, end)
+            # Ray reserves in two steps, and what it removes between the two stays reserved for ever (Ray 2.60). A
+            # placement group in between gets time to arrive; one that waits for room delays this only briefly.
+            while placement_group_table(group).get("state") in ("PENDING", "PREPARED") and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS[0])
             remove_placement_group(group)
-        except Exception:  # Ray is gone, and with it the placement group
+        except Exception:  # Ray has been shut down, and the placement group with it
             logger.debug("placement group %s could not be removed", group.id, exc_info=True)
-
-
-def _let_it_settle(group: PlacementGroup, end: float) -> None:
-    """Ray reserves in two steps, and what it removes between the two stays reserved for ever (Ray 2.60): a placement
-    group that may be there is given time to get on. One that waits for room is not held up for long."""
-    while placement_group_table(group).get("state") in ("PENDING", "PREPARED") and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS[0])
-
-
-def wait_placed(refs: Sequence[Any], placements: Sequence[Placement], timeout: float, name: str) -> None:
-    """Wait until the processes of a group have answered once; say every few seconds what they wait for.
-
-    Args:
-        refs: a reference for each process.
-        placements: what holds their slots.
-        timeout: seconds.
-        name: the group, for messages.
-
-    Raises:
-        PlacementError: they were not placed within ``timeout`` seconds.
-    """
-    refs = list(refs)
-
-    def answered(pause: float) -> int:
-        return len(ray.wait(refs, num_returns=len(refs), timeout=pause, fetch_local=False)[1])
-
-    _wait(answered, placements, timeout, name, f"of {len(refs)} workers")
-
-
-def wait_reserved(placement: Placement, timeout: float, name: str) -> None:
-    """Wait until Ray has reserved the slots; say every few seconds what is missing.
-
-    Raises:
-        PlacementError: they were not placed within ``timeout`` seconds.
-        GroupClosedError: they are gone.
-    """
-
-    def reserved(pause: float) -> int:
-        end = time.monotonic() + pause
-        wait, longest = _POLL_SECONDS
-        while not placement.ready():
-            if time.monotonic() >= end:
-                return 1
-            time.sleep(min(wait, max(0.0, end - time.monotonic())))
-            wait = min(2 * wait, longest)
-        return 0
-
-    _wait(reserved, [placement], timeout, name, "of its placements")
-
-
-def _wait(
-    pending: Callable[[float], int], placements: Sequence[Placement], timeout: float, name: str, counted: str
-) -> None:
-    start = time.monotonic()
-    first = True
-    while True:
-        left = pending(min(SAY_SECONDS, max(0.0, start + timeout - time.monotonic())))
-        if not left:
-            return
-        waited = time.monotonic() - start
-        unplaced = [placement for placement in placements if not placement.ready()]
-        if not unplaced:
-            if waited >= timeout:
-                raise PlacementError(
-                    f"{name}: {left} {counted} did not start within {timeout:g} s, although their slots are reserved: "
-                    "the slots are full, or the nodes start no processes"
-                )
-            continue
-        table = "\n".join(placement.explain() for placement in unplaced)
-        if waited >= timeout:
-            raise PlacementError(f"{name} was not placed within {timeout:g} s.\n{table}")
-        logger.warning("%s: waiting to be placed for %.0f s (of %g)%s", name, waited, timeout, f"\n{table}" * first)
-        first = False

@@ -1,65 +1,105 @@
-"""RayResourcePool: process slots reserved on Ray's nodes."""
+"""RayResourcePool: slots for processes on Ray's nodes. A slice of a pool, and several pools merged, are pools too."""
 
 from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from single_controller.base.closing import Closing
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
-from single_controller.ray.dry_run import Outlook, PoolPlan, foresee, plan_pool
-from single_controller.ray.order import Seat, Slot
-from single_controller.ray.packing import Request
-from single_controller.ray.placement import Placement, reserve
+from single_controller.ray.external_group import external_reservation
+from single_controller.ray.feasibility import Forecast, join_requests, shortage
+from single_controller.ray.placement import Reservation
 from single_controller.ray.pool_options import PoolOptions
-from single_controller.ray.runtime import Node, ensure_ray, nodes, session
-from single_controller.ray.seating import Seating
-from single_controller.ray.tenants import Occupant, Tenants
+from single_controller.ray.pool_plan import PoolPlan, plan_pool, refuse_impossible
+from single_controller.ray.runtime import ensure_ray, nodes, session
+from single_controller.ray.slots import Slot, SlotLocation, location_key
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from single_controller.ray.actor import Location
 
-Members = list[tuple["RayResourcePool", int]]
-"""Slots, each by the pool that reserved it and the slot's number there, its rank."""
+class Occupant(Protocol):
+    """What a pool needs to know of a group of workers in it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+Member = tuple[Reservation, int]
+"""A slot: the reservation that it is in, and its number there."""
+
+_occupied: weakref.WeakKeyDictionary[Occupant, frozenset[Member]] = weakref.WeakKeyDictionary()
+"""By group, the slots of any pool in which its workers count. Weak, so that a group that nobody closed frees its slots
+when it is collected: Ray ends its workers then, unless they are detached."""
+
+_occupying = threading.Lock()
+"""Protects `_occupied`, and every pool's groups and closed state, so that no group is admitted to a pool that is being
+closed. One lock for all pools, because a slice and the pool that it is cut from share slots. Held for bookkeeping only:
+no other lock is taken and Ray is not called while it is held."""
+
+_ALIKE = (
+    "use_gpu",
+    "accelerator_type",
+    "max_colocate_count",
+    "resources",
+    "detached",
+    "num_cpus",
+    "num_gpus",
+    "memory",
+)
+"""Options in which pools must agree to be merged."""
 
 
 class RayResourcePool(Closing, ResourcePool):
-    """Process slots on Ray's nodes, shared by the groups that are made on it.
+    """Slots for processes on Ray's nodes, shared by the groups that are made on the pool.
 
-    Starts a local Ray if none is running. The slots are reserved when the first group is made, or by `place`. A
-    CPU-only slot reserves one logical CPU; a GPU slot one GPU and one CPU. Up to ``max_colocate_count`` worker
-    processes share a slot, each with its fraction of the slot's CPU, GPU and memory. A pool is a context manager;
-    closing it ends what runs in it.
+    Starts a local Ray if none is running. The slots are reserved when the first group is made, or by `place`. Each slot
+    is one bundle of a placement group: a CPU-only slot reserves one logical CPU, a GPU slot one GPU and one CPU. Up to
+    ``max_colocate_count`` worker processes share a slot, each with its fraction of the slot's CPU, GPU and memory. A
+    pool is a context manager; closing it ends what runs in it.
 
-    Slot k is rank k of a group on the whole pool: slots stand by (node, device), both as numbers, once Ray has placed
-    them, and in that order as long as the pool lives; before, as declared. ``pool[0:4]``, ``pool[::2]`` and ``pool[3]``
-    are pools of those slots, which stay this pool's.
+    Slot k is rank k of a group on the whole pool. Once Ray has placed them, slots are ordered by (node, device),
+    compared as numbers, and keep that order as long as the pool lives; before, they are in the order declared.
+
+    ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools that borrow slots: closing one closes its groups and frees no
+    slot, closing this pool closes them too. A slot holds ``max_colocate_count`` workers, whichever pool their groups
+    were made on.
 
     Args:
-        process_on_nodes: processes of each entry, ``[8, 8]``; an entry lies on one node. Entries may differ.
+        process_on_nodes: processes of each entry, ``[8, 8]``. An entry is on one node. Entries may differ in size.
         use_gpu: whether a slot has a GPU.
         name_prefix: prefix of the placement groups' names; need not be unique.
         max_colocate_count: worker processes per slot.
         detached: whether the placement groups outlive the driver.
         accelerator_type: Ray's name of the accelerator that the nodes must have (``"H100"``).
         resources: custom resources of each slot, ``{"disk": 1}``. Of those that are devices (``{"NPU": 1}``) each
-            worker takes its fraction too, and is given the device.
+            worker also takes its fraction, and is given the device.
         num_cpus: logical CPUs of each slot.
         num_gpus: GPUs of each slot: 0.5 puts two slots on a GPU. A worker sees the GPUs of which it takes a part;
-            to see all of a slot with several, it must be alone there (``max_colocate_count=1``).
-        memory: bytes of memory of each slot; 0 reserves none. Ray counts them, and does not enforce them.
+            to see all GPUs of a slot with several, it must be alone there (``max_colocate_count=1``).
+        memory: bytes of memory of each slot; 0 reserves none. Ray counts them and does not enforce them.
         strategy: Ray's strategy for each placement group: ``"STRICT_PACK"`` (on one node), ``"PACK"`` (on as few as
             possible), ``"SPREAD"``, ``"STRICT_SPREAD"`` (each slot on another node). By default ``"STRICT_PACK"``, but
-            ``"PACK"`` for ``across_nodes=True``, and where the first group says ``bin_pack=False``.
-        across_nodes: False makes a placement group for each entry, True a single one for all. Entries then only count:
-            the ranks fill them in order.
-        placement_timeout: seconds that a group waits for slots that are in use by others.
+            ``"PACK"`` for ``across_nodes=True`` and for a first group made with ``bin_pack=False``.
+        across_nodes: False makes a placement group for each entry, True one for all of them. Entries are then only
+            sizes: the ranks fill them in order.
+        placement_timeout: seconds that a group waits for slots that others use.
+
+    Attributes:
+        options: all of them, checked. ``use_gpu``, ``name_prefix``, ``max_colocate_count``, ``detached``,
+            ``accelerator_type``, ``resources`` and ``placement_timeout`` are attributes of the pool too.
 
     Raises:
         ValueError: an argument is not possible.
@@ -97,16 +137,64 @@ class RayResourcePool(Closing, ResourcePool):
             across_nodes=across_nodes,
             placement_timeout=placement_timeout,
         )
-        self._begin(options)
         ensure_ray()
+        label = f"{type(self).__name__}({list(process_on_nodes)})"
+        self._setup(options, Reservation(process_on_nodes, options, label))
 
-    def _begin(self, options: PoolOptions) -> None:
-        """What every pool has, whoever reserved its slots."""
+    def _setup(
+        self,
+        options: PoolOptions,
+        owned: Reservation | None = None,
+        parts: Sequence[tuple[RayResourcePool, Sequence[int]]] = (),
+        *,
+        order_given: bool = False,
+        merged: bool = False,
+    ) -> None:
+        """Set the fields of a pool.
+
+        Args:
+            options: what a slot reserves.
+            owned: the reservation that this pool owns; None for a pool that borrows slots.
+            parts: the pools whose slots it borrows, with the numbers of those slots.
+            order_given: whether the user gave the order of the slots.
+            merged: whether ranks are ordered by (node, device), unless the user gave an order; otherwise as listed.
+        """
         self.options = options
-        self._placing = threading.Lock()
-        self._seating: Seating | None = None
+        self.use_gpu = options.use_gpu
+        self.name_prefix = options.name_prefix
+        self.max_colocate_count = options.max_colocate_count
+        self.detached = options.detached
+        self.accelerator_type = options.accelerator_type
+        self.resources = dict(options.resources)
+        self.placement_timeout = options.placement_timeout
+        self._owned = owned
+        self._parts = tuple(parts)
+        self._order_given: bool = order_given or any(
+            pool._order_given or list(numbers) != sorted(numbers) for pool, numbers in parts
+        )
+        self._sorts = merged and not self._order_given
+        self._members_by_rank: list[Member] | None = None
         self._closed = False
-        self.tenants = Tenants(options.max_colocate_count)
+        self._groups: weakref.WeakSet[Occupant] = weakref.WeakSet()
+
+    @classmethod
+    def _borrow(
+        cls, parts: Sequence[tuple[RayResourcePool, Sequence[int]]], *, merged: bool = False
+    ) -> RayResourcePool:
+        """A pool of other pools' slots."""
+        for pool, _ in parts:
+            pool._check_open()
+        pools = [pool for pool, _ in parts]
+        prefixes = dict.fromkeys(pool.name_prefix for pool in pools if pool.name_prefix)
+        options = replace(
+            pools[0].options,
+            name_prefix="_".join(prefixes),
+            placement_timeout=max(pool.placement_timeout for pool in pools),
+        )
+        borrowing = RayResourcePool.__new__(RayResourcePool)
+        borrowing._setup(options, None, parts, merged=merged)
+        borrowing._check_distinct()
+        return borrowing
 
     @classmethod
     def from_placement_group(
@@ -121,16 +209,16 @@ class RayResourcePool(Closing, ResourcePool):
         detached: bool = False,
         placement_timeout: float = 120.0,
     ) -> RayResourcePool:
-        """A pool on a placement group that somebody else has made: a slot in each bundle. Waits until it is placed.
+        """Return a pool on an external placement group, with a slot in each bundle. Waits until it is placed.
 
-        Closing the pool closes its groups and leaves the placement group. The slots that lie on one node are an entry.
+        Closing the pool closes its groups and leaves the placement group. The slots on one node are an entry.
 
         Args:
             pg: the placement group; or the pair ``(pg, bundle_indices)``, or the triple ``(pg, bundle_indices,
                 gpu_ids)``.
-            bundle_indices: the bundles, in order of rank, whatever their nodes. By default all of them, by node and
+            bundle_indices: the bundles in order of rank, whatever their nodes. By default all of them, by node and
                 device as in any pool.
-            gpu_ids: the id of each one's GPU, in the same order, where that is known: for `plan`, until a group tells.
+            gpu_ids: the id of the GPU of each, in the same order, if known. `plan` shows it until a group reports it.
             use_gpu: whether workers take their share of the GPU; by default whether every bundle has one.
             name_prefix: a name for messages.
             max_colocate_count: worker processes per bundle; each takes its fraction of what the bundle has.
@@ -138,55 +226,26 @@ class RayResourcePool(Closing, ResourcePool):
             placement_timeout: seconds to wait, for it to be placed now and for workers later.
 
         Raises:
-            TypeError: ``pg`` is no placement group.
-            ValueError: an index is not one of a bundle, or given twice; or ``gpu_ids`` has another length.
+            TypeError: ``pg`` is not a placement group.
+            ValueError: an index names no bundle or is given twice, or ``gpu_ids`` has another length.
             PlacementError: it is not placed within ``placement_timeout``.
             GroupClosedError: it is removed.
         """
-        from single_controller.ray.given_group import pool_on
-
-        return pool_on(
+        reservation = external_reservation(
             pg,
             bundle_indices,
             gpu_ids,
             use_gpu=use_gpu,
-            name_prefix=name_prefix,
+            name_prefix="" if name_prefix is None else name_prefix,
             max_colocate_count=max_colocate_count,
-            detached=detached,
+            detached=bool(detached),
             placement_timeout=placement_timeout,
         )
+        pool = RayResourcePool.__new__(RayResourcePool)
+        pool._setup(reservation.options, reservation, order_given=reservation.assigned)
+        return pool
 
     # --- what the pool is -------------------------------------------------------------------------------
-
-    @property
-    def use_gpu(self) -> bool:
-        """Whether a slot has a GPU."""
-        return self.options.use_gpu
-
-    @property
-    def name_prefix(self) -> str:
-        """Prefix of the placement groups' names."""
-        return self.options.name_prefix
-
-    @property
-    def detached(self) -> bool:
-        """Whether the slots outlive the driver."""
-        return self.options.detached
-
-    @property
-    def accelerator_type(self) -> str | None:
-        """The accelerator that the nodes must have."""
-        return self.options.accelerator_type
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """Custom resources of each slot."""
-        return dict(self.options.resources)
-
-    @property
-    def placement_timeout(self) -> float:
-        """Seconds that a group waits for slots that are in use by others."""
-        return self.options.placement_timeout
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -195,38 +254,36 @@ class RayResourcePool(Closing, ResourcePool):
 
     @property
     def closed(self) -> bool:
-        """Whether the pool was closed."""
-        return self._closed
+        """Whether this pool, or one whose slots it borrows, was closed."""
+        return self._closed or any(pool.closed for pool, _ in self._parts)
 
-    def local_world_sizes(self) -> list[int]:
-        """By rank, the number of processes of its entry (on its node): ``[2, 1]`` gives 2, 2, 1. The entries stand as
-        declared until the pool is placed."""
-        homes = [_home(seat) for seat in self.seats()]
-        sizes = Counter(homes)
-        return [sizes[home] for home in homes]
+    @property
+    def world_size(self) -> int:
+        """Number of slots."""
+        if self._owned is not None:
+            return len(self._owned.slots)
+        return sum(len(numbers) for _, numbers in self._parts)
 
-    def local_ranks(self) -> list[int]:
-        """By rank, its rank within its entry (on its node): ``[2, 1]`` gives 0, 1, 0."""
-        seen: Counter[Hashable] = Counter()
-        ranks = []
-        for home in map(_home, self.seats()):
-            ranks.append(seen[home])
-            seen[home] += 1
-        return ranks
+    @property
+    def store(self) -> list[int]:
+        """Slots of each entry that has slots here."""
+        sizes = Counter(slot.entry for slot in self.slots())
+        return [sizes[entry] for entry in sorted(sizes)]
+
+    def _homes(self) -> Sequence[Hashable]:
+        return [slot.home for slot in self.slots()]
 
     def __len__(self) -> int:
         return self.world_size
 
     def __getitem__(self, key: int | slice) -> RayResourcePool:
-        """The pool of one slot, or of a slice of the slots. It shares this pool's placement groups.
+        """Return the pool of one slot, or of a slice of the slots. It borrows this pool's slots.
 
         Raises:
             IndexError: there is no such slot.
-            ValueError: the slice has none.
-            TypeError: neither a number nor a slice.
+            ValueError: the slice is empty.
+            TypeError: the key is neither a number nor a slice.
         """
-        from single_controller.ray.pool_view import PoolView
-
         numbers = range(self.world_size)
         if isinstance(key, slice):
             chosen = list(numbers[key])
@@ -241,153 +298,100 @@ class RayResourcePool(Closing, ResourcePool):
                 raise IndexError(f"{self!r} has the slots 0 to {self.world_size - 1}, not {key}") from None
             except TypeError:
                 raise TypeError(f"a pool takes a number or a slice, pool[0:4], got {key!r}") from None
-        return PoolView([(self, chosen)])
+        return self._borrow([(self, chosen)])
 
     def plan(self) -> PoolPlan:
-        """Where every rank is, or would be: node, bundle and device; and what is short. Nothing is started by it.
+        """Return where every rank is, or would be: node, bundle and device; and what is missing. Starts nothing.
 
-        Devices are known when a process has been there: of the first group, or of what asks before a slice is used.
-        Until then the ranks of one node stand in the order of their entries.
+        Devices are known once a process has reported them: the first group's workers, or short tasks before a slice is
+        used. Until then the ranks of one node are in the order of their entries.
 
         Raises:
             GroupClosedError: the pool is closed.
         """
-        self._check_known()
+        self._check_open()
+        if session() is None:
+            raise GroupClosedError(f"{self!r}: Ray was shut down; make a new pool")
         cluster = nodes()
-        outlook = self.outlook(cluster, [dict(node.free) for node in cluster])
-        return plan_pool(repr(self), [outlook], outlook.seats, cluster)
+        joint = join_requests([reservation.request for reservation in self.reservations])
+        if self._parts and joint is not None and shortage(joint, [node.total for node in cluster]):
+            return plan_pool(repr(self), [Forecast(joint, "impossible")], None, cluster)
+        free = [dict(node.free) for node in cluster]
+        forecasts = {reservation: reservation.forecast(cluster, free) for reservation in self.reservations}
+        slots_of = {reservation: each.slots for reservation, each in forecasts.items() if each.slots is not None}
+        slots = self._slots_in(slots_of) if len(slots_of) == len(forecasts) else None
+        return plan_pool(repr(self), list(forecasts.values()), slots, cluster)
 
     # --- reserving --------------------------------------------------------------------------------------
 
     def place(self, bin_pack: bool = True, resources: Mapping[str, float] | None = None) -> None:
-        """Reserve the slots, if that was not done yet. Does not wait for them.
+        """Reserve the slots, if that was not done yet, with all slots of the pools that they are borrowed from. Does
+        not wait for them.
 
         Args:
-            bin_pack: whether each entry must lie on one node, where the pool has no ``strategy`` of its own.
+            bin_pack: whether each entry must be on one node, where the pool has no ``strategy`` of its own.
             resources: custom resources that a slot must have besides the pool's own.
 
         Raises:
-            PlacementError: the cluster could never hold them, or they are reserved without those resources.
+            PlacementError: the cluster can never hold them, or they are reserved without those resources.
             GroupClosedError: the pool is closed.
         """
-        with self._placing:
-            self._check_open()
-            extra = dict(resources or {})
-            if self._seating is None:
-                placement = reserve(self.request(bin_pack, extra), self.name_prefix, self.detached, repr(self))
-                self._seating = Seating(placement, self.placement_timeout, repr(self))
-                if self.detached:
-                    placement.keep()
-                return
-            has = self._seating.placement.bundle
-            lacking = {name: amount for name, amount in extra.items() if has.get(name, 0.0) < amount}
-            if lacking:
-                raise PlacementError(
-                    f"the slots of {self!r} are reserved already, with {has}, and lack {lacking}; make the pool "
-                    f"with resources={extra}"
-                )
+        self._check_open()
+        joint = join_requests([reservation.request_for(bin_pack, resources) for reservation in self.reservations])
+        if self._parts and joint is not None and not all(reservation.reserved for reservation in self.reservations):
+            refuse_impossible(joint, nodes(), repr(self))
+        for reservation in self.reservations:
+            reservation.reserve(bin_pack, resources)
 
-    def settle(self) -> None:
-        """Wait until the slots lie somewhere, and fix their order.
-
-        Raises:
-            PlacementError: they were not placed within ``placement_timeout``, or can never be.
-            GroupClosedError: the pool is closed.
-        """
-        self.place()
-        self._reserved().settle()
-
-    def slots(self) -> list[Slot]:
-        """The reserved slots, by rank where their order is known, else as declared; reserves them if need be.
-
-        Raises:
-            PlacementError: the cluster could never hold them.
-            GroupClosedError: the pool is closed.
-        """
-        self.place()
-        return self._reserved().slots()
-
-    def placements(self) -> list[Placement]:
-        """What holds the slots: one, unless they are several pools'."""
-        return [self._seating.placement] if self._seating is not None else []
-
-    def rank_order(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[tuple[int, Location]]:
-        """Which slot holds which rank. The first group that asks fixes the order.
+    def wait(self, *, assign_ranks: bool = False) -> None:
+        """Wait until Ray has placed the slots.
 
         Args:
-            slots: what `slots` returned.
+            assign_ranks: whether to fix the order of the slots now, by short tasks in them. A pool that borrows slots
+                always does; for others the first group's processes can do it, which is faster.
+
+        Raises:
+            PlacementError: Ray did not place them within ``placement_timeout``, or never can.
+            GroupClosedError: the pool is closed.
+        """
+        self.place()
+        for reservation in self.reservations:
+            reservation.wait()
+            if assign_ranks or self._parts:
+                reservation.assign()
+        self._check_open()
+        self._check_distinct()
+
+    def assign_ranks(self, slots: Sequence[Slot], locations: Sequence[SlotLocation]) -> list[int]:
+        """Fix the order of the slots, unless it is fixed, by where processes found themselves; note the locations.
+
+        Args:
+            slots: what `slots` returned before the processes were started.
             locations: where the process in each found itself.
 
         Returns:
-            By rank: (index of the slot, location).
+            By rank, the index in ``slots``.
         """
-        return self._reserved().rank_order(slots, locations)
+        if self._owned is not None:
+            self._owned.assign(slots, locations)
+        index = {(slot.placement_group, slot.bundle): number for number, slot in enumerate(slots)}
+        order = [index[slot.placement_group, slot.bundle] for slot in self.slots()]
+        for (reservation, number), found in zip(self._members(), order, strict=True):
+            reservation.update_location(number, locations[found])
+        return order
 
-    # --- what views and plans ask -----------------------------------------------------------------------
+    def slots(self) -> list[Slot]:
+        """Return the slots: by rank with locations once the ranks are assigned, until then as declared. Waits for
+        nothing, and reserves nothing."""
+        return self._slots_in({reservation: reservation.slots for reservation in self.reservations})
 
     @property
-    def settled(self) -> bool:
-        """Whether the order of the slots is known."""
-        return self._seating is not None and self._seating.seats is not None
-
-    @property
-    def reorders(self) -> bool:
-        """Whether the numbers of `members` change when the slots are placed."""
-        return False
-
-    @property
-    def ordered_by_user(self) -> bool:
-        """Whether the order of the slots was given, rather than found."""
-        return False
-
-    def roots(self) -> list[RayResourcePool]:
-        """The pools that reserved the slots: this one."""
-        return [self]
-
-    def members(self) -> Members:
-        """The slots by rank, each by the pool that reserved it and its number there."""
-        return [(self, number) for number in range(self.world_size)]
-
-    def seats(self) -> list[Seat]:
-        """The slots by rank, and where they lie if that is known; as declared until then. Waits for nothing."""
-        if self._seating is None:
-            return [Seat(slot) for slot in self.request().slots()]
-        return list(self._seating.seats or map(Seat, self._seating.placement.declared))
-
-    def request(self, bin_pack: bool = True, extra: Mapping[str, float] | None = None) -> Request:
-        """What Ray is asked for; what it was asked for, once it was.
-
-        Args:
-            bin_pack: as for `place`.
-            extra: as for `place`.
-        """
-        if self._seating is not None:
-            return self._seating.placement.request
-        strategy = self.options.default_strategy(bin_pack)
-        bundle = dict(self.bundle)
-        for name, amount in (extra or {}).items():
-            bundle[name] = max(amount, bundle.get(name, 0.0))
-        return Request(tuple(self.store), bundle, strategy, self.options.across_nodes)
-
-    def outlook(self, cluster: Sequence[Node], left: Sequence[dict[str, float]]) -> Outlook:
-        """What becomes of the slots.
-
-        Args:
-            cluster: the nodes.
-            left: what is free on each; what the slots would take is taken off.
-        """
-        if self._seating is None:
-            return foresee(self.request(), cluster, left)
-        return self._seating.outlook(cluster, left)
-
-    def learn(self, numbers: Sequence[int], locations: Sequence[Location]) -> None:
-        """Note where processes found themselves.
-
-        Args:
-            numbers: numbers of their slots.
-            locations: where the process in each found itself.
-        """
-        self._reserved().learn(numbers, locations)
+    def reservations(self) -> list[Reservation]:
+        """The reservations in which the slots are, owned or borrowed. A slice of a merged pool has all of them: which
+        slots it gets depends on where each is placed."""
+        if self._owned is not None:
+            return [self._owned]
+        return list(dict.fromkeys(reservation for pool, _ in self._parts for reservation in pool.reservations))
 
     # --- the groups in it -------------------------------------------------------------------------------
 
@@ -399,26 +403,59 @@ class RayResourcePool(Closing, ResourcePool):
         *,
         counted: bool = True,
     ) -> None:
-        """Note a group that is going to have a worker in every slot.
+        """Reserve the slots and note a group that is going to have a worker in each.
+
+        A group that was closed or garbage collected occupies no slot.
 
         Args:
             group: the group.
             bin_pack: as for `place`.
             resources: as for `place`.
-            counted: whether its workers take the share that ``max_colocate_count`` means, so that they count.
+            counted: whether its workers count for ``max_colocate_count``.
 
         Raises:
-            PlacementError: as many groups as a slot holds are there already.
+            PlacementError: a slot is full, or the slots can never be placed.
+            GroupClosedError: the pool is closed.
         """
-        self.tenants.admit(group, range(self.world_size) if counted else (), repr(self))
+        self.place(bin_pack, resources)
+        if self._parts:
+            self.wait()  # only then is it known which slots these are
+        wanted = frozenset(self._members() if counted else ())
+        with _occupying:
+            self._check_open()  # again: another thread may have closed the pool while this one waited
+            # A group that is closed ends its workers by itself, so its slots are free. A restarted group is its own.
+            others = [(o.name, held) for o, held in _occupied.items() if not o.closed and o is not group]
+            for slot in wanted:
+                there = sorted(name for name, held in others if slot in held)
+                if len(there) >= self.max_colocate_count:
+                    raise PlacementError(
+                        f"{self!r} is full: max_colocate_count={self.max_colocate_count} and it already has "
+                        f"{', '.join(there)}. Close one of these groups, or create the pool with a "
+                        "larger max_colocate_count"
+                    )
+            # Under the same lock as the check: of two groups at once, only one may take the last place of a slot.
+            _occupied[group] = wanted
+            self._note(group)
+
+    def _note(self, group: Occupant) -> None:
+        """Remember a group, to close it with this pool and with every pool whose slots this one borrows. The caller
+        holds `_occupying`."""
+        self._groups.add(group)
+        for pool, _ in self._parts:
+            pool._note(group)
 
     def close(self) -> None:
-        """Free the slots, and close the groups in them. A second close does nothing."""
-        with self._placing:
-            self._closed = True
-            self.tenants.close()
-            for placement in self.placements():
-                placement.close()
+        """Close the groups in the pool, and free the slots that it owns. A second close does nothing."""
+        with _occupying:
+            self._closed = True  # from here on no group is admitted, so the list is complete
+            groups = list(self._groups)
+        # Outside the lock, because closing a group asks Ray.
+        try:
+            for group in groups:
+                group.close()
+        finally:
+            if self._owned is not None:
+                self._owned.close()
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -426,22 +463,105 @@ class RayResourcePool(Closing, ResourcePool):
         if self.closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")
 
-    def _check_known(self) -> None:
-        """Raise where there is nothing to plan with."""
-        self._check_open()
-        for placement in self.placements():
-            placement.check_open()
-        if session() is None:
-            raise GroupClosedError(f"{self!r}: Ray was shut down; make a new pool")
+    def _members(self, slots_of: Mapping[Reservation, Sequence[Slot]] | None = None) -> list[Member]:
+        """The slots by rank.
 
-    def _reserved(self) -> Seating:
-        self._check_open()
-        if self._seating is None:
-            raise PlacementError(f"{self!r} is not reserved")
-        self._seating.placement.check_open()
-        return self._seating
+        Args:
+            slots_of: the slots of each reservation by rank; by default as they are now.
+        """
+        if self._owned is not None:
+            return [(self._owned, number) for number in range(len(self._owned.slots))]
+        if self._members_by_rank is not None:
+            return self._members_by_rank
+        listed = [(pool._members(slots_of), numbers) for pool, numbers in self._parts]
+        members = [of_pool[number] for of_pool, numbers in listed for number in numbers]
+        known = slots_of or {reservation: reservation.slots for reservation in self.reservations}
+        if self._sorts:
+            locations = [(member, known[member[0]][member[1]].location) for member in members]
+            keys = {member: location_key(location) for member, location in locations if location is not None}
+            if len(keys) == len(members):
+                members.sort(key=keys.__getitem__)
+        if all(reservation.assigned for reservation in self.reservations):
+            self._members_by_rank = members  # for good, even if Ray moves a bundle to another node
+        return members
+
+    def _slots_in(self, slots_of: Mapping[Reservation, Sequence[Slot]]) -> list[Slot]:
+        """The slots by rank, out of those of the reservations. A pool that borrows slots numbers their entries anew, in
+        order of rank."""
+        if self._owned is not None:
+            return list(slots_of[self._owned])
+        entries: dict[tuple[Reservation, int], int] = {}
+        slots = []
+        for reservation, number in self._members(slots_of):
+            slot = slots_of[reservation][number]
+            slots.append(replace(slot, entry=entries.setdefault((reservation, slot.entry), len(entries))))
+        return slots
+
+    def _check_distinct(self) -> None:
+        for (reservation, number), count in Counter(self._members()).items():
+            if count > 1:
+                raise ValueError(
+                    "merge_resource_pool(): the same pool is given twice, or two that share a slot: slot "
+                    f"{number} of {reservation.label}"
+                )
 
 
-def _home(seat: Seat) -> tuple[int, str]:
-    """Ranks of one home count as local to each other: those of one entry, on one node."""
-    return (seat.slot.entry, seat.spot.node_id if seat.spot is not None else "")
+def merge_resource_pool(*pools: RayResourcePool) -> RayResourcePool:
+    """Return one pool of all the slots of several. It borrows their slots.
+
+    Its ranks are ordered by (node, device), as in any pool. If the user gave the order of one of the pools, by bundle
+    indices or a slice like ``[::-1]``, the ranks are one pool's after the other's instead.
+
+    Args:
+        pools: pools of any shape (slices, split and merged ones too) that agree in what a slot reserves.
+
+    Raises:
+        ValueError: no pool, the same slot twice, or pools that differ in GPU use, accelerator type, colocation,
+            resources or detachment.
+        TypeError: an argument is not a `RayResourcePool`.
+        GroupClosedError: one of them is closed.
+    """
+    if not pools:
+        raise ValueError("merge_resource_pool() takes at least one pool")
+    for pool in pools:
+        if not isinstance(pool, RayResourcePool):
+            raise TypeError(f"merge_resource_pool() takes RayResourcePools, got {pool!r}")
+    for name in _ALIKE:
+        values = [getattr(pool.options, name) for pool in pools]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"merge_resource_pool(): the pools differ in {name}: {values}")
+    return RayResourcePool._borrow([(pool, range(pool.world_size)) for pool in pools], merged=True)
+
+
+def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:
+    """Cut a pool into pools that borrow its slots: the first slots are the first pool's, and so on.
+
+    Args:
+        resource_pool: any pool, one that was split too.
+        split_size: slots of each part, ``[3, 1]``; or one number, the slots of every part: 2 cuts 8 slots into four
+            parts, as in verl.
+
+    Raises:
+        ValueError: the sizes are not positive integers, or do not add up to all slots.
+        TypeError: ``resource_pool`` is not a `RayResourcePool`.
+        GroupClosedError: it is closed.
+    """
+    if not isinstance(resource_pool, RayResourcePool):
+        raise TypeError(f"split_resource_pool() takes a RayResourcePool, got {resource_pool!r}")
+    slots = resource_pool.world_size
+    sizes = list(split_size) if isinstance(split_size, Sequence) else [split_size]
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ValueError(
+            f"split_size is the slots of each part: a positive integer, or a list of them ([3, 1]); got {split_size!r}"
+        )
+    if not isinstance(split_size, Sequence):
+        if slots % sizes[0]:
+            raise ValueError(
+                f"{resource_pool!r} has {slots} slots, which is not a multiple of {split_size}; pass a list of the "
+                f"sizes of the slices, for example {[*sizes * (slots // sizes[0]), slots % sizes[0]]}"
+            )
+        sizes *= slots // sizes[0]
+    if sum(sizes) != slots:
+        raise ValueError(f"{resource_pool!r} has {slots} slots; the parts {sizes} have {sum(sizes)}")
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return [resource_pool[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""ResourcePoolManager: pools by name, and which role lives in which."""
+"""ResourcePoolManager: pools by name, and the pool of each role."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import Any
 
 from single_controller.base.closing import Closing
 from single_controller.base.errors import GroupClosedError, PlacementError
-from single_controller.ray.dry_run import plan_pool
+from single_controller.ray.feasibility import Forecast, join_requests, shortage
 from single_controller.ray.pool import RayResourcePool
+from single_controller.ray.pool_plan import plan_pool, refuse_impossible
 from single_controller.ray.runtime import nodes
 
 
 class ResourcePoolManager(Closing):
-    """Pools by name, and the pool of each role. Made, all at once, when one is first asked for; reserved by the first
-    group on each. A context manager; closing it closes the pools.
+    """Pools by name, and the pool of each role.
+
+    The pools are created together when one is first asked for. The first group on each reserves its slots. A context
+    manager; closing it closes the pools.
 
     Args:
         resource_pool_spec: name of a pool -> its processes on each node, ``{"global": [8, 8]}``.
-        mapping: role -> name of its pool. A role is anything that a dict takes: a string, a member of an Enum.
+        mapping: role -> name of its pool. A role is any key of a dict: a string, a member of an Enum.
         use_gpu: whether a slot has a GPU.
-        options: further options of `RayResourcePool`, for every pool: ``max_colocate_count``, ``detached`` and so on.
+        options: further options of `RayResourcePool` for every pool: ``max_colocate_count``, ``detached`` and so on.
             The pools' names are their ``name_prefix``.
 
     Attributes:
         resource_pool_spec: as given.
         mapping: as given.
-        resource_pool_dict: name -> pool; empty until they are made.
+        resource_pool_dict: name -> pool; empty until they are created.
 
     Raises:
         ValueError: no pool, or the mapping names one that the spec does not have.
-        TypeError: one of the two is no dict.
+        TypeError: one of the two is not a dict.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class ResourcePoolManager(Closing):
         for role, name in mapping.items():
             if name not in resource_pool_spec:
                 raise ValueError(
-                    f"mapping: {_name(role)} is to live in the pool {name!r}, which resource_pool_spec does not have"
+                    f"mapping: {_name(role)} is mapped to the pool {name!r}, which is not in resource_pool_spec"
                     f"{_closest(name, resource_pool_spec)}"
                 )
         self.resource_pool_spec = {name: list(entries) for name, entries in resource_pool_spec.items()}
@@ -61,11 +64,11 @@ class ResourcePoolManager(Closing):
         self._closed = False
 
     def create_resource_pool(self) -> None:
-        """Make the pools, unless they are made. Nothing is reserved yet.
+        """Create the pools, once. Reserves nothing.
 
         Raises:
-            PlacementError: each alone or all of them side by side could never be placed here.
-            ValueError: an option that a pool does not take.
+            PlacementError: the nodes can never hold one of them, or all of them side by side.
+            ValueError: an option of a pool is not possible.
             GroupClosedError: the manager is closed.
         """
         if self._closed:
@@ -77,21 +80,23 @@ class ResourcePoolManager(Closing):
             for name, entries in self.resource_pool_spec.items()
         }
         cluster = nodes()
-        whole = [dict(node.total) for node in cluster]
-        outlooks = {name: pool.outlook(cluster, whole) for name, pool in made.items()}
-        for name, outlook in outlooks.items():
-            if outlook.state == "impossible":
-                raise PlacementError(str(plan_pool(f"the pool {name!r}", [outlook], None, cluster)))
-            if outlook.state == "waits":
-                before = ", ".join(f"{other} {self.resource_pool_spec[other]}" for other in made if other != name)
+        beside = []
+        for name, pool in made.items():
+            request = pool.reservations[0].request
+            refuse_impossible(request, cluster, f"the pool {name!r}")
+            beside.append(request)
+            joint = join_requests(beside)  # never None: the pools have the same options
+            if joint is not None and shortage(joint, [node.total for node in cluster]):
+                others = ", ".join(f"{other} {self.resource_pool_spec[other]}" for other in made if other != name)
+                plan = plan_pool("the pools so far", [Forecast(joint, "impossible")], None, cluster)
                 raise PlacementError(
-                    f"the pools can never be placed side by side: {name} {self.resource_pool_spec[name]} has no room "
-                    f"beside {before}.\n{plan_pool(f'the pool {name!r} alone', [outlook], None, cluster)}"
+                    f"the cluster cannot hold all pools at once: {name} {self.resource_pool_spec[name]} does not fit "
+                    f"together with {others}.\n{plan}"
                 )
         self.resource_pool_dict = made
 
     def get_resource_pool(self, role: Hashable) -> RayResourcePool:
-        """The pool of a role; makes the pools if need be.
+        """Return the pool of a role; create the pools if that was not done.
 
         Raises:
             ValueError: the mapping does not have the role.
@@ -104,7 +109,7 @@ class ResourcePoolManager(Closing):
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> float:
-        """GPUs of all pools; 0 for CPU-only ones. A whole number is an int."""
+        """Return the GPUs of all pools: 0 for CPU-only ones, an int if the number is whole."""
         if not self._options["use_gpu"]:
             return 0
         each = self._options.get("num_gpus", 1)
@@ -122,7 +127,7 @@ class ResourcePoolManager(Closing):
 
 
 def _name(role: Hashable) -> str:
-    """A role for a message: an Enum's member by its own name."""
+    """A role for a message: the name of an Enum's member."""
     return str(getattr(role, "name", role))
 
 

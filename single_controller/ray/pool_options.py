@@ -1,4 +1,4 @@
-"""PoolOptions: what a pool's slots reserve and how they are placed, checked when it is made."""
+"""PoolOptions: what the slots of a pool reserve, and how they are placed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from single_controller.base.checks import check_amounts, check_seconds
-from single_controller.ray.accelerators import RAYS_OWN, accelerator_names
-from single_controller.ray.packing import STRATEGIES
+from single_controller.ray.accelerators import RAYS_OWN
+from single_controller.ray.internals import accelerator_names
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 _UNIT = 10_000
 """Ray counts resources in ten-thousandths."""
@@ -55,11 +57,11 @@ class PoolOptions:
             )
         check_seconds("placement_timeout", self.placement_timeout)
         if not self.bundle:
-            raise ValueError("a slot must reserve something: give num_cpus, memory or resources, or use_gpu=True")
+            raise ValueError("a slot must reserve something: set num_cpus, memory or resources, or use_gpu=True")
         if self.num_cpus and self.num_cpus * _UNIT < self.max_colocate_count:
             raise ValueError(
                 f"max_colocate_count={self.max_colocate_count} workers cannot share num_cpus={self.num_cpus:g}: Ray "
-                "counts in ten-thousandths"
+                "does not allocate less than 0.0001 CPU to a worker"
             )
 
     @property
@@ -72,8 +74,8 @@ class PoolOptions:
         return {name: amount for name, amount in reserved.items() if amount}
 
     def share(self, use_gpu: bool) -> dict[str, Any]:
-        """What each worker takes, as Ray's actor options: 1 / max_colocate_count of its slot's CPU, GPU and memory, and
-        of such custom resources as are devices (NPU): Ray gives a process device ids for what it takes only."""
+        """Return what each worker takes, as Ray's actor options: 1 / max_colocate_count of its slot's CPU, GPU and
+        memory, and of custom resources that are devices (NPU). Ray gives a process ids only of devices it takes."""
         devices = accelerator_names() & set(self.resources)
         return {
             "num_cpus": self._part(self.num_cpus),
@@ -82,8 +84,8 @@ class PoolOptions:
             "resources": {name: self._part(self.resources[name]) for name in sorted(devices)},
         }
 
-    def default_strategy(self, bin_pack: bool) -> str:
-        """Ray's strategy for the placement groups."""
+    def strategy_for(self, bin_pack: bool) -> str:
+        """Return Ray's strategy for the placement groups; `bin_pack` decides where the pool has none of its own."""
         return self.strategy or ("STRICT_PACK" if bin_pack and not self.across_nodes else "PACK")
 
     def _part(self, amount: float) -> float:
@@ -100,23 +102,23 @@ class PoolOptions:
             if name in RAYS_OWN:
                 option = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}.get(name)
                 way = f"use {option}=" if option else "Ray does not reserve it"
-                raise ValueError(f"resources are custom resources; {name!r} is none: {way}")
+                raise ValueError(f"resources takes custom resources; {name!r} is none: {way}")
 
     def _check_gpus(self) -> None:
         gpus = self.num_gpus
         if not self.use_gpu:
             if gpus not in (0, 1):
-                raise ValueError(f"num_gpus={gpus!r} with use_gpu=False: leave one of the two out")
+                raise ValueError(f"num_gpus={gpus!r} with use_gpu=False: give only one of the two")
             return
         if gpus == 0:
             raise ValueError("num_gpus=0: use_gpu=False makes CPU-only slots")
         if gpus > 1 and gpus != int(gpus):
-            raise ValueError(f"num_gpus is a fraction below 1 or a whole number, got {gpus!r}: Ray has no other shares")
+            raise ValueError(f"num_gpus is a fraction below 1 or a whole number, got {gpus!r}: Ray supports no others")
         part = gpus / self.max_colocate_count
         if part > 1 and part != int(part):
             raise ValueError(
-                f"num_gpus={gpus:g} shared by max_colocate_count={self.max_colocate_count} workers gives each "
-                f"{part:g} GPUs: a worker has a fraction below 1 or a whole number of GPUs; change one of the two"
+                f"num_gpus={gpus:g} shared by max_colocate_count={self.max_colocate_count} workers gives each worker "
+                f"{part:g} GPUs, but a worker needs a fraction below 1 or a whole number; change one of the two"
             )
         if gpus * _UNIT < self.max_colocate_count:
             raise ValueError(

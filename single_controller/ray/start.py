@@ -1,7 +1,7 @@
-"""Starting a group's workers: actors into bundles, ranks by where they landed, then the constructors.
+"""Starting a group's workers: create actors in the slots, assign ranks by where they run, then run the constructors.
 
-Nothing here waits for one rank after the other: all actors are made at once, asked at once where they are, and
-sent their start messages at once; rank 0's address goes along as a reference.
+No step handles one rank after the other: all actors are created at once, asked for their location at once, and sent
+their start messages at once. Rank 0's address travels along as a reference.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,35 +21,36 @@ from ray.exceptions import RayError
 from dispatch.plan import CallPlan
 from single_controller.base.engine import Sent
 from single_controller.base.errors import PlacementError, WorkerDiedError
-from single_controller.ray.actor import Location, StartOrder, actor_class
-from single_controller.ray.answers import one_line
+from single_controller.ray.actor import Location, StartMessage, actor_class
+from single_controller.ray.class_with_args import ProcessSpec
 from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.order import Slot
-from single_controller.ray.placement import wait_placed
+from single_controller.ray.placement import wait_started
 from single_controller.ray.pool import RayResourcePool
-from single_controller.ray.recipe import Recipe
+from single_controller.ray.results import one_line
+from single_controller.ray.slots import Slot, SlotLocation
 
 logger = logging.getLogger(__name__)
 
 _BEFORE_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
-"""Variables that count only if they exist before the process starts: those need a runtime_env."""
+"""Prefixes of variables that only have an effect if they are set before the process starts; these need a
+runtime_env."""
 
 
 NAME_FREE_SECONDS = 10.0
-"""How long a restart waits until the names of the workers that it ended are free again."""
+"""How long a restart waits until Ray has freed the names of the workers that it ended."""
 
 
 @dataclass(frozen=True)
 class StartPlan:
-    """What a group starts, each time it starts.
+    """What a group starts, the first time and at each restart.
 
     Attributes:
-        pool: where.
-        recipe: what each process is made of.
-        bin_pack: whether each entry of the pool lies on one node.
-        prefix: first part of the actors' names.
-        detached: whether the actors outlive the driver; their names are exact then.
-        master: address and port of the rendezvous; None for what rank 0 is to find.
+        pool: the pool that the workers run in.
+        process: what runs in each process.
+        bin_pack: whether each entry of the pool must be on one node.
+        prefix: prefix of the actors' names.
+        detached: whether the actors outlive the driver. Their names then have no random part.
+        master: address and port of the rendezvous; None for what rank 0 chooses.
         environment: ``worker_env``.
         use_gpu: whether each worker takes its share of a GPU.
         name: the group's name, for messages.
@@ -58,7 +58,7 @@ class StartPlan:
     """
 
     pool: RayResourcePool
-    recipe: Recipe
+    process: ProcessSpec
     bin_pack: bool
     prefix: str
     detached: bool
@@ -69,90 +69,92 @@ class StartPlan:
     namespace: str | None = None
 
 
-Run = Callable[[RayEngine, CallPlan, Sent], None]
-"""Waits for constructors, and raises what went wrong in them."""
+WaitForConstructors = Callable[[RayEngine, CallPlan, Sent], None]
+"""Waits until the constructors have returned, and raises the error of one that failed."""
 
 
-def start(plan: StartPlan, run: Run, again: bool = False) -> tuple[RayEngine, tuple[str, int]]:
+def start(plan: StartPlan, wait: WaitForConstructors, again: bool = False) -> tuple[RayEngine, tuple[str, int]]:
     """Start the workers.
 
     Args:
         plan: what to start.
-        run: waits for the constructors and raises what went wrong in them.
-        again: workers of the same names were ended a moment ago; those names are waited for.
+        wait: waits until the constructors have returned, and raises the error of one that failed.
+        again: whether workers of the same names were just ended, so that their names may still be taken.
 
     Returns:
         The engine, and the address and port of the rendezvous.
 
     Raises:
-        PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. All
-            actors are ended then.
+        PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. All actors
+            were ended.
     """
-    packed = plan.recipe.pack()
-    plan.pool.place(plan.bin_pack, plan.recipe.additional_resource)
-    if plan.detached:
-        plan.pool.settle()  # their names are to end in their ranks
+    encoded = plan.process.encode()  # first: what cannot be pickled must not cost a start
+    plan.pool.wait(assign_ranks=plan.detached)  # the name of a detached actor ends in its rank
     slots = plan.pool.slots()
     names = _names(plan, range(len(slots)))
     with _ended_on_error(plan) as actors:
         locations = _make(plan, slots, names, actors, again=again)
-        order = plan.pool.rank_order(slots, locations)
+        # Reorders the pool's slots if this is its first group, so what is read from the pool below is by rank.
+        order = plan.pool.assign_ranks(slots, [slot_location(where) for where in locations])
         ranks = [
-            Rank(actors[place], names[place], location, seat.slot)
-            for (place, location), seat in zip(order, plan.pool.seats(), strict=True)
+            Rank(actors[index], names[index], locations[index], slot)
+            for index, slot in zip(order, plan.pool.slots(), strict=True)
         ]
-        return _run_constructors(plan, ranks, packed, run)
+        return _run_constructors(plan, ranks, encoded, wait)
 
 
 def start_ranks(
-    plan: StartPlan, engine: RayEngine, chosen: Sequence[int], master: tuple[str, int], run: Run
+    plan: StartPlan, engine: RayEngine, chosen: Sequence[int], master: tuple[str, int], wait: WaitForConstructors
 ) -> RayEngine:
-    """End some ranks and start them anew in their slots; the others are left as they are.
+    """End some ranks and start new ones in their slots. The others are not touched.
 
     Args:
         plan: what was started.
-        engine: the group's engine so far.
+        engine: the group's present engine.
         chosen: the ranks.
         master: address and port of the group's rendezvous.
-        run: waits for the constructors and raises what went wrong in them.
+        wait: waits until the constructors have returned, and raises the error of one that failed.
 
     Raises:
         PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. The new
-            actors are ended then.
+            actors were ended.
     """
-    packed = plan.recipe.pack()
+    encoded = plan.process.encode()
     before = [engine.ranks[rank] for rank in chosen]
     slots = [rank.slot for rank in before if rank.slot is not None]
-    orders = [rank.order for rank in before if rank.order is not None]
-    engine.given_up |= frozenset(chosen)
+    messages = [rank.message for rank in before if rank.message is not None]
+    engine.restarted |= frozenset(chosen)  # before the kill, so that no watcher reports these deaths
     for rank in before:
         ray.kill(rank.actor, no_restart=True)
-    # A detached actor keeps its name, which is how it is found.
+    # A detached actor keeps its name, because others find it by that name.
     names = [rank.name for rank in before] if plan.detached else _names(plan, chosen)
     with _ended_on_error(plan) as actors:
         locations = _make(plan, slots, names, actors, again=True)
         ranks = list(engine.ranks)
-        for place, (number, order) in enumerate(zip(chosen, orders, strict=True)):
-            ranks[number] = Rank(actors[place], names[place], locations[place], slots[place], order)
-        anew = RayEngine(ranks, plan.pool)
-        receipts = {ranks[k].actor._sc_start.remote(ranks[k].order, packed, master): k for k in chosen}
-        run(anew, CallPlan.empty(anew.world_size).only(chosen), Sent(receipts))
-    return anew
+        for index, (number, message) in enumerate(zip(chosen, messages, strict=True)):
+            ranks[number] = Rank(actors[index], names[index], locations[index], slots[index], message)
+        restarted = RayEngine(ranks, plan.pool)
+        # Ranks that go on have the address of the group's rendezvous in their environment, so the new ones get it too.
+        tokens = {ranks[k].actor._sc_start.remote(ranks[k].message, encoded, master): k for k in chosen}
+        wait(restarted, CallPlan.empty(restarted.world_size).only(chosen), Sent(tokens))
+    return restarted
 
 
 def _names(plan: StartPlan, numbers: Iterable[int]) -> list[str]:
     unique = "" if plan.detached else f"_{uuid.uuid4().hex[:8]}"
-    return [f"{plan.prefix}{plan.recipe.name}{unique}_{number}" for number in numbers]
+    return [f"{plan.prefix}{plan.process.name}{unique}_{number}" for number in numbers]
 
 
 class _Actors(list[ActorHandle]):
-    """Actors that are being made.
+    """Actors that are being created. The list keeps their handles: Ray ends an actor that is not detached when the last
+    handle of it is gone.
 
     Attributes:
-        making: the name of one that may exist although nobody has its handle yet.
+        creating: name of an actor that may exist although its handle was not returned yet: an exception such as
+            KeyboardInterrupt can arrive after Ray has registered the actor.
     """
 
-    making: str | None = None
+    creating: str | None = None
 
 
 @contextmanager
@@ -161,64 +163,67 @@ def _ended_on_error(plan: StartPlan) -> Iterator[_Actors]:
     try:
         yield actors
     except BaseException:
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
-        if plan.detached and actors.making is not None:  # an actor that is not detached ends with its handle
+        if plan.detached and actors.creating is not None:  # other actors end with their handles
             try:
-                ray.kill(ray.get_actor(actors.making, plan.namespace), no_restart=True)
-            except ValueError:
-                logger.debug("%s had not been made", actors.making)
+                actors.append(ray.get_actor(actors.creating, plan.namespace))
+            except Exception:
+                logger.debug("%s had not been created", actors.creating, exc_info=True)
+        for actor in actors:
+            try:
+                ray.kill(actor, no_restart=True)
+            except Exception:  # Ray was shut down, for example; the error that is being handled says more
+                logger.debug("%r could not be ended", actor, exc_info=True)
         raise
 
 
 def _make(
     plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], actors: _Actors, *, again: bool
 ) -> list[Location]:
-    """Make the actors, all at once, and wait until they have said where they are."""
+    """Create all actors at once, and wait until they have reported where they run."""
     make = _actor_maker(plan, again=again)
     for slot, name in zip(slots, names, strict=True):
-        actors.making = name
+        actors.creating = name
         try:
             actors.append(make(slot, name))
         except ValueError:
-            actors.making = None  # the name is somebody else's
+            actors.creating = None  # another actor has the name; do not end it
             raise
-    actors.making = None
+    actors.creating = None
     located = [actor._sc_locate.remote() for actor in actors]
-    wait_placed(located, plan.pool.placements(), plan.pool.placement_timeout, plan.name)
+    wait_started(located, plan.pool.placement_timeout, plan.name)
     return _locations(located, plan.name)
 
 
 def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], ActorHandle]:
-    """Makes one actor in one bundle. Its constructor does nothing: the rank is not known yet."""
-    recipe = plan.recipe
+    """Return a function that creates an actor in a slot. Its constructor does nothing: the rank is not known yet."""
+    process = plan.process
     share = plan.pool.options.share(plan.use_gpu)
     options: dict[str, Any] = {
         **share,
-        "resources": {**share["resources"], **recipe.additional_resource} or None,
+        "resources": {**share["resources"], **process.additional_resource} or None,
         "max_restarts": 0,
         "lifetime": "detached" if plan.detached else None,
         "namespace": plan.namespace,
-        **recipe.options,
+        **process.options,
     }
     wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], "memory": options["memory"]}
     wanted |= options["resources"] or {}
-    slot = plan.pool.placements()[0].bundle
+    slot = dict(plan.pool.reservations[0].request.bundle)
     beyond = {name: amount for name, amount in wanted.items() if (amount or 0) > slot.get(name, 0)}
     if beyond:
         raise PlacementError(
             f"{plan.name}: each worker asks for {beyond}, more than a slot of {plan.pool!r} has: {slot}. Change "
-            "what update_options() was given, or make the pool with such slots"
+            "the options given to update_options(), or create a pool with larger slots"
         )
     early = {key: value for key, value in plan.environment.items() if key.startswith(_BEFORE_START)}
     if early:
         runtime = dict(options.get("runtime_env") or {})
         options["runtime_env"] = {**runtime, "env_vars": {**runtime.get("env_vars", {}), **early}}
-    ray_class = actor_class(recipe.name, recipe.methods, recipe.concurrent)
+    ray_class = actor_class(process.name, process.methods, process.concurrent)
     end = time.monotonic() + (NAME_FREE_SECONDS if again else 0.0)
 
     def make(slot: Slot, name: str) -> ActorHandle:
-        where = slot.strategy()
+        where = slot.scheduling_strategy()
         while True:
             try:
                 actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()
@@ -228,12 +233,17 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
                     raise
                 if time.monotonic() > end:
                     raise ValueError(
-                        f"{plan.name}: a worker called {name!r} runs already. Attach to its group, "
+                        f"{plan.name}: a worker called {name!r} is already running. Attach to its group with "
                         f"RayWorkerGroup.attach({name.rpartition('_')[0]!r}), or choose another name_prefix"
                     ) from error
             time.sleep(0.02)
 
     return make
+
+
+def slot_location(where: Location) -> SlotLocation:
+    """Return the location of the slot in which an actor found itself."""
+    return SlotLocation(where.address, where.hostname, where.node_id, where.devices)
 
 
 def _locations(refs: Sequence[Any], name: str) -> list[Location]:
@@ -245,24 +255,22 @@ def _locations(refs: Sequence[Any], name: str) -> list[Location]:
 
 
 def _run_constructors(
-    plan: StartPlan, ranks: Sequence[Rank], packed: Any, run: Run
+    plan: StartPlan, ranks: Sequence[Rank], encoded: Any, wait: WaitForConstructors
 ) -> tuple[RayEngine, tuple[str, int]]:
     world_size = len(ranks)
+    # A reference: Ray delivers its value to a rank before it runs _sc_start there. So no rank starts before rank 0 has
+    # chosen the port, and the driver does not wait in between.
     master = ranks[0].actor._sc_rendezvous.remote(*plan.master)
-    entries = [rank.slot.entry if rank.slot is not None else 0 for rank in ranks]
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    homes = list(zip(entries, nodes, strict=True))  # an entry may lie on several nodes: local is who shares both
-    sizes = Counter(homes)
-    placed: Counter[tuple[int, str]] = Counter()
+    local_ranks, local_sizes = plan.pool.local_ranks(), plan.pool.local_world_sizes()
     started = []
-    for number, (rank, home) in enumerate(zip(ranks, homes, strict=True)):
-        node_rank = node_ranks[nodes[number]]
-        order = StartOrder(number, world_size, placed[home], sizes[home], plan.environment, node_rank)
-        placed[home] += 1
-        started.append(replace(rank, order=order))
+    for number, rank in enumerate(ranks):
+        local, size, node = local_ranks[number], local_sizes[number], node_ranks[nodes[number]]
+        message = StartMessage(number, world_size, local, size, plan.environment, node)
+        started.append(replace(rank, message=message))
     engine = RayEngine(started, plan.pool)
-    receipts = {rank.actor._sc_start.remote(rank.order, packed, master): k for k, rank in enumerate(started)}
-    run(engine, CallPlan.empty(world_size), Sent(receipts))
+    tokens = {rank.actor._sc_start.remote(rank.message, encoded, master): k for k, rank in enumerate(started)}
+    wait(engine, CallPlan.empty(world_size), Sent(tokens))
     address, port = ray.get(master)
     return engine, (address, port)

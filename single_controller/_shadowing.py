@@ -1,4 +1,4 @@
-"""Reports a user's own folder that hides one of this library's packages."""
+"""Detects a user's own module that shadows one of this library's packages."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_HOME = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parent.parent
 
 
-def check_neighbours() -> None:
-    """Check that ``dispatch`` and ``workers`` mean this library's packages.
+def check_shadowing() -> None:
+    """Check that ``dispatch`` and ``workers`` are this library's packages.
 
     Raises:
-        ImportError: another one would be imported; the message names both files.
+        ImportError: another module of that name would be imported. The message names both files.
     """
     for name in ("dispatch", "workers"):
-        meant = _HOME / name / "__init__.py"
+        ours = _ROOT / name / "__init__.py"
         found = _found(name)
-        if found is None or Path(found).resolve() == meant or not meant.exists():
+        if found is None or Path(found).resolve() == ours or not ours.exists():
             continue
         raise ImportError(
-            f"'import {name}' finds {found}, but single_controller needs its own package {meant}. "
-            f"Rename your {name!r}, or move it out of the folder of your script",
+            f"'import {name}' finds {found}, but single_controller needs its own package {ours}. "
+            f"Rename your {name!r}, or move it out of the directory of your script",
             name=name,
             path=found,
         )

@@ -1,0 +1,434 @@
+"""Codec: the serialization of arguments, results and messages.
+
+A value is encoded once into an `Encoded`: a pickle, the raw buffers of its contiguous tensors and arrays, and the
+references in it. Buffers travel out of band: Ray writes them into its store without a further copy, and a reader maps
+them. Ray by itself would pickle a tensor in band, together with the whole storage behind a view.
+
+Memory of the store is shared between processes and not protected against writes. Decoding therefore copies the buffers,
+unless the reader asks for views.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dispatch.batch import described
+from dispatch.buffer_pool import buffer_pool
+from dispatch.errors import DispatchError, ResultError
+from dispatch.modes import Join
+from dispatch.plan import CallPlan, Parameter, Shard
+from dispatch.register import MethodSpec
+
+if TYPE_CHECKING:
+    import numpy
+
+    from single_controller.base.pool import ClassWithInitArgs
+
+MAX_MAPPED_BYTES = 1 << 30
+"""Bytes of shared memory that results may keep mapped in this process. Further results are copied out of it."""
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+class Encoded:
+    """An encoded value.
+
+    Attributes:
+        header: the pickle of the value without its buffers.
+        buffers: the buffers, as objects with the buffer protocol.
+        references: objects that travel beside the pickle, such as ObjectRefs and actor handles: the engine must see
+            them to count references.
+        nbytes: size in bytes.
+    """
+
+    __slots__ = ("buffers", "header", "nbytes", "references")
+
+    def __init__(self, header: bytes, buffers: tuple[Any, ...] = (), references: tuple[Any, ...] = ()) -> None:
+        self.header = header
+        self.buffers = buffers
+        self.references = references
+        self.nbytes = len(header) + sum(memoryview(buffer).nbytes for buffer in buffers)
+
+    def decode(self, *, private: bool = True) -> Any:
+        """Return the value.
+
+        Args:
+            private: copy tensors and arrays into memory of their own. Otherwise they share the buffers' memory and
+                must not be written to.
+        """
+        before = getattr(_decoding, "current", None)
+        _decoding.current = (private, self.references)
+        try:
+            return pickle.loads(self.header, buffers=self.buffers)
+        finally:
+            _decoding.current = before
+
+    def decode_result(self) -> Any:
+        """Return a value whose `Encoded` has no other reader: in the shared memory as it is, or copied out of it if
+        this process already maps `MAX_MAPPED_BYTES`."""
+        return self.decode(private=_Mapped.total_bytes + self.nbytes > MAX_MAPPED_BYTES)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.header, tuple(map(pickle.PickleBuffer, self.buffers)), self.references)
+
+
+class KeptResult(Encoded):
+    """A result behind a reference that users hold: ``ray.get`` of it returns the decoded value."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _decode_kept, (self.header, tuple(map(pickle.PickleBuffer, self.buffers)), self.references)
+
+
+@contextmanager
+def keep_encoded() -> Iterator[None]:
+    """Inside, unpickling a `KeptResult` in this thread returns it undecoded."""
+    _decoding.keep = True
+    try:
+        yield
+    finally:
+        _decoding.keep = False
+
+
+def encode(value: Any, kind: Callable[..., Encoded] = Encoded, *, in_process: bool = False) -> Encoded:
+    """Encode a value.
+
+    Args:
+        value: the value. Its tensors and arrays are not copied: the result refers to their memory.
+        kind: class of the result.
+        in_process: the readers are in this process. They would see what the owner of the value writes later, so the
+            buffers are copied. The value may contain references that are valid only in this process.
+
+    Raises:
+        Exception: whatever pickle raises for a part that cannot be pickled.
+    """
+    out = io.BytesIO()
+    buffers: list[Any] = []
+    encoder = (_encoder or _default_encoder())(out, protocol=5, buffer_callback=buffers.append)
+    encoder.reference_types = _reference_types + _in_process_types if in_process else _reference_types
+    encoder.references, encoder.seen = [], {}
+    encoder.dump(value)
+    return kind(out.getvalue(), tuple(map(_copy, buffers) if in_process else buffers), tuple(encoder.references))
+
+
+def can_encode(value: Any, *, in_process: bool = False) -> bool:
+    """Whether a value can be encoded. See `encode`."""
+    try:
+        encode(value, in_process=in_process)
+    except Exception:
+        return False
+    return True
+
+
+def use_pickler(pickler: type[Any]) -> None:
+    """Set the base class of the encoder, a ``CloudPickler``.
+
+    An engine that has its own copy of cloudpickle sets it. Each copy keeps its own table of the classes that it pickled
+    by value, so that a class of ``__main__`` would otherwise arrive as two distinct classes.
+    """
+    global _encoder
+    _encoder = type("Encoder", (_Reducers, pickler), {})
+
+
+def add_reference_types(*types: type[Any], in_process: bool = False) -> None:
+    """Have instances of these types travel beside the pickle, in `Encoded.references`.
+
+    Args:
+        types: the types.
+        in_process: only where the readers are in this process. Elsewhere, their own ``__reduce__`` decides.
+    """
+    global _reference_types, _in_process_types
+    if in_process:
+        _in_process_types = tuple(dict.fromkeys((*_in_process_types, *types)))
+    else:
+        _reference_types = tuple(dict.fromkeys((*_reference_types, *types)))
+
+
+_encoder: Any = None
+_reference_types: tuple[type[Any], ...] = ()
+_in_process_types: tuple[type[Any], ...] = ()
+_decoding = threading.local()
+"""``current``: (private, references) of the `Encoded` being decoded in this thread. ``keep``: see `keep_encoded`."""
+
+
+def _default_encoder() -> Any:
+    import cloudpickle  # imported here: a process whose engine has its own copy does not need it
+
+    use_pickler(cloudpickle.CloudPickler)
+    return _encoder
+
+
+class _Reducers:
+    """The part of the encoder that is ours: how tensors, arrays and references are reduced."""
+
+    reference_types: tuple[type[Any], ...]
+    references: list[Any]
+    seen: dict[Any, Any]
+    """Identity of a view -> the first tensor that was one."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, self.reference_types):
+            self.references.append(obj)
+            return _nth_reference, (len(self.references) - 1,)
+        # A value of these libraries exists only after somebody has imported them.
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(numpy, obj):
+            return _reduce_array(numpy, obj)
+        if torch is not None and isinstance(obj, torch.Tensor) and _is_plain_tensor(torch, obj):
+            # A batch passed for two parameters was cut into two views of the same memory; it is sent once.
+            view = (
+                type(obj),
+                obj.device,
+                obj.data_ptr(),
+                obj.dtype,
+                obj.shape,
+                obj.stride(),
+                obj.requires_grad,
+                obj.is_conj(),
+                obj.is_neg(),
+            )
+            first = self.seen.setdefault(view, obj) if obj.numel() and not vars(obj) else obj
+            return _reduce_tensor(torch, obj) if first is obj else (_identity, (first,))
+        tensordict = sys.modules.get("tensordict")
+        if tensordict is not None and isinstance(obj, tensordict.TensorDictBase) and _on_cuda(obj.device):
+            return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so
+        return super().reducer_override(obj)  # type: ignore[misc]
+
+
+def _on_cuda(device: Any) -> bool:
+    return device is not None and device.type == "cuda"
+
+
+def _is_plain_array(numpy: Any, array: numpy.ndarray) -> bool:
+    """Whether bytes, dtype and shape are the whole array. True also for subclasses without state, such as memmap."""
+    base, cls = numpy.ndarray, type(array)
+    return cls.__reduce__ is base.__reduce__ and cls.__reduce_ex__ is base.__reduce_ex__ and not array.dtype.hasobject
+
+
+def _is_plain_tensor(torch: Any, tensor: Any) -> bool:
+    """Whether bytes, dtype, shape and attributes are the whole tensor. True also for subclasses that add only
+    methods."""
+    base, cls = torch.Tensor, type(tensor)
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and tensor.device.type in ("cpu", "cuda")
+        and cls.__reduce_ex__ is base.__reduce_ex__
+        and cls.__torch_dispatch__ is base.__torch_dispatch__
+        and getattr(cls, "__getstate__", None) is getattr(base, "__getstate__", None)
+    )
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _reduce_array(numpy: Any, array: numpy.ndarray) -> tuple[Any, ...]:
+    plain = array.view(numpy.ndarray)
+    if not (plain.flags.c_contiguous or plain.flags.f_contiguous):
+        plain = numpy.ascontiguousarray(plain)
+    order = "C" if plain.flags.c_contiguous else "F"
+    data: Any = plain.ravel(order="K").view(numpy.uint8)
+    cls = None if type(array) is numpy.ndarray else type(array)
+    return _make_array, (pickle.PickleBuffer(data), array.dtype, array.shape, order, cls)
+
+
+def _reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
+    plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy()
+    cls = None if type(tensor) is torch.Tensor else type(tensor)
+    made = (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, cls)
+    return _make_tensor, made, vars(tensor) or None, None, None, _set_attributes
+
+
+def _make_array(buffer: Any, dtype: numpy.dtype, shape: tuple[int, ...], order: Any, cls: Any) -> numpy.ndarray:
+    array = _memory(buffer).view(dtype).reshape(shape, order=order)
+    return array if cls is None else array.view(cls)
+
+
+def _make_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, cls: Any) -> Any:
+    import torch
+
+    if 0 in shape:
+        tensor = torch.empty(shape, dtype=dtype)
+    else:
+        tensor = torch.from_numpy(_memory(buffer)).view(dtype).reshape(shape)
+    if cls is not None:
+        tensor = tensor.as_subclass(cls)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
+
+
+def _nth_reference(position: int) -> Any:
+    return _decoding.current[1][position]
+
+
+def _decode_kept(header: bytes, buffers: tuple[Any, ...], references: tuple[Any, ...]) -> Any:
+    kept = KeptResult(header, buffers, references)
+    return kept if getattr(_decoding, "keep", False) else kept.decode()
+
+
+def _copy(buffer: Any) -> numpy.ndarray:
+    """A copy of a buffer in memory of the buffer pool."""
+    import numpy
+
+    raw = numpy.frombuffer(buffer.raw() if isinstance(buffer, pickle.PickleBuffer) else buffer, numpy.uint8)
+    copy = buffer_pool.take(raw.nbytes)
+    numpy.copyto(copy, raw)
+    return copy
+
+
+def _memory(buffer: Any) -> numpy.ndarray:
+    """The bytes of a buffer as a writable array: a copy, or the shared memory itself."""
+    import numpy
+
+    private, _ = getattr(_decoding, "current", (True, ()))
+    # Buffers that came inside a message are bytes objects. Python may share those, and they are small: always copy.
+    if private or isinstance(memoryview(buffer).obj, bytes):
+        return _copy(buffer)
+    return numpy.asarray(_Mapped(numpy.frombuffer(buffer, numpy.uint8)))
+
+
+class _Mapped:
+    """Shared memory presented as writable, because torch warns about memory that is not. `Encoded.decode` decides who
+    may write to it.
+
+    Lock: ``_lock`` protects ``total_bytes``. It is a leaf, and reentrant because the garbage collector may finalize one
+    instance while this thread makes another.
+    """
+
+    total_bytes = 0
+    """Bytes of all live instances in this process. The store can neither move nor drop them."""
+
+    _lock = threading.RLock()
+
+    def __init__(self, shared: numpy.ndarray) -> None:
+        self._shared = shared
+        self.__array_interface__ = {
+            "data": (shared.ctypes.data, False),
+            "shape": shared.shape,
+            "typestr": "|u1",
+            "version": 3,
+        }
+        with _Mapped._lock:
+            _Mapped.total_bytes += shared.nbytes
+
+    def __del__(self) -> None:
+        with _Mapped._lock:
+            _Mapped.total_bytes -= self._shared.nbytes
+
+
+# --- errors about values ------------------------------------------------------------------------------------------
+
+
+def encode_arguments(spec: MethodSpec, values: dict[Parameter, Any], *, in_process: bool = False) -> Encoded | None:
+    """Encode arguments of a call; None if there are none. See `encode`.
+
+    Raises:
+        DispatchError: one of them cannot be pickled.
+    """
+    try:
+        return encode(values, in_process=in_process) if values else None
+    except Exception as error:
+        key = next((key for key, value in values.items() if not can_encode(value, in_process=in_process)), None)
+        name = None if key is None else spec.parameter(key)
+        what = "an argument" if key is None else f"argument {name!r}, {described(values[key])},"
+        raise _cannot_send(f"{spec.label}(): {what}", error, spec.name, name) from error
+
+
+def check_encodable(made: ClassWithInitArgs, error: Exception) -> None:
+    """Name the offending argument if a worker class or one of its constructor's arguments cannot be pickled.
+
+    Raises:
+        DispatchError: one of them cannot.
+    """
+    given = {**{f"argument {k}": value for k, value in enumerate(made.args)}, **made.kwargs}
+    name = next((name for name, value in given.items() if not can_encode(value)), None)
+    if name is not None or not can_encode(made.cls):
+        what = "the class itself" if name is None else f"{name!r}, {described(given[name])},"
+        raise _cannot_send(f"{made.cls.__name__}(): {what}", error, "__init__", name) from error
+
+
+def _cannot_send(what: str, error: Exception, method: str, argument: str | None) -> DispatchError:
+    return DispatchError(
+        f"{what} cannot be pickled to be sent: {type(error).__name__}: {error}. "
+        "Nothing was sent; pass what it is made from, and build it on the worker",
+        method=method,
+        argument=argument,
+    )
+
+
+def decoded(method: str, rank: int, decode: Callable[[], Any]) -> Any:
+    """Decode the result of a rank.
+
+    Raises:
+        ResultError: it cannot be unpickled in this process.
+    """
+    try:
+        return decode()
+    except Exception as error:
+        raise ResultError(
+            f"{method}(): the result of rank {rank} arrived but cannot be unpickled here: "
+            f"{type(error).__name__}: {error}. Return plain data, or make its class importable in this process",
+            method=method,
+        ) from error
+
+
+# --- messages -----------------------------------------------------------------------------------------------------
+
+
+class CallMessage(NamedTuple):
+    """What a rank is told about a call, besides the arguments.
+
+    Attributes:
+        method: name of the method.
+        role: role of the worker, if several share the process.
+        collects: whether the driver wants this rank's result.
+        joins: whether results are joined along rows, so that padding must be removed.
+        private: whether the arguments are copied into memory of the method's own.
+        total: rows of the whole batch; None if the driver cut none.
+        rows: rows of this rank's shard, padding included.
+        real: rows of this rank's shard without padding.
+        device: device to move the arguments' tensors to; None leaves them where they are.
+    """
+
+    method: str
+    role: str | None = None
+    collects: bool = True
+    joins: bool = False
+    private: bool = True
+    total: int | None = None
+    rows: int | None = None
+    real: int | None = None
+    device: str | None = None
+
+
+def call_message(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) -> CallMessage:
+    """The message for the ranks of one shard."""
+    how = spec.registration
+    joins, private = plan.join is Join.ROWS, how.inputs == "copy"
+    return CallMessage(spec.name, spec.role, collects, joins, private, plan.rows, shard.rows, shard.real, how.device)
+
+
+BESIDE = 0
+"""Placeholder in a message for arguments that are sent separately. None means no arguments."""
+
+
+def decode_message(data: bytes, beside: tuple[Encoded, ...]) -> tuple[CallMessage, Encoded | None, Encoded | None]:
+    """Decode (message, whole arguments, shard); arguments that were sent separately are inserted."""
+    message, *arguments = pickle.loads(data)
+    rest = iter(beside)
+    whole, shard = (next(rest) if encoded == BESIDE else encoded for encoded in arguments)
+    return message, whole, shard

@@ -1,0 +1,254 @@
+"""Executor: the worker side of a call, in any engine. It holds the workers of one process and runs their methods."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dispatch import batch
+from dispatch.errors import BatchError, DispatchError, ResultError
+from dispatch.move import move
+from dispatch.plan import DeferredArgument, Parameter, split_arguments
+from dispatch.register import label, method_spec
+from single_controller.base.codec import CallMessage, Encoded, KeptResult, encode
+from single_controller.base.result import Failure, RankResult
+from single_controller.base.stats import Clock
+from single_controller.base.worker import RankInfo, RoleWorkers, Worker, assign
+
+logger = logging.getLogger(__name__)
+
+CANCEL_SECONDS = 1.0
+"""How long a task may take to end after it was cancelled."""
+
+Constructor = tuple[type[Worker], tuple[Any, ...], dict[str, Any]]
+"""A worker class, and the positional and keyword arguments of its constructor."""
+
+
+class Executor:
+    """The workers of one process: one, or one per role.
+
+    Threads: ``async`` methods run on one event loop per process, in a daemon thread named "worker-loop". The first such
+    call starts it, `close` ends it.
+    Lock: ``_loop_lock`` protects ``_loop``. It is a leaf: nothing else is acquired while it is held.
+
+    Args:
+        host: where the process runs, for messages.
+        fetch: replaces an argument that is an engine's reference by its value, and returns any other unchanged.
+        in_process: whether driver and workers share the process, so that exceptions need not be encoded, and results
+            must be copied out of the worker's memory.
+        reraise: which exceptions leave `run` instead of becoming a failed `RankResult`.
+
+    Attributes:
+        workers: role -> worker, in the order of creation. The role of a single worker is None.
+        starting: the role whose constructor runs, or ran last.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        fetch: Callable[[Any], Any],
+        *,
+        in_process: bool = False,
+        reraise: Callable[[BaseException], bool] = lambda error: isinstance(error, SystemExit),
+    ) -> None:
+        self.workers: dict[str | None, Worker] = {}
+        self.starting: str | None = None
+        self.info: RankInfo | None = None
+        self._host = host
+        self._fetch = fetch
+        self._in_process = in_process
+        self._reraise = reraise
+        self._role_workers = RoleWorkers()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
+        self._closed = False
+
+    def start(self, info: RankInfo, roles: Callable[[], Mapping[str | None, Constructor]]) -> RankResult:
+        """Create the workers, one after the other.
+
+        Args:
+            info: the rank.
+            roles: returns role -> constructor. Called here, so that a class that cannot be loaded is a failed start.
+        """
+        self.info = info
+        begun = time.time()
+        try:
+            for role, (cls, args, kwargs) in roles().items():
+                self.starting = role
+                with assign(info, self._role_workers):
+                    self.workers[role] = worker = cls(*args, **kwargs)
+                if role is not None:
+                    self._role_workers[role] = worker
+        except BaseException as error:
+            if self._reraise(error):
+                raise
+            return self.failed(error, "__init__", self.starting)
+        ended = time.time()
+        return RankResult(info.rank, clock=Clock(begun, begun, ended, ended))
+
+    def run(
+        self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, received: float, *, keep: bool = False
+    ) -> tuple[RankResult, Encoded | BaseException | None]:
+        """Run one call.
+
+        Args:
+            message: what to run.
+            whole: the arguments that all ranks get.
+            shard: the arguments of this rank's shard.
+            received: when the call arrived, in seconds since the epoch.
+            keep: return the encoded result beside the `RankResult` instead of inside it.
+
+        Returns:
+            The `RankResult`, and, with ``keep``, the encoded result, or the exception that the method raised.
+        """
+        try:
+            arguments: dict[Parameter, Any] = {}
+            rows, real, referring = message.rows, message.real, False
+            for encoded in (whole, shard):
+                if encoded is not None:
+                    arguments.update(encoded.decode(private=message.private))
+                    referring = referring or bool(encoded.references)
+            if referring:
+                rows, real = self._resolve(message, arguments)
+            args, kwargs = split_arguments(arguments)
+            if message.device is not None:
+                self.workers[message.role]._prepare_thread()
+                args, kwargs = move((args, kwargs), message.device)
+            del arguments  # the method alone decides how long its arguments live
+            began = time.time()
+            value = self.call(message.role, message.method, args, kwargs)
+            ended = time.time()
+            result = RankResult(-1 if self.info is None else self.info.rank)
+            if not message.collects:
+                value = None
+            elif message.joins and rows is not None and real is not None and real != rows:
+                result.empty = real == 0
+                value = self._trim(message.method, value, rows, real)
+            returned = self._encode(message, value, result, KeptResult if keep else Encoded)
+            # After the method, which may have registered coordinates: the driver then asks for the new layout.
+            result.layout_version = self.workers[message.role]._report().version
+            result.clock = Clock(received, began, ended, time.time())
+        except BaseException as error:  # a KeyboardInterrupt in the method too: the driver waits for a result
+            if self._reraise(error):
+                raise
+            return self.failed(error, message.method, message.role), error
+        if not keep:
+            result.value = returned
+        return result, returned
+
+    def call(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method by name, ``async`` or not, and return its value."""
+        worker = self.workers.get(role)
+        if worker is None:
+            raise RuntimeError("this worker has not been started")
+        worker._prepare_thread()
+        value = getattr(worker, method)(*args, **kwargs)
+        return self._await(worker, value) if inspect.isawaitable(value) else value
+
+    def failed(self, error: BaseException, method: str, role: str | None) -> RankResult:
+        """The result of a call that raised."""
+        rank = -1 if self.info is None else self.info.rank
+        failure = Failure.of(error, rank, self._host, method, role, in_process=self._in_process)
+        worker = self.workers.get(role)
+        return RankResult(rank, 0 if worker is None else worker._report().version, failure=failure)
+
+    def close(self) -> None:
+        """End the event loop and the tasks on it, and let the workers clean up if the process lives on."""
+        with self._loop_lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)  # `_run_loop` then cancels the tasks, in the loop's own thread
+        if not self._closed:
+            self._closed = True
+            for worker in self.workers.values():
+                for cleanup in (worker._leave_process, *worker._cleanups):
+                    try:
+                        cleanup()
+                    except Exception:  # the others must still run
+                        logger.warning("%s failed to clean up", type(worker).__name__, exc_info=True)
+
+    def _encode(self, message: CallMessage, value: Any, result: RankResult, kind: type[Encoded]) -> Encoded | None:
+        """Encode what the method returned, and note its rows and size. None on a rank without a value."""
+        if value is None and kind is Encoded:
+            return None
+        try:
+            result.rows = None if value is None else batch.length(value)
+        except BatchError as error:
+            result.not_rows = str(error)
+        try:
+            encoded = encode(value, kind, in_process=self._in_process)
+        except Exception as error:
+            raise TypeError(
+                f"the result of {message.method}(), {batch.described(value)}, cannot be pickled: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        result.nbytes = encoded.nbytes
+        return encoded
+
+    def _resolve(self, message: CallMessage, arguments: dict[Parameter, Any]) -> tuple[int | None, int | None]:
+        """Replace references and deferred arguments by values. Returns rows of the shard, with and without padding."""
+        total, rows, real = message.total, message.rows, message.real
+        for key, value in arguments.items():
+            if not isinstance(value, DeferredArgument):
+                arguments[key] = self._fetch(value)
+                continue
+            spec = method_spec(type(self.workers[message.role]), message.method)
+            name = str(key) if spec is None else spec.parameter(key)
+            where = f"{label(message.role, message.method)}(): argument {name!r}"
+            try:
+                arguments[key], its_total, its_rows, its_real = value.source.fetch(value, private=message.private)
+            except DispatchError as error:
+                raise DispatchError(f"{where}: {error}", method=message.method, argument=name) from None
+            if its_total is None:
+                continue
+            if total is not None and total != its_total:
+                raise DispatchError(
+                    f"{where}: the future of {value.source.label}() has {its_total} rows, but another batch of the "
+                    f"same call has {total}; all batches of one call need the same number of rows",
+                    method=message.method,
+                    argument=name,
+                )
+            total, rows, real = its_total, its_rows, its_real
+        return rows, real
+
+    def _trim(self, method: str, value: Any, rows: int, real: int) -> Any:
+        """Remove padding from a result. A shard of nothing but padding has no result."""
+        try:
+            return batch.trim(value, rows, real) if real else None
+        except BatchError as error:
+            raise ResultError(f"{method}(): {error}", method=method) from None
+
+    def _await(self, worker: Worker, awaitable: Any) -> Any:
+        """Run a coroutine on the process's event loop, where tasks that it starts may continue between calls."""
+        with self._loop_lock:  # another thread may close the executor at any time
+            loop = self._loop
+            if loop is None:
+                loop = self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(loop,), name="worker-loop", daemon=True).start()
+
+        async def outcome() -> tuple[Any, BaseException | None]:
+            try:
+                worker._prepare_thread()
+                return await awaitable, None
+            except BaseException as error:  # returned as a value: asyncio would replace a CancelledError by its own
+                return None, error
+
+        value, error = asyncio.run_coroutine_threadsafe(outcome(), loop).result()
+        if error is not None:
+            raise error
+        return value
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_SECONDS))
+    loop.close()

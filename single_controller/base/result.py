@@ -1,0 +1,205 @@
+"""RankResult: what a rank sends back when a call on it has ended, whatever the outcome."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from dataclasses import dataclass, fields
+from typing import Any
+
+import dispatch
+from dispatch.errors import SingleControllerError
+from dispatch.register import label
+from single_controller.base.codec import Encoded, encode
+from single_controller.base.errors import StartError, WorkerError
+from single_controller.base.stats import Clock
+
+LOST_PEER_SIGNS = (
+    "gloo",
+    "NCCL",
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Connection refused",
+    "Broken pipe",
+)
+"""Text in errors that may be mere consequences of another rank's death."""
+
+MAX_TEXT = 20_000
+"""Characters of an exception's message, and of its traceback, that are sent."""
+
+MAX_INLINE_BYTES = 96 * 1024
+"""Arguments and results up to this size travel inside their message. Larger ones are stored once and referred to.
+Measured with four ranks on Ray 2.60 at 96 KiB: 4.2 ms inside against 6.4 ms stored for an argument that all ranks read,
+4.7 against 9.6 ms for shards. From 100 KiB on, Ray itself stores a message, once for every rank."""
+
+
+@dataclass(slots=True)
+class Failure:
+    """An exception on a rank, in parts that always pickle.
+
+    Attributes:
+        rank: the rank.
+        host: its host.
+        method: the method.
+        cause_type: qualified name of the exception's type.
+        message: its message.
+        remote_traceback: its traceback, as text.
+        when: seconds since the epoch, by the worker's clock.
+        cause: the exception, encoded; the exception itself in one process; None if it cannot be pickled.
+        ours: whether this library raised it, about the call itself. It then reaches the user unwrapped.
+        role: role of the worker, if several share the process.
+    """
+
+    rank: int
+    host: str
+    method: str
+    cause_type: str
+    message: str
+    remote_traceback: str = ""
+    when: float = 0.0
+    cause: Encoded | BaseException | None = None
+    ours: bool = False
+    role: str | None = None
+
+    @classmethod
+    def of(
+        cls, error: BaseException, rank: int, host: str, method: str, role: str | None, *, in_process: bool
+    ) -> Failure:
+        """From an exception that was just caught; ``in_process`` keeps the exception itself."""
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        cause: Encoded | BaseException | None = error
+        if not in_process:
+            try:
+                cause = encode(error)
+            except Exception:
+                cause = None
+        ours = isinstance(error, SingleControllerError) and _raised_by_library(error)
+        text, trace = _shorten(_message_of(error)), _shorten(remote_traceback(error))
+        return cls(rank, host, method, name, text, trace, time.time(), cause, ours, role)
+
+    @property
+    def may_be_echo(self) -> bool:
+        """Whether this may be the effect of another rank's death: a collective that lost its peers."""
+        frames = [line for line in self.remote_traceback.splitlines() if line.lstrip().startswith('File "')]
+        in_collective = bool(frames) and "torch/distributed/" in frames[-1]
+        return in_collective or any(sign in self.message for sign in LOST_PEER_SIGNS)
+
+    def exception(self) -> BaseException | None:
+        """The original exception; None if it does not arrive in this process."""
+        cause: Any = self.cause
+        if isinstance(cause, Encoded):
+            try:
+                cause = cause.decode()
+            except Exception:
+                return None
+        return cause if isinstance(cause, BaseException) else None
+
+    def error(self, *, starting: bool = False) -> Exception:
+        """The exception that the driver raises for this failure."""
+        cause = self.exception()
+        if self.ours and isinstance(cause, SingleControllerError):
+            return cause
+        where = "__init__" if starting else self.method
+        error = (StartError if starting else WorkerError)(
+            f"{label(self.role, where)}() raised {self.cause_type} on rank {self.rank} ({self.host}): "
+            f"{self.message}\n\n{self.remote_traceback.rstrip()}",
+            rank=self.rank,
+            host=self.host,
+            method=where,
+            cause_type=self.cause_type,
+            remote_traceback=self.remote_traceback,
+        )
+        error.role = self.role
+        error.__cause__ = cause
+        return error
+
+
+def remote_traceback(error: BaseException) -> str:
+    """The traceback as text, from the user's first frame on."""
+    trace = error.__traceback__
+    while trace is not None and _is_library(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    except Exception:  # an exception whose __str__ raises
+        return "".join(traceback.format_tb(trace or error.__traceback__)) + f"{type(error).__qualname__}\n"
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return f"<{type(error).__qualname__} without a readable message>"
+
+
+def _shorten(text: str) -> str:
+    half = MAX_TEXT // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]}\n... {len(text):,} characters ...\n{text[-half:]}"
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith((_PACKAGE, _DISPATCH)) or os.path.join("ray", "util", "tracing", "") in filename
+
+
+def _raised_by_library(error: BaseException) -> bool:
+    """Whether no user code was running, so that the error is about the call itself."""
+    trace = error.__traceback__
+    while trace is not None:
+        if not _is_library(trace.tb_frame.f_code.co_filename):
+            return False
+        trace = trace.tb_next
+    return True
+
+
+_DISPATCH = os.path.dirname(os.path.abspath(dispatch.__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(slots=True)
+class RankResult:
+    """How a call ended on one rank.
+
+    Attributes:
+        rank: the rank.
+        layout_version: version of the worker's `LayoutReport` after the call.
+        value: the encoded result, if the driver waits for it and this rank collects. None also stands for a result
+            of None.
+        rows: rows of the result, if it is a batch.
+        not_rows: why the result cannot be cut into rows.
+        empty: whether all rows of this rank's shard were padding, so that there is nothing to join.
+        nbytes: bytes of the encoded result.
+        clock: when the rank did what; None if the method raised.
+        failure: the exception that the method raised.
+        died: why the rank's process has ended, if it did before the call ended.
+    """
+
+    rank: int
+    layout_version: int = 0
+    value: Encoded | None = None
+    rows: int | None = None
+    not_rows: str | None = None
+    empty: bool = False
+    nbytes: int = 0
+    clock: Clock | None = None
+    failure: Failure | None = None
+    died: str | None = None
+
+    def to_message(self) -> bytes | RankResult:
+        """Encode for the way back. Ray carries bytes faster than objects; a result that is large or holds references
+        must travel as an object, so that Ray sees its buffers and references."""
+        cause = self.failure.cause if self.failure is not None else None
+        for encoded in (self.value, cause):
+            if isinstance(encoded, Encoded) and (encoded.references or encoded.nbytes > MAX_INLINE_BYTES):
+                return self
+        return pickle.dumps(tuple(getattr(self, name) for name in _FIELDS), protocol=5)
+
+    @classmethod
+    def from_message(cls, message: bytes | RankResult) -> RankResult:
+        """Decode what `to_message` returned."""
+        return cls(*pickle.loads(message)) if isinstance(message, bytes) else message
+
+
+_FIELDS = tuple(field.name for field in fields(RankResult))

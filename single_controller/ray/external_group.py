@@ -1,0 +1,114 @@
+"""A reservation on an external placement group, one that the user has created."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from single_controller.base.errors import GroupClosedError
+from single_controller.ray.feasibility import Request
+from single_controller.ray.placement import Reservation
+from single_controller.ray.pool_options import PoolOptions
+from single_controller.ray.runtime import ensure_ray
+from single_controller.ray.slots import Slot, assign_ranks
+
+_HOW = "from_placement_group() takes a placement group, (pg, bundle_indices) or (pg, bundle_indices, gpu_ids)"
+
+
+def external_reservation(
+    given: Any,
+    bundle_indices: Sequence[int] | None,
+    gpu_ids: Sequence[int | str] | None,
+    *,
+    use_gpu: bool | None,
+    **options: Any,
+) -> Reservation:
+    """Return a reservation on an external placement group, placed. See `RayResourcePool.from_placement_group`.
+
+    Its ranks are assigned already if the user gave their order.
+    """
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        if not 2 <= len(given) <= 3 or bundle_indices is not None or (gpu_ids is not None and len(given) == 3):
+            raise ValueError(f"{_HOW}, each part once")
+        given, bundle_indices, gpu_ids = given[0], given[1], (given[2] if len(given) == 3 else gpu_ids)
+    if not isinstance(given, PlacementGroup):
+        raise TypeError(f"{_HOW}, got {given!r}")
+    ensure_ray()
+    table = placement_group_table(given)
+    if table.get("state", "REMOVED") == "REMOVED":
+        raise GroupClosedError("from_placement_group(): the placement group is removed")
+    bundles: list[Mapping[str, float]] = [dict(bundle) for bundle in given.bundle_specs]
+    numbers = list(range(len(bundles))) if bundle_indices is None else _checked_indices(bundle_indices, len(bundles))
+    devices = [None] * len(numbers) if gpu_ids is None else _checked_ids(gpu_ids, len(numbers))
+    pool_options = _options([bundles[number] for number in numbers], use_gpu, **options)
+    label = f"the placement group {table.get('name') or given.id.hex()}"
+    reservation = Reservation([len(numbers)], pool_options, label)
+    slots = [Slot(given, number, 0) for number in numbers]
+    request = Request((len(numbers),), pool_options.bundle, table["strategy"])
+    reservation.adopt([given], slots, request)
+    reservation.wait()
+    locations = [where._replace(devices=ids) for where, ids in zip(reservation.node_locations(), devices, strict=True)]
+    ordered = bundle_indices is not None or gpu_ids is not None
+    if ordered:
+        ranked = [replace(slot, location=where) for slot, where in zip(slots, locations, strict=True)]
+    else:
+        ranked = list(assign_ranks(slots, locations))
+    # The slots on one node are an entry; entries are numbered in order of rank.
+    entry_of: dict[str, int] = {}
+    entries = [entry_of.setdefault(slot.home[1], len(entry_of)) for slot in ranked]
+    reservation.adopt(
+        [given],
+        [
+            replace(slot, entry=entry, location=slot.location if ordered else None)
+            for slot, entry in zip(ranked, entries, strict=True)
+        ],
+        request,
+    )
+    reservation.assigned = ordered
+    return reservation
+
+
+def _checked_indices(indices: Sequence[int], count: int) -> list[int]:
+    numbers = list(indices)
+    if not numbers:
+        raise ValueError("bundle_indices is empty; leave it out for all bundles")
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
+            raise ValueError(f"bundle_indices: the placement group has the bundles 0 to {count - 1}, not {number!r}")
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    if twice:
+        raise ValueError(f"bundle_indices has {twice} more than once; a bundle is one slot, shared by its workers")
+    return numbers
+
+
+def _checked_ids(ids: Sequence[int | str], count: int) -> list[tuple[str, ...] | None]:
+    if len(ids) != count:
+        raise ValueError(f"gpu_ids has {len(ids)} ids for {count} bundles; it has one for each, in the same order")
+    for device in ids:
+        if isinstance(device, bool) or not isinstance(device, (int, str)):
+            raise ValueError(f"gpu_ids are numbers or strings, got {device!r}")
+    return [(str(device),) for device in ids]
+
+
+def _options(bundles: Sequence[Mapping[str, float]], use_gpu: bool | None, **options: Any) -> PoolOptions:
+    """What every one of the bundles has; the least where they differ."""
+    names = set.intersection(*({name for name, amount in bundle.items() if amount > 0} for bundle in bundles))
+    least = {name: min(bundle[name] for bundle in bundles) for name in sorted(names - {"object_store_memory"})}
+    has_gpu = "GPU" in least
+    if use_gpu and not has_gpu:
+        raise ValueError("use_gpu=True, but a bundle of the placement group has no GPU")
+    gpus = least.pop("GPU", 1)
+    return PoolOptions(
+        use_gpu=has_gpu if use_gpu is None else bool(use_gpu),
+        num_gpus=gpus if use_gpu is not False else 1,
+        num_cpus=least.pop("CPU", 0),
+        memory=least.pop("memory", 0),
+        resources=least,
+        accelerator_type=None,
+        strategy=None,
+        across_nodes=False,
+        **options,
+    )

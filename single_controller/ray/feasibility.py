@@ -1,0 +1,214 @@
+"""The feasibility check: what these nodes can never hold, and where slots would be.
+
+The check only adds up what each node has. What the totals rule out is refused at once; everything else is left to Ray,
+and a pool that Ray does not place within its timeout raises with the same table, that of `pool_plan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from single_controller.ray.accelerators import device_kinds
+from single_controller.ray.runtime import Node
+from single_controller.ray.slots import Slot, SlotLocation, assign_ranks
+
+State = Literal["placed", "fits", "waits", "impossible"]
+
+_EPSILON = 1e-6
+
+Amounts = Mapping[str, float]
+"""Resource -> amount; memory in bytes."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a pool asks Ray for.
+
+    Attributes:
+        entries: processes of each entry.
+        bundle: what each slot reserves.
+        strategy: Ray's strategy for each placement group.
+        across: whether one placement group holds all entries, rather than one for each.
+    """
+
+    entries: tuple[int, ...]
+    bundle: Amounts
+    strategy: str
+    across: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Slots of each placement group."""
+        return (sum(self.entries),) if self.across else self.entries
+
+    @property
+    def largest_first(self) -> list[int]:
+        """Indices of the placement groups in the order in which they are created."""
+        return sorted(range(len(self.sizes)), key=lambda number: -self.sizes[number])
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots entry by entry, before anything is reserved."""
+        entries = [(entry, k) for entry, size in enumerate(self.entries) for k in range(size)]
+        return tuple(Slot(None, number if self.across else k, entry) for number, (entry, k) in enumerate(entries))
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{format_amount(name, amount)} {name}" for name, amount in self.bundle.items())
+        how = "by node" if self.strategy == "STRICT_PACK" and not self.across else self.strategy
+        how += " in one placement group" if self.across else ""
+        return f"asked: {count_processes(sum(self.entries))}, {list(self.entries)} {how}, each with {each}"
+
+
+def join_requests(requests: Sequence[Request]) -> Request | None:
+    """Return several requests as one; None if their bundles or strategies differ."""
+    first = requests[0]
+    if any(other.bundle != first.bundle or other.strategy != first.strategy for other in requests):
+        return None
+    return Request(tuple(size for request in requests for size in request.sizes), first.bundle, first.strategy)
+
+
+# --- the check ------------------------------------------------------------------------------------------------
+
+
+def slots_that_fit(bundle: Amounts, node: Amounts) -> int:
+    """Return how many slots fit into what a node has."""
+    counts = (int(node.get(name, 0.0) / amount + _EPSILON) for name, amount in bundle.items() if amount > 0)
+    return min(counts, default=0)
+
+
+def shortage(request: Request, nodes: Sequence[Amounts], *, free: bool = False) -> str:
+    """Return in words what the nodes lack to hold a request; empty if sums per node do not rule it out.
+
+    Exact for PACK, SPREAD and STRICT_SPREAD. For STRICT_PACK some arrangements that cannot work pass.
+
+    Args:
+        request: what is asked for.
+        nodes: what each node has.
+        free: whether that is what is free now, for the wording.
+    """
+    short = []
+    for name, amount in request.bundle.items():
+        there, asked = sum(node.get(name, 0.0) for node in nodes), amount * sum(request.entries)
+        if there < asked - _EPSILON and name.startswith("accelerator_type:"):
+            short.append(f"nodes whose accelerators are of type {name.partition(':')[2]} ({name})")
+        elif there < asked - _EPSILON:
+            missing, wanted, has = (format_amount(name, value) for value in (asked - there, asked, there))
+            no_gpus = name == "GPU" and there == 0 and not free
+            hint = "; use_gpu=False makes CPU-only slots" if no_gpus else ""
+            short.append(f"{missing} {name} (asked {wanted}, {'free' if free else 'there'} are {has}){hint}")
+    if short:
+        return "; ".join(short)
+    rooms = [slots_that_fit(request.bundle, node) for node in nodes]
+    sizes = sorted(request.sizes, reverse=True)
+    if request.strategy == "STRICT_PACK":
+        if sizes[0] > max(rooms, default=0):
+            return f"a node for {count_processes(sizes[0])}; the largest holds {max(rooms, default=0)}"
+        for size in sorted(set(sizes)):
+            # A node with room for r slots holds at most r // size of the entries that have `size` slots or more.
+            entries, able = sum(other >= size for other in sizes), sum(room // size for room in rooms)
+            if entries > able:
+                return (
+                    f"nodes for whole entries: {entries} entries have {count_processes(size)} or more, room for {able}"
+                )
+    if request.strategy == "STRICT_SPREAD":
+        able = sum(room > 0 for room in rooms)
+        if sizes[0] > able:
+            return f"{sizes[0]} nodes, one for each process; {able} can hold one"
+        for count in range(1, min(len(sizes), max(rooms)) + 1):
+            # A node holds at most one slot of each placement group (the Gale-Ryser condition).
+            if sum(sizes[:count]) > sum(min(room, count) for room in rooms):
+                return f"more nodes: {count} placement groups need a node of their own for each process"
+    return "" if sum(rooms) >= sum(sizes) else f"room for {count_processes(sum(sizes) - sum(rooms))}"
+
+
+# --- forecasts ------------------------------------------------------------------------------------------------
+
+
+class Forecast(NamedTuple):
+    """What becomes of a request: its state as in `PoolPlan`, and its slots by rank where they can be told."""
+
+    request: Request
+    state: State
+    slots: Sequence[Slot] | None = None
+
+
+def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Forecast:
+    """Return what would become of a request that Ray has not been sent.
+
+    Args:
+        request: what is asked for.
+        cluster: the nodes.
+        free: what each node has left; reduced by what the request would take.
+    """
+    if shortage(request, [node.total for node in cluster]):
+        return Forecast(request, "impossible")
+    homes = expected_nodes(request, free)
+    if homes is None:
+        return Forecast(request, "waits")
+    devices = _expected_devices(request, cluster, free, homes)
+    locations = []
+    for home, mine in zip((home for group in homes for home in group), devices, strict=True):
+        node = cluster[home]
+        locations.append(SlotLocation(node.address, node.hostname, node.node_id, mine))
+        for name, amount in request.bundle.items():
+            free[home][name] = free[home].get(name, 0.0) - amount
+    slots = assign_ranks(request.slots(), locations, request.entries if request.across else None)
+    return Forecast(request, "fits", slots)
+
+
+def expected_nodes(request: Request, nodes: Sequence[Amounts], tight: bool = False) -> list[list[int]] | None:
+    """Return by placement group the index of the node of each slot, or None if the slots do not fit in that way.
+
+    The largest placement group comes first, on the node with the most room, so that entries are apart. If that leaves
+    one without a place, ``tight``: on the node with the least room that holds it.
+    """
+    rooms = [slots_that_fit(request.bundle, node) for node in nodes]
+    chosen: list[list[int]] = [[] for _ in request.sizes]
+    for number in request.largest_first:
+        homes, size = chosen[number], request.sizes[number]
+        least = size if request.strategy == "STRICT_PACK" else 1
+        most = 1 if request.strategy.endswith("SPREAD") else size
+        order = sorted((node for node, room in enumerate(rooms) if room >= least), key=lambda node: -rooms[node])
+        if tight:
+            order.reverse()
+        enough = len(order) if request.strategy == "STRICT_SPREAD" else sum(rooms[node] for node in order)
+        if enough < size:
+            return None if tight else expected_nodes(request, nodes, tight=True)
+        while len(homes) < size:  # SPREAD may take several rounds
+            for node in order:
+                take = min(rooms[node], most, size - len(homes))
+                homes += [node] * take
+                rooms[node] -= take
+    return chosen
+
+
+def _expected_devices(
+    request: Request, cluster: Sequence[Node], free: Sequence[Amounts], homes: Sequence[Sequence[int]]
+) -> list[tuple[str, ...] | None]:
+    """The devices of each slot. Ray hands out the GPUs of a node from the first on; once one is in use it is unknown
+    which come next, and the devices are None."""
+    kinds = device_kinds(request.bundle)
+    if not kinds:
+        return [()] * sum(request.sizes)
+    amount = request.bundle.get("GPU", 0.0)
+    taken = [node.total.get("GPU", 0.0) - left.get("GPU", 0.0) for node, left in zip(cluster, free, strict=True)]
+    found: dict[tuple[int, int], tuple[str, ...]] = {}
+    for group in request.largest_first:
+        for slot, home in enumerate(homes[group]):
+            if kinds == {"GPU"} and cluster[home].free.get("GPU") == cluster[home].total.get("GPU"):
+                last = math.ceil(taken[home] + amount - _EPSILON)
+                found[group, slot] = tuple(map(str, range(int(taken[home] + _EPSILON), last)))
+            taken[home] += amount
+    return [found.get((group, slot)) for group, nodes in enumerate(homes) for slot in range(len(nodes))]
+
+
+def format_amount(resource: str, amount: float) -> str:
+    """Return an amount as text; memory in GiB."""
+    return f"{amount / 2**30:.4g} GiB" if resource == "memory" else f"{amount:g}"
+
+
+def count_processes(count: int) -> str:
+    """Return a number of processes in words."""
+    return f"{count} process" if count == 1 else f"{count} processes"

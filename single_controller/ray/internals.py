@@ -1,0 +1,122 @@
+"""Every use of Ray's internals, which is why `pyproject.toml` admits only the minor release of Ray that is tested.
+
+- `death_of` (``ray._private.state.actors``): liveness without the dashboard, which ``ray.util.state`` needs. Replace it
+   by
+  a public query of one actor's state in the control store.
+- `detached_actors` (the control store's actor table): dead detached actors and their placement groups. Replace it when
+  ``ray.util.list_named_actors`` returns both.
+- `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`. Replace it
+   by
+  a public function of that kind.
+- `accelerator_names` (``ray._private.accelerators``): the resources whose units have ids. Replace it by a public list.
+- `name_lines` (the log monitor's marker): log lines with class and rank. Replace it when the log name of an actor can
+   be
+  set after its creation.
+- `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``. Replace it by public
+  accessors.
+- `exit_detail` (the text of Ray's errors): why a process has ended, in one line. Replace it when `RayActorError` has
+   the
+  reason as an attribute.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, cast
+
+from ray.actor import ActorClass
+
+_KNOWN_ACCELERATORS = frozenset({"NPU", "TPU", "HPU", "neuron_cores"})
+
+
+def death_of(actor: Any) -> str | None:
+    """Why an actor is dead, in a few words; None if it is alive."""
+    from ray._private.state import actors
+
+    info = actors(actor_id=actor._actor_id.hex())
+    if not info:
+        return "Ray no longer knows it"
+    if info["State"] != "DEAD":
+        return None
+    return exit_detail(info["DeathCause"].actor_died_error_context.error_message) or "its process has ended"
+
+
+class DetachedActor(NamedTuple):
+    """An actor that outlives its driver.
+
+    Attributes:
+        name: its name.
+        namespace: namespace of the name.
+        placement_group: id of its placement group, in hex; empty without one.
+        alive: whether its process is running or starting.
+    """
+
+    name: str
+    namespace: str
+    placement_group: str
+    alive: bool
+
+
+def detached_actors() -> list[DetachedActor]:
+    """All detached actors that Ray knows, dead ones too. Asks the control store; needs no dashboard."""
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (generated at run time, invisible to type checkers)
+    tables = [data.FromString(table) for table in state._connect_and_get_accessor().get_actor_table(None, None)]
+    return [
+        DetachedActor(table.name, table.ray_namespace, table.placement_group_id.hex(), table.state != data.DEAD)
+        for table in tables
+        if table.is_detached
+    ]
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Ray's node id -> resource -> amount that is not reserved. Asks the control store; needs no dashboard."""
+    from ray._private.state import available_resources_per_node
+
+    free: dict[str, dict[str, float]] = available_resources_per_node()
+    return free
+
+
+def accelerator_names() -> frozenset[str]:
+    """The resources besides GPU whose units are devices with ids. A worker gets an id only for what it takes."""
+    try:
+        from ray._private.accelerators import get_all_accelerator_resource_names
+
+        return frozenset(get_all_accelerator_resource_names()) - {"GPU"}
+    except ImportError:
+        return _KNOWN_ACCELERATORS
+
+
+def name_lines(name: str) -> None:
+    """Make further output of this process reach the driver as ``(<name> pid=...) ...``.
+
+    Ray's log monitor reads a name from the process's output. Ray writes the actor's class there when it creates the
+    actor; a worker learns its rank later, so the name is written again, to both streams. Output of C++ code and of
+    subprocesses gets the name too. Ray shows a line that several workers print only once, with their number, unless
+    ``RAY_DEDUP_LOGS=0``.
+    """
+    try:
+        from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
+    except ImportError:  # Ray's own prefix stays
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.write(f"{LOG_PREFIX_ACTOR_NAME}{name}\n")
+        stream.flush()
+
+
+def declared_class(cls: Any) -> tuple[Any, dict[str, Any]]:
+    """(plain class, options given to ``@ray.remote``) of an actor class; any other object unchanged, without
+    options."""
+    if not isinstance(cls, ActorClass):
+        return cls, {}
+    options = dict(getattr(cls, "_default_options", None) or {})
+    return cast(Any, cls).__ray_metadata__.modified_class.__ray_actor_class__, options
+
+
+def exit_detail(text: str) -> str:
+    """Extract from one of Ray's long messages how a process ended; empty if the message does not say."""
+    text = " ".join(text.split())
+    detail = text.partition("Worker exit detail: ")[2] or text.partition("The actor is dead because ")[2]
+    return detail.partition(" Some common causes")[0][:500].rstrip(". ")

@@ -1,0 +1,221 @@
+"""Plans of pools and groups: where every rank is or would be, what each node has, and what is missing, as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from single_controller.base.errors import PlacementError
+from single_controller.ray.feasibility import (
+    Amounts,
+    Forecast,
+    Request,
+    State,
+    count_processes,
+    format_amount,
+    join_requests,
+    shortage,
+    slots_that_fit,
+)
+from single_controller.ray.runtime import Node
+from single_controller.ray.slots import Slot, SlotLocation
+
+_HEADLINE: dict[State, str] = {  # the worst state first
+    "impossible": "{} can never be placed here.",
+    "waits": "{} has to wait to be placed.",
+    "fits": "{} can be placed now. Nothing is reserved yet: the ranks are shown where they would be.",
+    "placed": "{} is placed.",
+}
+
+_INTERNAL_RESOURCES = re.compile(r"node:|object_store_memory$|.*_group_([0-9]+_)?[0-9a-f]{16,}$|accelerator_type:")
+"""Resources that the table leaves out unless they are asked for: those of single nodes and of reserved bundles."""
+
+_COLUMNS = ("CPU", "GPU", "memory")
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Where one rank is, or would be.
+
+    Attributes:
+        rank: the rank.
+        node_id: Ray's id of the node.
+        address: the node's address.
+        hostname: the node's name.
+        entry: number of the pool's entry; None for a worker of a group that was attached to.
+        bundle: index of the bundle in its placement group; None likewise.
+        devices: ids of its devices; () without any, None if they are unknown until a process runs there. For a slot
+            that is not reserved yet: those that Ray hands out next on a node whose GPUs are all free.
+    """
+
+    rank: int
+    node_id: str
+    address: str
+    hostname: str
+    entry: int | None
+    bundle: int | None
+    devices: tuple[str, ...] | None
+
+    @property
+    def device(self) -> str | None:
+        """The ids of its devices as text, ``"3"``; None without any, or if they are unknown."""
+        return ",".join(self.devices) if self.devices else None
+
+
+@dataclass(frozen=True)
+class NodePlan(Node):
+    """What one node has: a `Node` without Ray's internal resources.
+
+    Attributes:
+        now: slots of this pool that fit into what is free; None in a group's plan.
+        most: slots that fit into the whole node; None likewise.
+        lacks: resource -> what the largest entry (a slot, if an entry may span nodes) lacks on this node.
+    """
+
+    now: int | None = None
+    most: int | None = None
+    lacks: Amounts = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Where the ranks of a pool or a group are, or would be. Prints as a table.
+
+    Attributes:
+        what: the pool or group.
+        state: ``"placed"``: the slots are reserved, and the ranks are shown where they are. ``"fits"``: the ranks are
+            shown where they would be, by what is free now; another reservation may come first. ``"waits"``: what the
+            pool needs is in use. ``"impossible"``: the nodes cannot hold it even if nothing else runs there.
+        ranks: by rank; () for a pool that waits or is impossible.
+        nodes: the living nodes, by address.
+        asked: what is asked for, in words.
+        missing: what is missing, in words.
+    """
+
+    what: str
+    state: State
+    ranks: tuple[RankPlan, ...]
+    nodes: tuple[NodePlan, ...]
+    asked: str
+    missing: str
+
+    @property
+    def headline(self) -> str:
+        """The state, in words."""
+        return _HEADLINE[self.state].format(self.what)
+
+    def __str__(self) -> str:
+        lines = [self.headline, self.asked, *self._node_table()]
+        if self.state != "placed":
+            lines.append(f"missing: {self.missing}")
+        return "\n".join([*lines, *self._rank_table()])
+
+    def _node_table(self) -> list[str]:
+        names = {name for node in self.nodes for name in node.total}
+        resources = [name for name in _COLUMNS if name in names] + sorted(names - set(_COLUMNS))
+        counted, lacking = (
+            any(column) for column in ([n.now is not None for n in self.nodes], [n.lacks for n in self.nodes])
+        )
+        heading = ["node", *(f"{name} free/total" for name in resources)]
+        rows = [heading + ["processes now/at most"] * counted + ["lacks"] * lacking]
+        for node in self.nodes:
+            row = [f"{node.address} ({node.hostname})"]
+            for name in resources:
+                free, total = (format_amount(name, has.get(name, 0.0)) for has in (node.free, node.total))
+                row.append(f"{free.removesuffix(' GiB')}/{total}")
+            lacks = ", ".join(f"{format_amount(name, amount)} {name}" for name, amount in node.lacks.items())
+            rows.append(row + [f"{node.now}/{node.most}"] * counted + [lacks or "-"] * lacking)
+        return _aligned(rows)
+
+    def _rank_table(self) -> list[str]:
+        rows = [["rank", "node", "entry", "bundle", "device"]] if self.ranks else []
+        for rank in self.ranks:
+            expected = "~" if self.state == "fits" and rank.devices else ""
+            device = "?" if rank.devices is None else f"{expected}{rank.device or '-'}"
+            entry, bundle = ("-" if number is None else str(number) for number in (rank.entry, rank.bundle))
+            rows.append([str(rank.rank), f"{rank.address} ({rank.hostname})", entry, bundle, device])
+        return _aligned(rows)
+
+
+def plan_pool(
+    what: str, forecasts: Sequence[Forecast], slots: Sequence[Slot] | None, cluster: Sequence[Node]
+) -> PoolPlan:
+    """Return the plan of a pool.
+
+    Args:
+        what: the pool, in words.
+        forecasts: of the reservations that its slots are in.
+        slots: its own slots by rank, with locations; None where they cannot be told.
+        cluster: the nodes.
+    """
+    state = min((each.state for each in forecasts), key=list(_HEADLINE).index)
+    worst = [each.request for each in forecasts if each.state == state]
+    missing = "nothing"
+    if state == "impossible":
+        missing = "; ".join(shortage(request, [node.total for node in cluster]) for request in worst)
+    elif state == "waits":
+        words = [shortage(request, [node.free for node in cluster], free=True) for request in worst]
+        missing = "nothing, but it is in use now, by other pools of this script or by others"
+        missing += ": " + "; ".join(filter(None, words)) if any(words) else ""
+        if all(node.free.get(name) == node.total.get(name) for node in cluster for name in worst[0].bundle):
+            missing = "an arrangement in which whole entries fit side by side: smaller entries, or across_nodes=True"
+    joint = join_requests([each.request for each in forecasts])
+    asked = "\n".join(map(str, [joint] if joint and len(forecasts) > 1 else [each.request for each in forecasts]))
+    known = [slot for slot in slots or () if slot.location is not None and state in ("fits", "placed")]
+    ranks = tuple(_rank_plan(rank, slot.location, slot) for rank, slot in enumerate(known) if slot.location is not None)
+    nodes = tuple(_node_plan(node, worst[0], state) for node in cluster)
+    return PoolPlan(what, state, ranks, nodes, asked, missing)
+
+
+def refuse_impossible(request: Request, cluster: Sequence[Node], what: str) -> None:
+    """Raise if the nodes cannot hold a request even when nothing else runs there.
+
+    Raises:
+        PlacementError: with a table of the nodes.
+    """
+    if shortage(request, [node.total for node in cluster]):
+        raise PlacementError(str(plan_pool(what, [Forecast(request, "impossible")], None, cluster)))
+
+
+def plan_group(
+    what: str, locations: Sequence[SlotLocation], slots: Sequence[Slot] | None, cluster: Sequence[Node]
+) -> PoolPlan:
+    """Return the plan of a group that runs.
+
+    Args:
+        what: the group, in words.
+        locations: of each rank.
+        slots: by rank; None for a group that was attached to.
+        cluster: the nodes.
+    """
+    ranks = tuple(
+        _rank_plan(rank, where, slots[rank] if slots is not None else None) for rank, where in enumerate(locations)
+    )
+    asked = f"runs: {count_processes(len(ranks))}"
+    return PoolPlan(what, "placed", ranks, tuple(map(_node_plan, cluster)), asked, "nothing")
+
+
+def _rank_plan(rank: int, where: SlotLocation, slot: Slot | None) -> RankPlan:
+    entry, bundle = (None, None) if slot is None else (slot.entry, slot.bundle)
+    return RankPlan(rank, where.node_id, where.address, where.hostname, entry, bundle, where.devices)
+
+
+def _node_plan(node: Node, request: Request | None = None, state: State = "placed") -> NodePlan:
+    bundle: Amounts = {} if request is None else request.bundle
+    total = {name: has for name, has in node.total.items() if name in bundle or not _INTERNAL_RESOURCES.match(name)}
+    total |= {name: 0.0 for name in bundle if name not in total}
+    free = {name: node.free.get(name, 0.0) for name in total}
+    if request is None:
+        return NodePlan(node.node_id, node.address, node.hostname, total, free)
+    together = max(request.sizes) if request.strategy == "STRICT_PACK" else 1
+    has = {"impossible": total, "waits": free}.get(state, {})
+    lacks = {name: bundle[name] * together - amount for name, amount in has.items() if name in bundle}
+    lacks = {name: amount for name, amount in lacks.items() if amount > 1e-6}
+    now, most = slots_that_fit(bundle, node.free), slots_that_fit(bundle, node.total)
+    return NodePlan(node.node_id, node.address, node.hostname, total, free, now, most, lacks)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,89 @@
+"""Slots of a resource pool, and the assignment of ranks to them: by node, then by device, both compared as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from single_controller.base.errors import PlacementError
+from single_controller.ray.devices import device_key
+from single_controller.ray.runtime import address_key
+
+
+class SlotLocation(NamedTuple):
+    """The node and the devices of a slot.
+
+    Attributes:
+        address: the node's address.
+        hostname: the node's name.
+        node_id: Ray's id of the node.
+        devices: ids of the devices; () without any, None while they are unknown.
+    """
+
+    address: str
+    hostname: str
+    node_id: str
+    devices: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One bundle of a placement group. Each group of workers on the pool has one rank in it.
+
+    Attributes:
+        placement_group: the placement group; None while nothing is reserved.
+        bundle: index of the bundle in it.
+        entry: number of the pool's entry (of ``process_on_nodes``) that the slot belongs to.
+        location: where the bundle is; None until Ray has placed it and the ranks are assigned.
+    """
+
+    placement_group: PlacementGroup | None
+    bundle: int
+    entry: int
+    location: SlotLocation | None = None
+
+    @property
+    def home(self) -> tuple[int, str]:
+        """Ranks with the same home count as local to each other: the same entry, on the same node."""
+        return (self.entry, self.location.node_id if self.location is not None else "")
+
+    def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Return Ray's scheduling strategy for an actor or task in this slot.
+
+        Raises:
+            PlacementError: the slot is not reserved.
+        """
+        if self.placement_group is None:
+            raise PlacementError(f"the slot {self} is not reserved")
+        return PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=self.bundle)
+
+
+def location_key(location: SlotLocation) -> tuple[Any, ...]:
+    """Sort key: the node's address, the node itself (several nodes may share an address), the devices. Addresses and
+    devices compare as numbers: 10.0.0.2 before 10.0.0.10, GPU 2 before GPU 10."""
+    return (address_key(location.address), location.node_id, device_key(location.devices or ()))
+
+
+def assign_ranks(
+    slots: Sequence[Slot], locations: Sequence[SlotLocation], fill_entries: Sequence[int] | None = None
+) -> list[Slot]:
+    """Return the slots in order of rank, each with its location: by node and device, then by entry and bundle.
+
+    Args:
+        slots: the slots in any order.
+        locations: where each of them is.
+        fill_entries: sizes of the entries, if ranks fill the entries in order. None if each slot keeps its entry.
+    """
+    pairs = sorted(
+        zip(slots, locations, strict=True),
+        key=lambda pair: (location_key(pair[1]), pair[0].entry, pair[0].bundle),
+    )
+    ranked = [replace(slot, location=location) for slot, location in pairs]
+    if fill_entries is not None:
+        entries = [entry for entry, size in enumerate(fill_entries) for _ in range(size)]
+        ranked = [replace(slot, entry=entry) for slot, entry in zip(ranked, entries, strict=True)]
+    return ranked
