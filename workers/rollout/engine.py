@@ -1,8 +1,9 @@
-"""RolloutEngine: the interface to whatever generates. Implement it to put another engine behind a `RolloutWorker`."""
+"""RolloutEngine: the interface to a generation engine. Implement it to put another engine behind a `RolloutWorker`."""
 
 from __future__ import annotations
 
 import operator
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,18 +14,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How to sample.
 
     Attributes:
-        max_new_tokens: tokens of an answer, at most.
-        temperature: the logits are divided by it; 0 takes the likeliest token.
-        top_p: only the likeliest tokens that together have this probability are drawn from; 1 for all.
-        top_k: only this many of the likeliest tokens are drawn from; 0 for all.
-        stop_token_ids: an answer ends with the first of them, which belongs to it.
+        max_new_tokens: maximum length of a completion, in tokens.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: sample only from the most likely tokens that together have this probability; 1 keeps all tokens.
+        top_k: sample only from this many of the most likely tokens; 0 keeps all tokens.
+        stop_token_ids: a completion ends with the first of these tokens and includes it.
 
     Raises:
-        ValueError: a number that makes no sense.
+        ValueError: a value is out of range.
     """
 
     max_new_tokens: int = 16
@@ -34,28 +35,28 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not _whole(self.max_new_tokens, 1):
-            raise ValueError(f"sampling: max_new_tokens={self.max_new_tokens!r} is not an integer from 1")
-        if not self.temperature >= 0:
-            raise ValueError(f"sampling: temperature={self.temperature!r} is not a number from 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling: top_p={self.top_p!r} is not above 0 and at most 1")
-        if not _whole(self.top_k, 0):
-            raise ValueError(f"sampling: top_k={self.top_k!r} is not an integer from 0")
-        stops = tuple(self.stop_token_ids)
-        if not all(_whole(token, 0) for token in stops):
-            raise ValueError(f"sampling: stop_token_ids={stops!r} are not token ids, integers from 0")
-        object.__setattr__(self, "stop_token_ids", stops)
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"SamplingParams: {name}={getattr(self, name)!r}; expected {expected}")
+
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        check(_is_int(self.max_new_tokens, 1), "max_new_tokens", "an integer of at least 1")
+        check(self.temperature >= 0, "temperature", "a number of at least 0")
+        check(0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        check(_is_int(self.top_k, 0), "top_k", "an integer of at least 0")
+        check(
+            all(_is_int(token, 0) for token in self.stop_token_ids), "stop_token_ids", "token ids, integers from 0 on"
+        )
 
     @classmethod
-    def of(cls, args: Any) -> Sampling:
-        """What a training run's configuration says of it; see `workers.train.args`.
+    def from_args(cls, args: Any) -> SamplingParams:
+        """Read the sampling parameters from a training run's configuration; see `workers.train.args`.
 
         Raises:
-            TrainArgsError: the configuration is not right.
+            TrainArgsError: the configuration is invalid.
         """
+        from workers.train.args import read_args
         from workers.train.hf_files import end_tokens
-        from workers.train.read_args import read_args
 
         args = read_args(args)
         stops = args.rollout_stop_token_ids
@@ -67,23 +68,30 @@ class Sampling:
             stop_token_ids=tuple(end_tokens(args) if stops is None else stops),
         )
 
+    @classmethod
+    def of(cls, args: Any) -> SamplingParams:
+        """The old name of `from_args`."""
+        warnings.warn("SamplingParams.of() was renamed to SamplingParams.from_args()", DeprecationWarning, stacklevel=2)
+        return cls.from_args(args)
 
-def _whole(number: Any, least: int) -> bool:
+
+def _is_int(number: Any, minimum: int) -> bool:
     try:
-        return not isinstance(number, bool) and operator.index(number) >= least
+        return not isinstance(number, bool) and operator.index(number) >= minimum
     except TypeError:
         return False
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was generated for one prompt.
+class Completion:
+    """What an engine generated for one prompt.
 
     Attributes:
-        token_ids: the tokens, the stop token included.
-        log_probs: of each, in nats, under the model at the sampling's temperature (at 1 where that is 0), before
-            ``top_p`` and ``top_k`` cut the distribution: what a trainer computes for the same tokens.
-        finish_reason: "stop" for a stop token, "length" for ``max_new_tokens``.
+        token_ids: the generated tokens, including the stop token.
+        log_probs: log-probability of each token, in nats, under the model at the sampling temperature (at temperature 1
+            if it is 0), before ``top_p`` and ``top_k`` truncate the distribution. This is what a trainer computes for
+            the same tokens.
+        finish_reason: "stop" if a stop token ended it, "length" if ``max_new_tokens`` did.
     """
 
     token_ids: list[int]
@@ -92,44 +100,46 @@ class Answer:
 
 
 class RolloutEngine(ABC):
-    """Generates answers to prompts, and takes new weights. One engine lives in each rollout worker's process.
+    """Generates completions and takes new weights. Each rollout worker's process has one engine.
 
     Attributes:
-        keeps_weights: whether the weights after `wake_up` are those before `sleep`. If not, the worker has no version
-            until the next update.
+        keeps_weights: whether the weights survive `sleep` and `wake_up`. If not, the worker has no weight version until
+            the next update.
     """
 
     keeps_weights = False
 
     @abstractmethod
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Answer]:
-        """An answer to each prompt.
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Generate one completion per prompt.
 
         Args:
-            prompts: token ids of each prompt, one at least; of any lengths. There may be no prompt at all.
-            sampling: how to sample.
-            seeds: one for each prompt: the same prompt, seed and weights give the same answer, whatever else is in the
+            prompts: token ids of each prompt, at least one; prompts may differ in length. The list may be empty.
+            sampling_params: how to sample.
+            seeds: one per prompt. The same prompt, seed and weights give the same completion, whatever else is in the
                 batch.
 
         Raises:
-            PromptError: the engine cannot answer a prompt; then it answers none.
+            PromptError: the engine cannot generate from a prompt. It generates nothing then.
         """
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take some of the weights, in place. Several calls make up one update.
+        """Load some of the weights, in place. An update consists of several calls.
 
         Args:
-            weights: (name as the Hugging Face model's ``state_dict()`` has it, whole tensor). The memory belongs to
-                somebody else and must not be kept or written to.
+            weights: pairs of a name as in the Hugging Face model's ``state_dict()`` and the whole tensor. The memory
+                belongs to the caller: do not write to it, and keep no reference to it.
         """
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that an update brings. Tied weights count once, under the first name."""
+        """Return the name and shape of every tensor of an update. Tied weights count once, under the first name."""
 
-    def sleep(self) -> None:  # noqa: B027  (an engine need not)
-        """Free the device's memory; weights and caches may be lost, an update follows `wake_up`."""
+    def sleep(self) -> None:  # noqa: B027  (optional)
+        """Free device memory. Weights and caches may be lost; an update follows `wake_up`."""
 
-    def wake_up(self) -> None:  # noqa: B027
-        """Take the device's memory back."""
+    def wake_up(self) -> None:  # noqa: B027  (optional)
+        """Take the device memory back."""

@@ -1,4 +1,4 @@
-"""The errors of rollouts. They pickle: the message is ``args[0]``, what else an error knows stands in attributes."""
+"""The errors of rollouts. They pickle: the message is ``args[0]``, further details are attributes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from single_controller import SingleControllerError
 
 
 class RolloutError(SingleControllerError):
-    """An engine cannot generate: it sleeps, or its model's numbers are broken; or its answers make no sense."""
+    """An engine cannot generate (it sleeps, or its weights are not finite), or its completions are malformed."""
 
 
 class PromptError(RolloutError, ValueError):
-    """A prompt cannot be generated from: it is empty, too long, or has tokens that the model does not know.
+    """A prompt is empty, too long, or has tokens that are not in the model's vocabulary.
 
     Args:
         what: what is wrong with it.
-        number: of the prompt among those that were given; None where that is not known.
+        number: index of the prompt in the call; None if it is not known.
 
     Attributes:
-        what, number: see there.
+        what, number: as above.
     """
 
     def __init__(self, what: str, number: int | None = None) -> None:
@@ -28,15 +28,15 @@ class PromptError(RolloutError, ValueError):
 
 
 class WeightsError(RolloutError, ValueError):
-    """An update of weights brings a tensor that the model does not have, or one of another shape."""
+    """A weight update has a tensor that the model does not have, or one of another shape."""
 
 
 class WeightVersionError(RolloutError):
-    """Workers do not have the weights that the rollout is to be generated with. Nothing was handed back.
+    """Workers do not have the weight version that the rollout needs. No completions were returned.
 
     Attributes:
-        expected: the version that the last sync of weights brought; None where none is known.
-        versions: rank -> version that the worker has; None where an update began and has not ended.
+        expected: the version of the last weight update; None if it is not known.
+        versions: rank -> the worker's version; None for an update that has begun and not finished.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class WeightVersionError(RolloutError):
 
 
 class RewardError(RolloutError):
-    """The reward function raised, or returned what is no reward. ``__cause__`` is what it raised.
+    """The reward function raised, or returned something that is not a reward. ``__cause__`` is what it raised.
 
     Attributes:
-        row: of the rollout data; None where the function was called with all rows at once.
-        prompt: number of the prompt in the call.
-        sample: number of the answer among those to the same prompt.
+        row: row of the rollout data; None if the function was called with all rows at once.
+        prompt: index of the prompt in the call.
+        sample: index of the completion among those for the same prompt.
     """
 
     def __init__(

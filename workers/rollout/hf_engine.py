@@ -1,4 +1,4 @@
-"""HFEngine: generation by transformers' ``generate``, for any causal language model that transformers has."""
+"""HFEngine: generation with transformers' ``generate``, for any causal language model in transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workers.device import current_device
 from workers.dtypes import dtype_of
 from workers.extras import require
-from workers.rollout.engine import Answer, RolloutEngine, Sampling
+from workers.rollout.engine import Completion, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError, WeightsError
 from workers.train.hf_files import config_from
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 class HFEngine(RolloutEngine):
-    """An engine for tests, small models and machines without a GPU; a large model wants vLLM or SGLang.
+    """An engine for tests, small models and machines without a GPU. Use vLLM or SGLang for large models.
 
-    The model's own defaults of generation (its ``generation_config``) do not count, only `Sampling`: not its stop
-    tokens either. The same prompt, seed and weights give the same answer on one kind of device, up to rounding: logits
-    differ by about 1e-6 from one batch to the next, which changes a token once in about as many.
+    The model's ``generation_config``, including its stop tokens, is ignored: only `SamplingParams` count. The same
+    prompt, seed and weights give the same completion on one kind of device, up to rounding: logits differ by about 1e-6
+    between batches, which changes about one token in a million.
 
     Args:
         model: a Hugging Face config object, or the dict of one with ``model_type``, for random weights; or a folder
-            that ``save_pretrained`` wrote, or a name on the hub, for its weights.
-        random_weights: take the folder's config alone.
+            written by ``save_pretrained``, or a model name on the hub.
+        random_weights: read only the config of the folder.
         seed: of random weights.
         param_dtype: "fp32", "bf16" or "fp16".
-        max_batch_size: prompts that go through the model at once.
+        max_batch_size: maximum number of prompts per forward pass.
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: an option that makes no sense.
-        OSError: there is no such model; the message is transformers'.
+        ValueError: an option is out of range.
+        OSError: transformers did not find the model.
     """
 
     keeps_weights = True
@@ -52,48 +52,54 @@ class HFEngine(RolloutEngine):
         trust_remote_code: bool = False,
     ) -> None:
         if max_batch_size < 1:
-            raise ValueError(f"HFEngine: max_batch_size={max_batch_size!r} is not from 1")
+            raise ValueError(f"HFEngine: max_batch_size={max_batch_size!r}; expected at least 1")
         dtype = dtype_of(param_dtype)
         transformers = require("transformers", extra="hf")
         self.max_batch_size = max_batch_size
         self.device = current_device()
         made = _make(transformers, model, random_weights, seed, trust_remote_code)
-        for parameter in made.parameters():  # not made.to(dtype): rotary frequencies keep their precision
+        for parameter in made.parameters():  # made.to(dtype) would also cast the rotary frequencies
             parameter.data = parameter.data.to(dtype)
         made.generation_config = transformers.GenerationConfig()
         self.model = made.eval().requires_grad_(False).to(self.device)
         self._asleep = False
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Answer]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
         Raises:
-            PromptError: a prompt is empty, has a token that the model does not know, or is too long for the answer.
-            RolloutError: the engine sleeps, or the model's logits are not finite.
-            ValueError: not one seed for each prompt, or a stop token that the model does not have.
+            PromptError: a prompt is empty or too long, or has a token outside the vocabulary.
+            RolloutError: the engine sleeps, or its logits are not finite.
+            ValueError: there is not one seed per prompt, or a stop token is outside the vocabulary.
         """
         if self._asleep:
-            raise RolloutError("the engine sleeps: call wake_up() (the worker's, or the manager's) before generate()")
+            raise RolloutError(
+                "generate(): the engine is asleep; call the worker's wake_up() or the manager's onload() first"
+            )
         if len(seeds) != len(prompts):
-            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; each prompt has one")
+            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        if unknown := [token for token in sampling.stop_token_ids if token >= vocabulary]:
-            raise ValueError(f"sampling: the stop tokens {unknown} are not among the model's {vocabulary} tokens")
+        if unknown := [token for token in sampling_params.stop_token_ids if token >= vocabulary]:
+            raise ValueError(
+                f"SamplingParams: stop_token_ids {unknown} are outside the model's vocabulary of {vocabulary}"
+            )
         for number, prompt in enumerate(prompts):
-            self._check(number, prompt, sampling.max_new_tokens)
-        answers: dict[int, Answer] = {}
+            self._check(number, prompt, sampling_params.max_new_tokens)
+        completions: dict[int, Completion] = {}
         by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         for start in range(0, len(by_length), self.max_batch_size):
             batch = by_length[start : start + self.max_batch_size]
-            made = self._generate([prompts[k] for k in batch], sampling, [seeds[k] for k in batch])
-            answers.update(zip(batch, made, strict=True))
-        return [answers[number] for number in range(len(prompts))]
+            made = self._generate([prompts[k] for k in batch], sampling_params, [seeds[k] for k in batch])
+            completions.update(zip(batch, made, strict=True))
+        return [completions[number] for number in range(len(prompts))]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `RolloutEngine.load_weights`. Tensors are cast to the model's dtype.
 
         Raises:
-            WeightsError: a name that the model does not have, or another shape. What came before it was taken.
+            WeightsError: the model has no tensor of that name, or has another shape. Tensors before it were loaded.
         """
         import torch
 
@@ -103,12 +109,13 @@ class HFEngine(RolloutEngine):
                 target = own.get(name)
                 if target is None:
                     raise WeightsError(
-                        f"an update brings {name!r}, which {type(self.model).__name__} does not have; names are those "
-                        f"of its state_dict(), {next(iter(own))!r} for example"
+                        f"the weight update has a tensor {name!r}, but {type(self.model).__name__} has none of this "
+                        f"name; use the names of its state_dict(), such as {next(iter(own))!r}"
                     )
                 if target.shape != tensor.shape:
                     raise WeightsError(
-                        f"an update brings {name!r} as {tuple(tensor.shape)}; the model has {tuple(target.shape)}"
+                        f"the weight update has {name!r} with shape {tuple(tensor.shape)}, but the model's has shape "
+                        f"{tuple(target.shape)}"
                     )
                 target.copy_(tensor)
 
@@ -120,12 +127,12 @@ class HFEngine(RolloutEngine):
         return dict(first.values())
 
     def sleep(self) -> None:
-        """Move the weights to the host, and give the device's memory back. They are not lost, and can be updated."""
+        """Move the weights to host memory, where they can be updated, and free the device memory."""
         self._asleep = True
         self._move("cpu")
 
     def wake_up(self) -> None:
-        """Move the weights to the device again."""
+        """Move the weights back to the device."""
         self._move(self.device)
         self._asleep = False
 
@@ -138,21 +145,24 @@ class HFEngine(RolloutEngine):
 
     def _check(self, number: int, prompt: Sequence[int], new_tokens: int) -> None:
         if not len(prompt):
-            raise PromptError("is empty; it has one token at least", number)
+            raise PromptError("is empty; it must have at least one token", number)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise PromptError(
-                f"has tokens from {min(prompt)} to {max(prompt)}; the model's vocabulary is {vocabulary}", number
+                f"has token ids from {min(prompt)} to {max(prompt)}, but the model's vocab_size is {vocabulary}",
+                number,
             )
         longest = getattr(self.model.config, "max_position_embeddings", None)
         if longest is not None and len(prompt) + new_tokens > longest:
             raise PromptError(
-                f"has {len(prompt)} tokens, and with max_new_tokens={new_tokens} it is longer than the model's "
-                f"{longest} positions: shorten it, or ask for fewer tokens",
+                f"has {len(prompt)} tokens, which with max_new_tokens={new_tokens} exceeds the model's {longest} "
+                "positions; shorten it, or lower max_new_tokens",
                 number,
             )
 
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Answer]:
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
         import torch
         from transformers import GenerationConfig, LogitsProcessorList
 
@@ -161,12 +171,12 @@ class HFEngine(RolloutEngine):
         width = max(map(len, prompts))
         input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         lengths = torch.tensor([[len(prompt)] for prompt in prompts])
-        sampler = SeededSampler(sampling, seeds, self.device)
-        # The sampler draws; transformers takes the argmax, and counts positions from the mask.
+        sampler = SeededSampler(sampling_params, seeds, self.device)
+        # The sampler draws, transformers takes the argmax, and positions count from the attention mask.
         how = GenerationConfig(
             do_sample=False,
-            max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=list(sampling.stop_token_ids) or None,
+            max_new_tokens=sampling_params.max_new_tokens,
+            eos_token_id=list(sampling_params.stop_token_ids) or None,
             pad_token_id=0,
         )
         self.model.generate(
@@ -175,16 +185,16 @@ class HFEngine(RolloutEngine):
             generation_config=how,
             logits_processor=LogitsProcessorList([sampler]),
         )
-        tokens, log_probs = (drawn[:, : sampling.max_new_tokens].tolist() for drawn in sampler.drawn())
-        return [_answer(*row, sampling.stop_token_ids) for row in zip(tokens, log_probs, strict=True)]
+        tokens, log_probs = (drawn[:, : sampling_params.max_new_tokens].tolist() for drawn in sampler.drawn())
+        return [_completion(*row, sampling_params.stop_token_ids) for row in zip(tokens, log_probs, strict=True)]
 
 
-def _answer(tokens: list[int], log_probs: list[float], stop_token_ids: Sequence[int]) -> Answer:
+def _completion(tokens: list[int], log_probs: list[float], stop_token_ids: Sequence[int]) -> Completion:
     stop = next((place for place, token in enumerate(tokens) if token in stop_token_ids), None)
     end = len(tokens) if stop is None else stop + 1
     if not all(log_prob > -float("inf") for log_prob in log_probs[:end]):
-        raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too small")
-    return Answer(tokens[:end], log_probs[:end], "length" if stop is None else "stop")
+        raise RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows")
+    return Completion(tokens[:end], log_probs[:end], "length" if stop is None else "stop")
 
 
 def _make(transformers: Any, model: Any, random_weights: bool, seed: int, trust_remote_code: bool) -> Any:
@@ -200,7 +210,7 @@ def _make(transformers: Any, model: Any, random_weights: bool, seed: int, trust_
         config = config_from(model)
     elif not isinstance(model, transformers.PretrainedConfig):
         raise ValueError(
-            f"HFEngine: model={model!r} is no Hugging Face config, no dict of one, and neither folder nor name"
+            f"HFEngine: model={model!r}; expected a Hugging Face config, a dict of one, a folder or a model name"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,19 +1,27 @@
-"""RolloutManager: prompts in, rollout data out. It drives a group of rollout workers, and asks for the rewards."""
+"""RolloutManager: turns prompts into rollout data. It drives a group of rollout workers and computes the rewards.
+
+Threads: `RolloutManager.generate_async` starts one per call, which ends by itself after it has set the future's result.
+Lock: ``_reward_lock`` serializes calls of the reward function, which need not be thread-safe. It is held as long as the
+function runs, and no other lock is taken then, except by the function itself. So the function must not wait for another
+rollout of the same manager, whose rewards would wait for this lock.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from single_controller import Broadcast, WorkerFuture
-from workers.rollout.engine import Answer, Sampling
+from workers.rollout.collate import collate_completions
+from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError, WeightVersionError
-from workers.rollout.pack import pack_answers
 from workers.rollout.rewards import RewardFunction, Sample, compute_rewards
 from workers.seeds import mixed_seed
 
@@ -24,55 +32,69 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _old_keyword(function: F) -> F:
+    """Accept ``sampling=``, the old name of ``sampling_params=``, with a warning."""
+
+    @functools.wraps(function)
+    def accepting(*args: Any, **kwargs: Any) -> Any:
+        if "sampling" in kwargs:
+            warnings.warn("sampling= was renamed to sampling_params=", DeprecationWarning, stacklevel=2)
+            kwargs["sampling_params"] = kwargs.pop("sampling")
+        return function(*args, **kwargs)
+
+    return accepting  # type: ignore[return-value]
+
 
 @dataclass(frozen=True)
-class _UnderWay:
-    """A rollout that the workers have been sent."""
+class _Sent:
+    """A rollout that was sent to the workers. Its samples have no completion yet."""
 
-    rows: list[Sample]
-    """Without answers yet."""
-
+    samples: list[Sample]
     extras: dict[str, Sequence[Any]]
     expected_version: int | None
-    answers: WorkerFuture
+    generated: WorkerFuture
 
 
 class RolloutManager:
-    """Generates several answers to each prompt, on all workers of a group, and has them rewarded.
+    """Generates several completions for each prompt on all workers of a group, and computes their rewards.
 
-    A manager can be given to a worker: there it drives the same workers, attached to. Its reward function goes along if
-    it pickles; without it, `generate` there says so.
+    You can pass a manager to a worker: the copy drives the same workers through an attached group. The reward function
+    goes with it if it pickles; otherwise `generate` of the copy raises.
 
     Args:
-        group: a `RayWorkerGroup` or `LocalWorkerGroup` of `RolloutWorker`, or the role of one in a colocated group.
-            When an engine raises, the other workers have the group's ``error_grace`` seconds to end their answers.
-        sampling: how to sample.
-        reward_function: ``reward(prompt_ids, answer_ids, **extras) -> float``, two lists of token ids and this prompt's
-            extras by keyword; an ``async def`` runs for all answers at once. None: the data has no ``rewards``.
-        samples_per_prompt: answers to each prompt.
-        seed: answers depend on it, on the ``rollout_id``, the prompt's number in the call and the sample's number, and
-            on nothing else: not on the number of workers.
-        batched_rewards: the reward function is given all answers at once: lists, in which extras are repeated for each
-            answer; and returns a list, array or tensor of as many numbers.
-        pad_token_id: stands where nothing is.
-        timeout: seconds that the workers may take for one call of `generate`, or None. The group is broken after it.
+        group: a `RayWorkerGroup` or `LocalWorkerGroup` of `RolloutWorker`, or that role of a colocated group. If one
+            engine raises, the other workers have the group's ``error_grace`` seconds to finish.
+        sampling_params: how to sample.
+        reward_function: ``reward(prompt_ids, completion_ids, **extras) -> float``. It gets two lists of token ids, and
+            this prompt's extras by keyword. An ``async def`` runs for all completions concurrently. With None, the data
+            has no ``rewards``.
+        samples_per_prompt: completions per prompt.
+        seed: completions depend only on it, the ``rollout_id``, the prompt's index in the call, and the sample's index;
+            they do not depend on the number of workers.
+        batched_rewards: call the reward function once with lists over all completions, with extras repeated for each
+            completion. It returns a list, array or tensor of as many numbers.
+        pad_token_id: the padding token.
+        timeout: seconds that one call of the workers may take, or None. The group is broken after a timeout.
 
     Attributes:
-        weight_version: the version that the last sync of weights brought; workers that have another one are an error.
-            None accepts any.
-        refresh: what brings all workers the current weights, such as ``RayTrainGroup.update_weights``; `generate` calls
-            it once when a worker was restarted or came late, and generates again. None: that is an error. It stays in
-            this process.
+        weight_version: version of the last weight update; a worker with another version is an error. None accepts any.
+        refresh: a function that brings the current weights to all workers, such as ``RayTrainGroup.update_weights``.
+            `generate` calls it once if a worker was restarted or added, and generates again. With None, that is an
+            error. It is not pickled with the manager.
 
     Raises:
-        TypeError: the group has no ``generate``; or an argument is of another kind.
-        ValueError: a number that makes no sense.
+        TypeError: the group has no ``generate``, or an argument has the wrong type.
+        ValueError: a number is out of range.
     """
 
+    @_old_keyword
     def __init__(
         self,
         group: Any,
-        sampling: Sampling | None = None,
+        sampling_params: SamplingParams | None = None,
         reward_function: RewardFunction | None = None,
         *,
         samples_per_prompt: int = 1,
@@ -83,14 +105,16 @@ class RolloutManager:
     ) -> None:
         if "generate" not in getattr(group, "methods", ()):
             raise TypeError(
-                f"RolloutManager: group is a worker group of RolloutWorker (it has `generate`), got {group!r}"
+                f"RolloutManager: group must be a worker group of RolloutWorker (with `generate`), got {group!r}"
             )
         if reward_function is not None and not callable(reward_function):
-            raise TypeError(f"RolloutManager: reward_function is a function or None, got {reward_function!r}")
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise TypeError(f"RolloutManager: sampling is a Sampling or None, got {sampling!r}")
+            raise TypeError(f"RolloutManager: reward_function must be a function or None, got {reward_function!r}")
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise TypeError(
+                f"RolloutManager: sampling_params must be a SamplingParams or None, got {sampling_params!r}"
+            )
         self.group = group
-        self.sampling = sampling or Sampling()
+        self.sampling_params = sampling_params or SamplingParams()
         self.reward_function = reward_function
         self.samples_per_prompt = _positive(samples_per_prompt)
         self.seed = seed
@@ -99,91 +123,101 @@ class RolloutManager:
         self.timeout = timeout
         self.weight_version: int | None = None
         self.refresh: Callable[[], Any] | None = None
-        self._rewarding = threading.Lock()
+        self._reward_lock = threading.Lock()
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """The old name of `sampling_params`."""
+        warnings.warn("RolloutManager.sampling was renamed to sampling_params", DeprecationWarning, stacklevel=2)
+        return self.sampling_params
+
+    @_old_keyword
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         *,
         rollout_id: int = 0,
         extras: Mapping[str, Sequence[Any]] | None = None,
-        sampling: Sampling | None = None,
+        sampling_params: SamplingParams | None = None,
         samples_per_prompt: int | None = None,
     ) -> TensorDict:
-        """Answers to prompts, with their rewards.
+        """Generate completions for prompts, and compute their rewards.
 
         Args:
-            prompts: token ids of each; lists, or tensors of one dim. One token at least.
-            rollout_id: number of the rollout; another one draws other answers.
-            extras: name -> one value for each prompt, for the reward function: ``{"label": labels}``.
-            sampling: how to sample this time.
-            samples_per_prompt: answers to each prompt this time.
+            prompts: token ids of each, as lists or 1-d tensors with at least one token.
+            rollout_id: number of the rollout; other rollouts draw other completions.
+            extras: name -> one value per prompt, for the reward function: ``{"label": labels}``.
+            sampling_params: overrides the manager's for this call.
+            samples_per_prompt: overrides the manager's for this call.
 
         Returns:
-            A row for each answer, those to one prompt together and in order of the prompts, as `pack_answers` has it;
-            ``group_ids`` are the prompts' numbers.
+            One row per completion, as `collate_completions` describes, in order of the prompts; the completions for one
+            prompt are adjacent. ``group_ids`` are the prompts' indices.
 
         Raises:
-            PromptError: a prompt is empty, or the engine cannot answer it.
-            ValueError: an entry of ``extras`` does not have one value for each prompt.
-            WeightVersionError: workers have other weights than the last sync brought, or are amid an update; and there
-                is no `refresh`, or they still have after it.
-            RewardError: the reward function raised, or returned what is no reward.
-            SingleControllerError: what else a call of the group raises: `WorkerError`, `WorkerDiedError`, ...
+            PromptError: a prompt is empty, or the engine cannot generate from it.
+            ValueError: an entry of ``extras`` does not have one value per prompt.
+            WeightVersionError: workers do not have the expected weight version, and there is no `refresh`, or it did
+                not help.
+            RewardError: the reward function raised, or returned something that is not a reward.
+            SingleControllerError: as any call of the group: `WorkerError`, `WorkerDiedError`, ...
         """
         try:
-            return self._finish(self._send(prompts, rollout_id, extras, sampling, samples_per_prompt))
+            return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))
         except WeightVersionError as error:
             if self.refresh is None:
                 raise
-            logger.warning("%s; trying that now", error)
+            logger.warning("%s. Calling refresh() and trying again", error)
         self.refresh()
-        return self._finish(self._send(prompts, rollout_id, extras, sampling, samples_per_prompt))
+        return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))
 
+    @_old_keyword
     def generate_async(
         self,
         prompts: Sequence[Sequence[int]],
         *,
         rollout_id: int = 0,
         extras: Mapping[str, Sequence[Any]] | None = None,
-        sampling: Sampling | None = None,
+        sampling_params: SamplingParams | None = None,
         samples_per_prompt: int | None = None,
     ) -> Future[TensorDict]:
-        """`generate` without waiting. The workers have been sent the call when this returns; rewards are computed in a
-        thread of this process, one rollout after the other. Workers that have other weights than now are an error
-        here, `refresh` or not: also where an update, which comes from other processes, has overtaken the call on its
-        way. Send that when the answers are there.
+        """Start `generate` and return at once. The call has been sent to the workers when this returns.
+
+        Rewards are computed in a thread of this process, one rollout at a time. `refresh` is not used: a worker with
+        another weight version is an error. That includes a weight update that overtakes this call, because it is sent
+        by other processes: send the update after the completions have arrived.
 
         Returns:
-            A future of `concurrent.futures`: ``.result()``; ``await asyncio.wrap_future(...)``.
+            A `concurrent.futures.Future`: use ``.result()``, or ``await asyncio.wrap_future(...)``.
         """
-        under_way = self._send(prompts, rollout_id, extras, sampling, samples_per_prompt)
+        sent = self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt)
         outcome: Future[TensorDict] = Future()
-        outcome.set_running_or_notify_cancel()
+        outcome.set_running_or_notify_cancel()  # not to be cancelled: the workers run the call in any case
 
         def finish() -> None:
             try:
-                outcome.set_result(self._finish(under_way))
-            except BaseException as error:
+                outcome.set_result(self._finish(sent))
+            except BaseException as error:  # sys.exit() in the reward function too, or the future would never end
                 outcome.set_exception(error)
 
+        # A daemon, so that a driver can exit while workers still generate.
         threading.Thread(target=finish, name="rollout", daemon=True).start()
         return outcome
 
     def weight_receivers(self) -> Any:
-        """The workers' group; for a manager that is a Ray actor."""
+        """Return the workers' group. For a manager that is a Ray actor."""
         return self.group
 
     def set_weight_version(self, version: int | None) -> None:
-        """Set `weight_version`; for a manager that is a Ray actor."""
+        """Set `weight_version`. For a manager that is a Ray actor."""
         self.weight_version = version
 
     def offload(self) -> None:
-        """Free the memory of the workers' devices."""
+        """Free the device memory of the workers."""
         self.group.sleep()
 
     def onload(self) -> None:
-        """Take it back."""
+        """Take the device memory back."""
         self.group.wake_up()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,15 +227,16 @@ class RolloutManager:
         try:
             function = None if self.reward_function is None else cloudpickle.dumps(self.reward_function)
         except Exception as error:
-            function = f"{self.reward_function!r} did not come along, since it does not pickle: {error}"
-        state = {name: value for name, value in vars(self).items() if name != "_rewarding"}
-        return state | {"reward_function": function, "refresh": None}
+            function = f"{self.reward_function!r} cannot be pickled: {type(error).__name__}: {error}"
+        # A lock does not pickle. The copy makes its own: its function is another object, in another process.
+        state = {name: value for name, value in vars(self).items() if name != "_reward_lock"}
+        return state | {"reward_function": function, "refresh": None}  # a function of this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         import ray.cloudpickle as cloudpickle
 
         vars(self).update(state)
-        self._rewarding = threading.Lock()
+        self._reward_lock = threading.Lock()
         function = state["reward_function"]
         if isinstance(function, bytes):
             self.reward_function = cloudpickle.loads(function)
@@ -215,42 +250,43 @@ class RolloutManager:
         prompts: Sequence[Sequence[int]],
         rollout_id: int,
         extras: Mapping[str, Sequence[Any]] | None,
-        sampling: Sampling | None,
+        sampling_params: SamplingParams | None,
         samples_per_prompt: int | None,
-    ) -> _UnderWay:
+    ) -> _Sent:
         if isinstance(self.reward_function, _Lost):
             self.reward_function()
         each = self.samples_per_prompt if samples_per_prompt is None else _positive(samples_per_prompt)
         given = {name: _values(name, values, len(prompts)) for name, values in (extras or {}).items()}
         ids = [_token_ids(number, prompt) for number, prompt in enumerate(prompts)]
-        rows = [Sample(number, sample, ids[number], []) for number in range(len(ids)) for sample in range(each)]
+        samples = [Sample(number, sample, ids[number], []) for number in range(len(ids)) for sample in range(each)]
         generate = self.group.generate
         if self.timeout is not None:
             generate = generate.options(timeout=self.timeout)
-        answers = generate.remote(
-            [row.prompt_ids for row in rows],
-            Broadcast(sampling or self.sampling),
-            [mixed_seed(self.seed, rollout_id, row.prompt, row.sample) for row in rows],
+        generated = generate.remote(
+            [one.prompt_ids for one in samples],
+            Broadcast(sampling_params or self.sampling_params),
+            [mixed_seed(self.seed, rollout_id, one.prompt, one.sample) for one in samples],
             self.weight_version,
         )
-        return _UnderWay(rows, given, self.weight_version, answers)
+        # The version as of now: until the completions arrive, an update that is sent later may change it.
+        return _Sent(samples, given, self.weight_version, generated)
 
-    def _finish(self, under_way: _UnderWay) -> TensorDict:
-        generated: list[Generated] = under_way.answers.result()
-        _raise_refused(generated, under_way.rows)
-        answers, versions = _checked(generated, under_way.expected_version)
-        rows = [
-            Sample(row.prompt, row.sample, row.prompt_ids, answer.token_ids)
-            for row, answer in zip(under_way.rows, answers, strict=True)
+    def _finish(self, sent: _Sent) -> TensorDict:
+        generated: list[Generated] = sent.generated.result()
+        _raise_refused(generated, sent.samples)
+        completions, versions = _checked(generated, sent.expected_version)
+        samples = [
+            Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids)
+            for one, completion in zip(sent.samples, completions, strict=True)
         ]
         rewards = None
         if self.reward_function is not None:
-            with self._rewarding:
-                rewards = compute_rewards(self.reward_function, rows, under_way.extras, batched=self.batched_rewards)
-        return pack_answers(
-            [row.prompt_ids for row in rows],
-            answers,
-            group_ids=[row.prompt for row in rows],
+            with self._reward_lock:
+                rewards = compute_rewards(self.reward_function, samples, sent.extras, batched=self.batched_rewards)
+        return collate_completions(
+            [one.prompt_ids for one in samples],
+            completions,
+            group_ids=[one.prompt for one in samples],
             weight_versions=versions,
             rewards=rewards,
             pad_token_id=self.pad_token_id,
@@ -258,41 +294,49 @@ class RolloutManager:
 
 
 class _Lost:
-    """Stands for a reward function that did not pickle."""
+    """Stands in for a reward function that does not pickle; raises when it is called."""
 
     def __init__(self, why: str) -> None:
         self.why = why
 
     def __call__(self, *args: Any, **kwargs: Any) -> float:
-        raise RolloutError(f"this manager was sent to another process, and its reward function {self.why}")
+        raise RolloutError(
+            f"generate(): this manager is a copy of one in another process, and its reward function {self.why}. Pass "
+            "a function that can be pickled, or call generate() in that process"
+        )
 
 
-def _raise_refused(generated: Sequence[Generated], rows: Sequence[Sample]) -> None:
-    """Raise what an engine had against a prompt, with the prompt's number in the call."""
-    for begin, one in enumerate(generated):  # the first answer of its rank: an engine counts from there
+def _raise_refused(generated: Sequence[Generated], samples: Sequence[Sample]) -> None:
+    """Raise an engine's error about a prompt, with the prompt's index in the call."""
+    for begin, one in enumerate(generated):  # the first such result of a rank: the engine's index counts from there
         if one.refused is not None:
             number = one.refused.number
-            raise PromptError(one.refused.what, None if number is None else rows[begin + number].prompt)
+            raise PromptError(one.refused.what, None if number is None else samples[begin + number].prompt)
 
 
-def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Answer], list[int]]:
-    answers, versions = [], []
+def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Completion], list[int]]:
+    """Return the completions and their weight versions.
+
+    Raises:
+        WeightVersionError: a rank generated nothing, or with another version.
+    """
+    completions, versions = [], []
     wrong: dict[int, int | None] = {}
-    for answer, version, rank, _ in generated:
-        if answer is None or version is None or expected not in (None, version):
+    for completion, version, rank, _ in generated:
+        if completion is None or version is None or expected not in (None, version):
             wrong[rank] = version
         else:
-            answers.append(answer)
+            completions.append(completion)
             versions.append(version)
     if not wrong:
-        return answers, versions
+        return completions, versions
     found = ", ".join(
-        f"rank {rank} has {'an update that did not end' if version is None else f'version {version}'}"
+        f"rank {rank} has {'an unfinished update' if version is None else f'version {version}'}"
         for rank, version in sorted(wrong.items())
     )
-    wanted = "complete weights" if expected is None else f"weights of version {expected}"
+    wanted = "complete weights" if expected is None else f"weight version {expected}"
     raise WeightVersionError(
-        f"rollout workers were to generate with {wanted}, but {found}: update their weights, then generate again",
+        f"the rollout needs {wanted}, but {found}; update the workers' weights, then generate again",
         expected=expected,
         versions=wrong,
     )
@@ -302,20 +346,20 @@ def _token_ids(number: int, prompt: Any) -> list[int]:
     try:
         tokens = [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
     except TypeError:
-        raise PromptError(f"is a list of token ids, integers; got {str(prompt)[:80]}", number) from None
+        raise PromptError(f"must be a list of token ids (integers), got {str(prompt)[:80]}", number) from None
     if not tokens:
-        raise PromptError("is empty; it has one token at least", number)
+        raise PromptError("is empty; it must have at least one token", number)
     return tokens
 
 
 def _values(name: str, values: Any, prompts: int) -> Sequence[Any]:
     if isinstance(values, str) or not hasattr(values, "__getitem__") or len(values) != prompts:
-        raise ValueError(f"extras[{name!r}] has one value for each of {prompts} prompts, got {str(values)[:80]}")
+        raise ValueError(f"extras[{name!r}] must have one value for each of {prompts} prompts, got {str(values)[:80]}")
     given: Sequence[Any] = values
     return given
 
 
 def _positive(samples: int) -> int:
     if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples_per_prompt={samples!r} is not an integer from 1")
+        raise ValueError(f"samples_per_prompt={samples!r}: expected an integer of at least 1")
     return samples

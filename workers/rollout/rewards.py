@@ -1,4 +1,9 @@
-"""Rewards by a user's function, sync or async, for one answer or for all at once."""
+"""Compute rewards with the user's function, sync or async, per completion or for all of them at once.
+
+Threads: `_run_all` runs awaitables in a thread with its own event loop and joins it before it returns. It is a daemon:
+if an exception such as KeyboardInterrupt ends the join, the thread goes on until the reward function returns, and does
+not keep the process alive.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +18,39 @@ from typing import Any
 from workers.rollout.errors import RewardError
 
 RewardFunction = Callable[..., Any]
-"""``reward(prompt_ids, answer_ids, **extras) -> float``, or an ``async def`` of the same."""
+"""``reward(prompt_ids, completion_ids, **extras) -> float``, plain or ``async def``."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer, as a reward function sees it.
+    """One completion, as a reward function sees it.
 
     Attributes:
-        prompt: number of the prompt in the call.
-        sample: number of the answer among those to the same prompt.
-        prompt_ids: the prompt's tokens.
-        answer_ids: the answer's, with its stop token.
+        prompt: index of the prompt in the call.
+        sample: index of the completion among those for the same prompt.
+        prompt_ids: tokens of the prompt.
+        completion_ids: tokens of the completion, including its stop token.
     """
 
     prompt: int
     sample: int
     prompt_ids: list[int]
-    answer_ids: list[int]
+    completion_ids: list[int]
 
 
 def compute_rewards(
     function: RewardFunction, samples: Sequence[Sample], extras: Mapping[str, Sequence[Any]], *, batched: bool = False
 ) -> list[float]:
-    """A reward for each sample.
-
-    A function that is ``async`` is under way for all samples at once, in an event loop and a thread of its own.
+    """Compute one reward per sample. An ``async`` function runs for all samples concurrently.
 
     Args:
-        function: see `RewardFunction`; ``batched``: of lists of all samples, and returns as many numbers.
-        samples: what is rewarded.
-        extras: name -> a value for each prompt, given to the function by keyword.
+        function: see `RewardFunction`. If ``batched``, it takes lists over all samples and returns as many numbers.
+        samples: what to reward.
+        extras: name -> one value per prompt, passed to the function by keyword.
         batched: whether the function takes all samples at once.
 
     Raises:
-        RewardError: the function raised, or returned what is no finite number; the message names the sample.
+        RewardError: the function raised, or did not return a finite number; the message names the sample.
     """
     if not samples:
         return []
@@ -55,25 +58,27 @@ def compute_rewards(
         values = _all(function, samples, extras)
     else:
         values = [_one(function, row, sample, extras) for row, sample in enumerate(samples)]
-        later = [row for row, value in enumerate(values) if inspect.isawaitable(value)]
-        for row, value in zip(later, _finish([_named(values[row], row, samples[row]) for row in later]), strict=True):
+        pending = [row for row, value in enumerate(values) if inspect.isawaitable(value)]
+        for row, value in zip(
+            pending, _run_all([_named(values[row], row, samples[row]) for row in pending]), strict=True
+        ):
             values[row] = value
     return [_number(value, row, samples[row]) for row, value in enumerate(values)]
 
 
 def _all(function: RewardFunction, samples: Sequence[Sample], extras: Mapping[str, Sequence[Any]]) -> list[Any]:
     given = {name: [values[sample.prompt] for sample in samples] for name, values in extras.items()}
-    prompts, answers = [list(s.prompt_ids) for s in samples], [list(s.answer_ids) for s in samples]
+    prompts, completions = [list(s.prompt_ids) for s in samples], [list(s.completion_ids) for s in samples]
     try:
-        values = function(prompts, answers, **given)
+        values = function(prompts, completions, **given)
         if inspect.isawaitable(values):
-            (values,) = _finish([values])
+            (values,) = _run_all([values])
     except Exception as error:
         raise RewardError(f"the reward function raised {_text(error)} for {len(samples)} samples") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != len(samples):
         raise RewardError(
-            f"the reward function returned {str(values)[:200]} for {len(samples)} samples; a number for each"
+            f"the reward function returned {str(values)[:200]} for {len(samples)} samples; expected one number each"
         )
     return list(values)
 
@@ -81,7 +86,7 @@ def _all(function: RewardFunction, samples: Sequence[Sample], extras: Mapping[st
 def _one(function: RewardFunction, row: int, sample: Sample, extras: Mapping[str, Sequence[Any]]) -> Any:
     given = {name: values[sample.prompt] for name, values in extras.items()}
     try:
-        return function(list(sample.prompt_ids), list(sample.answer_ids), **given)
+        return function(list(sample.prompt_ids), list(sample.completion_ids), **given)
     except Exception as error:
         raise _raised(error, row, sample) from error
 
@@ -93,8 +98,9 @@ async def _named(value: Awaitable[Any], row: int, sample: Sample) -> Any:
         raise _raised(error, row, sample) from error
 
 
-def _finish(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Wait for all of them. The thread is needed where the caller's has a running loop, as in a notebook."""
+def _run_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Run all awaitables and return their values. `asyncio.run` needs a thread without a running event loop, and the
+    caller's may have one, as in a notebook."""
     if not awaitables:
         return []
     outcome: list[Any] = []
@@ -105,13 +111,14 @@ def _finish(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     def run() -> None:
         try:
             outcome.append((asyncio.run(all_of_them()), None))
-        except BaseException as error:
+        except BaseException as error:  # raised in the caller's thread; asyncio.run has cancelled the other awaitables
             outcome.append(([], error))
 
+    # Not a thread pool: the interpreter joins those at exit, and a reward function that hangs would keep the process.
     thread = threading.Thread(target=run, name="rewards", daemon=True)
     thread.start()
     thread.join()
-    values, error = outcome[0]
+    values, error = outcome[0]  # written before the thread ended, so it needs no lock
     if error is not None:
         raise error
     return list(values)
@@ -124,7 +131,7 @@ def _number(value: Any, row: int, sample: Sample) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise RewardError(
-            f"the reward function returned {value!r} for {_which(row, sample)}; a reward is a finite number",
+            f"the reward function returned {value!r} for {_which(row, sample)}; expected a finite number",
             row=row,
             prompt=sample.prompt,
             sample=sample.sample,
@@ -138,7 +145,8 @@ def _raised(error: Exception, row: int, sample: Sample) -> RewardError:
 
 
 def _which(row: int, sample: Sample) -> str:
-    return f"row {row}: prompt {sample.prompt}, sample {sample.sample}, {len(sample.answer_ids)} tokens of answer"
+    tokens = len(sample.completion_ids)
+    return f"row {row}: prompt {sample.prompt}, sample {sample.sample}, a completion of {tokens} tokens"
 
 
 def _text(error: Exception) -> str:

@@ -1,47 +1,56 @@
-"""RolloutWorker: one rank of a group that generates. The engine behind it is the caller's choice."""
+"""RolloutWorker: one rank of a group that generates. You choose the engine behind it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from single_controller import Dispatch, register
 from workers.device import take_device
-from workers.rollout.engine import Answer, RolloutEngine, Sampling
+from workers.rollout.engine import Completion, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError
-from workers.rollout.weight_receiver import WeightReceiver
+from workers.weight_sync import WeightReceiver
 
 
 class Generated(NamedTuple):
-    """What a worker gives back for one prompt.
+    """What a worker returns for one prompt.
 
     Attributes:
-        answer: the engine's; None where the worker's weights are not those that were expected, or a prompt is refused.
-        weight_version: of the weights that generated it; None where an update began and has not ended.
+        completion: None if the worker does not have the expected weight version, or its engine refused a prompt.
+        weight_version: version of the weights that generated it; None during an update.
         rank: of the worker.
-        refused: the engine's error about one of this worker's prompts, whose number counts them alone; or None.
+        refused: the engine's error about one of this worker's prompts, numbered within its own shard; or None.
     """
 
-    answer: Answer | None
+    completion: Completion | None
     weight_version: int | None
     rank: int
     refused: PromptError | None = None
+
+    @property
+    def answer(self) -> Completion | None:
+        """The old name of `completion`."""
+        warnings.warn("Generated.answer was renamed to Generated.completion", DeprecationWarning, stacklevel=2)
+        return self.completion
 
 
 class RolloutWorker(WeightReceiver):
     """Generates with an engine, and takes new weights for it.
 
-    The weights that the engine begins with are version 0, those of updates are counted from 1.
+    The weights that the engine starts with are version 0; updates count from 1.
 
     Args:
-        engine: what makes the engine: a class under `RolloutEngine`, or a function; by default `HFEngine`. It is called
-            in the worker's process, after the worker has taken its device.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+        engine: a subclass of `RolloutEngine`, or a function that returns an engine; `HFEngine` by default. It is called
+            in the worker's process, after the worker has selected its device.
+        args: positional arguments of the engine.
+        kwargs: keyword arguments of the engine.
 
     Raises:
-        TypeError: what was made is no engine.
+        TypeError: ``engine`` did not return an engine.
     """
+
+    engine: RolloutEngine
 
     def __init__(self, engine: Callable[..., RolloutEngine] | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -52,83 +61,90 @@ class RolloutWorker(WeightReceiver):
             engine = HFEngine
         if not callable(engine):
             raise TypeError(
-                f"RolloutWorker: engine is a class under RolloutEngine, or a function that makes one, got {engine!r}; "
-                "give the class, and its arguments after it: RayClassWithInitArgs(RolloutWorker, HFEngine, config)"
+                f"RolloutWorker: engine must be a RolloutEngine class or a function that returns an engine, got "
+                f"{engine!r}; pass the class, then its arguments: RayClassWithInitArgs(RolloutWorker, HFEngine, config)"
             )
         self.engine = engine(*args, **kwargs)
         if not isinstance(self.engine, RolloutEngine):
-            raise TypeError(f"RolloutWorker: {engine!r} made a {type(self.engine).__name__}, which is no RolloutEngine")
+            raise TypeError(
+                f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
+            )
         self.weight_version = 0
 
     @register(Dispatch.DP_COMPUTE_PROTO, uneven="ragged")
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        sampling_params: SamplingParams,
         seeds: Sequence[int],
         expected_version: int | None = None,
     ) -> list[Generated]:
-        """An answer to each prompt, in order. From a driver: ``group.generate(prompts, Broadcast(Sampling()), seeds)``.
+        """Generate one completion per prompt, in order.
 
-        A worker that lost an update, or whose engine refuses a prompt, must not end the call for all others while they
-        generate: it answers with its version or the error, without tokens, and generates nothing. Whoever called
-        decides.
+        On a driver: ``group.generate(prompts, Broadcast(SamplingParams()), seeds)``.
+
+        A worker with another weight version, or whose engine refuses a prompt, generates nothing and returns its
+        version or the error. It does not raise, because that would fail the call for ranks that are still generating;
+        the caller decides.
 
         Args:
-            prompts: token ids of each; cut over the ranks, whose shares differ by one at most.
-            sampling: how to sample.
-            seeds: one for each prompt.
-            expected_version: of the weights; None for any that are complete.
+            prompts: token ids of each, sharded over the ranks; shard sizes differ by at most one.
+            sampling_params: how to sample.
+            seeds: one per prompt.
+            expected_version: the weight version to generate with; None for any complete version.
 
         Raises:
-            RolloutError: the engine did not give one right answer for each prompt; or whatever else it raises.
+            RolloutError: the engine did not return one valid completion per prompt. The engine's own errors pass
+                through.
         """
         version = self.weight_version
         if version is None or expected_version not in (None, version):
             return [Generated(None, version, self.rank)] * len(prompts)
         try:
-            answers = self.engine.generate(prompts, sampling, seeds)
+            completions = self.engine.generate(prompts, sampling_params, seeds)
         except PromptError as error:
             return [Generated(None, version, self.rank, error)] * len(prompts)
-        self._check(answers, prompts)
-        return [Generated(answer, version, self.rank) for answer in answers]
+        self._check(completions, prompts)
+        return [Generated(completion, version, self.rank) for completion in completions]
 
-    def _check(self, answers: Any, prompts: Sequence[Sequence[int]]) -> None:
-        engine = type(self.engine).__name__
-        if not isinstance(answers, (list, tuple)) or len(answers) != len(prompts):
-            got = f"{len(answers)} answers" if isinstance(answers, (list, tuple)) else repr(answers)[:80]
-            raise RolloutError(f"{engine} gave {got} to {len(prompts)} prompts; generate() returns a list of one each")
-        for number, answer in enumerate(answers):
-            if not isinstance(answer, Answer):
-                raise RolloutError(f"{engine} gave {answer!r:.80} to prompt {number}; generate() returns Answers")
-            if len(answer.token_ids) != len(answer.log_probs):
+    def _check(self, completions: Any, prompts: Sequence[Sequence[int]]) -> None:
+        returned = f"{type(self.engine).__name__}.generate() returned"
+        if not isinstance(completions, (list, tuple)) or len(completions) != len(prompts):
+            counted = isinstance(completions, (list, tuple))
+            what = f"{len(completions)} completions" if counted else repr(completions)[:80]
+            raise RolloutError(f"{returned} {what} for {len(prompts)} prompts; expected a list of one Completion each")
+        for number, completion in enumerate(completions):
+            where = f"for prompt {number}"
+            if not isinstance(completion, Completion):
+                raise RolloutError(f"{returned} {completion!r:.80} {where}; expected a Completion")
+            tokens, log_probs = len(completion.token_ids), len(completion.log_probs)
+            if tokens != log_probs:
                 raise RolloutError(
-                    f"{engine} gave {len(answer.token_ids)} tokens and {len(answer.log_probs)} log_probs to prompt "
-                    f"{number}; each token has one"
+                    f"{returned} {tokens} token_ids and {log_probs} log_probs {where}; expected one log-prob per token"
                 )
-            if answer.finish_reason not in ("stop", "length"):
+            if completion.finish_reason not in ("stop", "length"):
                 raise RolloutError(
-                    f"{engine} gave finish_reason={answer.finish_reason!r} to prompt {number}: it is 'stop' or 'length'"
+                    f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop' or 'length'"
                 )
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Free the device's memory, for a trainer on the same device."""
+        """Free device memory for a trainer on the same device."""
         if not self.engine.keeps_weights:
             self.weight_version = None
         self.engine.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def wake_up(self) -> None:
-        """Take the device's memory back."""
+        """Take the device memory back."""
         self.engine.wake_up()
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
-        """`sleep` under the name that train groups have for it."""
+        """`sleep`, under the name that train groups use."""
         self.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
-        """`wake_up` under the name that train groups have for it."""
+        """`wake_up`, under the name that train groups use."""
         self.wake_up()

@@ -1,4 +1,4 @@
-"""Advantages: by how much an answer, or a token of it, was better than was to be expected."""
+"""Advantages: how much better a completion, or one of its tokens, was than expected."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 def group_advantages(
     rewards: torch.Tensor, group_ids: torch.Tensor, *, divide_by_std: bool = True, eps: float = 1e-6
 ) -> torch.Tensor:
-    """GRPO: an answer's reward beside those of the other answers to the same prompt (Shao et al. 2024, arXiv
-    2402.03300). A group must be whole: where its rows are on several ranks, gather rewards and ids first.
+    """GRPO: a completion's reward relative to the other completions of the same prompt (Shao et al. 2024, arXiv
+    2402.03300). A group must be complete: if its rows are on several ranks, gather rewards and ids first.
 
     Args:
-        rewards: (B,), of whole answers.
+        rewards: (B,), of whole completions.
         group_ids: (B,) integers, in any order.
-        divide_by_std: divide by the group's standard deviation (of a sample: n - 1) plus ``eps``; otherwise only the
-            group's mean is taken off (Liu et al. 2025, arXiv 2503.20783, say why).
-        eps: keeps groups of equal rewards from dividing by 0, in the unit of the rewards.
+        divide_by_std: divide by the group's standard deviation (of a sample: n - 1) plus ``eps``; otherwise only
+            subtract the group's mean (for the reason see Liu et al. 2025, arXiv 2503.20783).
+        eps: avoids a division by 0 in groups of equal rewards; in units of reward.
 
     Returns:
         (B,) float32; 0 in groups of one and in groups of equal rewards.
@@ -26,10 +26,10 @@ def group_advantages(
     """
     if rewards.dim() != 1 or group_ids.shape != rewards.shape:
         raise ValueError(
-            f"group_advantages: rewards is {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)}; both are "
-            "(rows,)"
+            f"group_advantages: rewards is {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)}; expected "
+            "(rows,) for both"
         )
-    # In float64 the mean of equal rewards is that reward, and what is left over is no signal even after the division.
+    # In float64, rounding errors in groups of equal rewards stay negligible even after the division.
     rewards = rewards.double()
     groups, of_row = group_ids.unique(return_inverse=True)
     zeros = rewards.new_zeros(len(groups))
@@ -44,16 +44,16 @@ def group_advantages(
 def token_rewards(
     rewards: torch.Tensor, loss_mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0
 ) -> torch.Tensor:
-    """Each token's own reward: the answer's at its last counted token, less what straying from the reference costs.
+    """Per-token rewards: the completion's reward at its last counted token, minus the KL penalty at each token.
 
     Args:
-        rewards: (B,), of whole answers.
+        rewards: (B,), of whole completions.
         loss_mask: (B, T), not 0 for tokens that count.
         kl: (B, T), an estimate of the KL divergence from the reference at each token, see `losses.kl_estimate`.
-        kl_coef: what a nat of it costs, in units of reward.
+        kl_coef: penalty per nat, in units of reward.
 
     Returns:
-        (B, T) float32, 0 at tokens that do not count. A row without any has no reward.
+        (B, T) float32, 0 at tokens that do not count. A row without such tokens has no reward.
     """
     counts = loss_mask != 0
     last = counts & (counts.flip(1).cumsum(1).flip(1) == 1)
@@ -66,23 +66,23 @@ def token_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, loss_mask: torch.Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) along the tokens that count.
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438) over the tokens that count.
 
-    The value at t is what was expected before token t was chosen, so that after token t the next counted token's value
-    is expected, and 0 after the last. Tokens that do not count between others (a tool's answer) take no part.
+    The value at t is the expected return before token t was chosen. The successor of a token is the next counted token;
+    the value after the last one is 0. Tokens in between that do not count (a tool's output) are skipped.
 
     Args:
-        rewards: (B, T), each token's own; see `token_rewards`.
+        rewards: (B, T), per token; see `token_rewards`.
         values: (B, T).
         loss_mask: (B, T), not 0 for tokens that count.
-        gamma: discount for each token.
-        lam: how far to trust rewards that came (1) above values (0).
+        gamma: discount per token.
+        lam: 1 relies on rewards, 0 on values.
 
     Returns:
-        Advantages and returns (what the values should have been), both (B, T) float32, 0 at tokens that do not count.
+        Advantages and returns (targets of the values), both (B, T) float32, 0 at tokens that do not count.
     """
     counts = loss_mask != 0
-    # Counted tokens to the front, so that the next one stands next.
+    # Move counted tokens to the front, so that each one's successor is adjacent.
     order = counts.int().argsort(dim=1, descending=True, stable=True)
     inside = counts.gather(1, order)
     reward = torch.where(inside, rewards.float().gather(1, order), 0.0)
@@ -95,22 +95,23 @@ def gae(
 
 
 def discounted_sums(x: torch.Tensor, discount: float) -> torch.Tensor:
-    """Each entry plus the discounted sum of those after it, along dim 1, in log2(T) additions of whole tensors.
+    """Discounted suffix sums along dim 1, in log2(T) additions of whole tensors.
 
     Args:
         x: (B, T).
-        discount: factor for each step.
+        discount: factor per step.
     """
     reach = 1
     while reach < x.shape[1]:
-        # x[t] is the sum of `reach` entries from t on; with that of the next `reach` entries it is of twice as many.
+        # x[t] is the sum of `reach` entries from t on. Adding the sum of the next `reach` entries doubles the reach.
         x = torch.cat([x[:, :-reach] + discount**reach * x[:, reach:], x[:, -reach:]], 1)
         reach *= 2
     return x
 
 
 def moments(x: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """(3,) float64: how many entries count, their sum, the sum of their squares. Sum it over ranks for `whiten`."""
+    """Return (3,) float64: number of entries that count, their sum, and the sum of their squares. Sum it over the ranks
+    for `whiten`."""
     counted = x[loss_mask != 0].double()
     return torch.stack([counted.new_tensor(float(len(counted))), counted.sum(), counted.square().sum()])
 
@@ -118,13 +119,13 @@ def moments(x: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
 def whiten(
     x: torch.Tensor, loss_mask: torch.Tensor, sums: torch.Tensor, *, keep_mean: bool = False, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Bring the entries that count to mean 0 and variance 1.
+    """Normalize the entries that count to mean 0 and variance 1.
 
     Args:
         x: this rank's entries.
         loss_mask: of the same shape, not 0 for entries that count.
         sums: `moments`, summed over all ranks.
-        keep_mean: change the variance alone.
+        keep_mean: normalize only the variance.
         eps: added to the variance (of the population: n).
 
     Returns:

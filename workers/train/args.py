@@ -1,14 +1,24 @@
-"""TrainArgs: every key of a training run's configuration, with its type, default and meaning.
+"""TrainArgs: every key of a training run's configuration, with its type, default and meaning; and `read_args`, which
+turns what users have (an OmegaConf config, a mapping, a Namespace) into a complete and checked configuration.
 
-`workers.train.read_args` makes a complete and checked configuration of what a user has. The table of all keys is in
-ARGUMENTS.md beside this file; ``python -m workers.train.args`` prints it.
+The table of all keys is in ARGUMENTS.md beside this file; ``python -m workers.train.args`` prints it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import importlib
+import math
+import operator
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
+
+from single_controller import SingleControllerError
+
+ROLES = ("actor", "critic")
 
 
 def _key(
@@ -21,7 +31,7 @@ def _key(
     most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    limits = {"from": least, "above": above, "at most": most, "below": below}
+    limits = {"of at least": least, "above": above, "at most": most, "below": below}
     metadata = {"meaning": meaning, "choices": choices, "limits": limits}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -30,175 +40,369 @@ def _key(
 
 @dataclass
 class TrainArgs:
-    """The keys; see each one's meaning."""
+    """The keys of a configuration. ARGUMENTS.md is generated from them."""
 
     # model
     hf_checkpoint: str | None = _key(
-        None, "folder (or hub name) of a Hugging Face model: its config, its tokenizer, and its weights to begin with"
+        None, "folder or hub name of a Hugging Face model: its config, its tokenizer and the initial weights"
     )
     hf_config: dict[str, Any] | None = _key(
-        None, "a Hugging Face config as a dict with `model_type`, instead of hf_checkpoint: random weights from `seed`"
+        None,
+        "instead of hf_checkpoint: a Hugging Face config as a dict with `model_type`, with random weights from `seed`",
     )
-    model_name: str | None = _key(None, "the kind of model; by default the config's `model_type`")
+    model_name: str | None = _key(None, "expected `model_type` of the model; another one is an error")
     vocab_size: int | None = _key(
         None,
-        "tokens; by default the tokenizer's length, or without a tokenizer the config's. Set, ids of rollout data are "
-        "below it; else they are tokens that the model has",
+        "vocabulary size; by default the tokenizer's length, or the config's without a tokenizer. If set, token ids of "
+        "rollout data must be below it; otherwise below the model's own size",
         least=1,
     )
     trust_remote_code: bool = _key(False, "whether code that comes with hf_checkpoint may run")
-    param_dtype: str = _key("fp32", "dtype that the model computes in", choices=("fp32", "bf16", "fp16"))
-    seed: int = _key(1234, "of random weights, of dropout, and of the rollout's samples unless rollout_seed is set")
-    gradient_checkpointing: bool = _key(False, "compute activations again in the backward pass instead of keeping them")
+    param_dtype: str = _key("fp32", "dtype of the model's computation", choices=("fp32", "bf16", "fp16"))
+    seed: int = _key(1234, "seed of random weights, of dropout, and of sampling unless rollout_seed is set")
+    gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass instead of storing them")
 
     # backend and parallelism
-    train_backend: str = _key("fsdp", "which worker trains", choices=("fsdp", "megatron"))
-    tensor_model_parallel_size: int = _key(1, "megatron: ranks that share each layer", least=1)
-    pipeline_model_parallel_size: int = _key(1, "megatron: ranks that share the stack of layers", least=1)
-    use_distributed_optimizer: bool = _key(False, "megatron: whether the dp ranks share the optimizer's state")
-    megatron_to_hf_mode: str = _key(
-        "raw", "megatron: how weights get Hugging Face's names; `raw` is this library's own table", choices=("raw",)
-    )
-    megatron_overrides: dict[str, Any] = _key({}, "megatron: fields of its TransformerConfig to set")
+    train_backend: str = _key("fsdp", "training backend", choices=("fsdp", "megatron"))
+    tensor_model_parallel_size: int = _key(1, "megatron: tensor parallel size", least=1)
+    pipeline_model_parallel_size: int = _key(1, "megatron: pipeline parallel size", least=1)
+    use_distributed_optimizer: bool = _key(False, "megatron: shard the optimizer state over the dp ranks")
+    megatron_to_hf_mode: str = _key("raw", "accepted for slime's command lines, no effect", choices=("raw",))
+    megatron_overrides: dict[str, Any] = _key({}, "megatron: fields of TransformerConfig to override")
     fsdp_shard_size: int | None = _key(
-        None, "fsdp: ranks that share one copy of the model; fewer than all makes it HSDP", least=1
+        None, "fsdp: ranks that shard one copy of the model; fewer than all ranks means HSDP", least=1
     )
-    fsdp_reduce_dtype: str = _key("fp32", "fsdp: dtype that gradients are summed in", choices=("fp32", "bf16", "fp16"))
-    fsdp_cpu_offload: bool = _key(False, "fsdp: keep parameters and optimizer on the host, always")
+    fsdp_reduce_dtype: str = _key("fp32", "fsdp: dtype of the gradient reduction", choices=("fp32", "bf16", "fp16"))
+    fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
 
     # optimizer
     lr: float = _key(1e-6, "learning rate", least=0)
     min_lr: float = _key(0.0, "learning rate at the end of the decay", least=0)
-    lr_warmup_iters: int = _key(0, "steps of the optimizer in which the learning rate rises to lr", least=0)
-    lr_decay_style: str = _key("constant", "course after the warm-up", choices=("constant", "linear", "cosine"))
+    lr_warmup_iters: int = _key(0, "optimizer steps of linear warm-up to lr", least=0)
+    lr_decay_style: str = _key("constant", "schedule after the warm-up", choices=("constant", "linear", "cosine"))
     lr_decay_iters: int | None = _key(
-        None, "step at which min_lr is reached; by default that of the last rollout", least=1
+        None, "optimizer step at which min_lr is reached; by default the last one of the run", least=1
     )
-    adam_beta1: float = _key(0.9, "AdamW's decay of the first moment", least=0, below=1)
-    adam_beta2: float = _key(0.999, "AdamW's decay of the second moment", least=0, below=1)
+    adam_beta1: float = _key(0.9, "AdamW's beta1", least=0, below=1)
+    adam_beta2: float = _key(0.999, "AdamW's beta2", least=0, below=1)
     adam_eps: float = _key(1e-8, "AdamW's epsilon", least=0)
-    weight_decay: float = _key(0.0, "AdamW's decoupled weight decay; megatron leaves norms and biases out", least=0)
-    clip_grad: float = _key(1.0, "largest norm of the whole gradient; 0 for no clipping", least=0)
+    weight_decay: float = _key(0.0, "AdamW's decoupled weight decay; megatron excludes norms and biases", least=0)
+    clip_grad: float = _key(1.0, "maximum norm of the whole gradient; 0 disables clipping", least=0)
 
     # algorithm
     advantage_estimator: str = _key(
-        "grpo", "grpo: rewards compared within their group; gae: by a critic (PPO)", choices=("grpo", "gae")
+        "grpo", "grpo: rewards relative to their group; gae: with a critic (PPO)", choices=("grpo", "gae")
     )
-    grpo_std_normalization: bool = _key(True, "grpo: whether advantages are divided by the group's standard deviation")
-    normalize_advantages: bool = _key(True, "gae: whether advantages are whitened over all tokens of a rollout")
-    gamma: float = _key(1.0, "gae: discount for each token", least=0, most=1)
+    grpo_std_normalization: bool = _key(True, "grpo: divide advantages by the group's standard deviation")
+    normalize_advantages: bool = _key(True, "gae: whiten advantages over all tokens of a rollout")
+    gamma: float = _key(1.0, "gae: discount per token", least=0, most=1)
     gae_lambda: float = _key(0.95, "gae: lambda", least=0, most=1)
-    eps_clip: float = _key(0.2, "how far below 1 the ratio to the old policy counts", least=0)
-    eps_clip_high: float | None = _key(None, "how far above 1; by default eps_clip", least=0)
-    value_clip: float = _key(
-        0.2, "critic: how far values may move from the old ones in one step; 0 for no limit", least=0
+    eps_clip: float = _key(0.2, "PPO clip of the policy ratio below 1", least=0)
+    eps_clip_high: float | None = _key(None, "PPO clip of the policy ratio above 1; by default eps_clip", least=0)
+    value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
+    kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
+    kl_loss_type: str = _key("k3", "estimator of the KL divergence in the loss", choices=("k1", "k2", "k3"))
+    kl_coef: float = _key(
+        0.0, "gae: weight of the KL divergence (k1) that is subtracted from each token's reward", least=0
     )
-    kl_loss_coef: float = _key(0.0, "weight of the divergence from the reference in the loss", least=0)
-    kl_loss_type: str = _key("k3", "its estimator", choices=("k1", "k2", "k3"))
-    kl_coef: float = _key(0.0, "gae: weight of the divergence (k1) that is taken off each token's reward", least=0)
-    entropy_coef: float = _key(0.0, "weight of the entropy, which the loss rewards")
+    entropy_coef: float = _key(0.0, "weight of the entropy bonus")
     loss_aggregation: str = _key(
-        "token", "mean over all tokens, or over the answers' means", choices=("token", "sequence")
+        "token",
+        "token: mean over all tokens; sequence: mean over the completions' means",
+        choices=("token", "sequence"),
     )
-    num_steps_per_rollout: int = _key(1, "steps of the optimizer that one rollout's rows are dealt to", least=1)
-    ppo_epochs: int = _key(1, "times that a rollout is gone through", least=1)
-    use_rollout_logprobs: bool = _key(False, "whether old log-probabilities are the rollout's, not computed again")
-    temperature: float = _key(1.0, "logits are divided by it, in training and in rollouts", above=0)
+    num_steps_per_rollout: int = _key(1, "optimizer steps per rollout; each gets a part of the rows", least=1)
+    ppo_epochs: int = _key(1, "passes over each rollout", least=1)
+    use_rollout_logprobs: bool = _key(False, "take old log-probabilities from the rollout instead of computing them")
+    temperature: float = _key(1.0, "sampling temperature, in training and in rollouts", above=0)
     keep_old_actor: bool = _key(
-        False, "keep the weights that the rollout has, and compute old log-probabilities by them"
+        False, "keep the weights that the rollout workers have, and compute old log-probabilities with them"
     )
 
     # batches
-    max_tokens_per_micro_batch: int = _key(8192, "tokens that go through the model at once, padding included", least=1)
-    balance_data: bool = _key(False, "whether rows are dealt so that all dp ranks have about as many tokens")
+    max_tokens_per_micro_batch: int = _key(8192, "maximum number of tokens per micro-batch, padding included", least=1)
+    balance_data: bool = _key(False, "assign rows so that all dp ranks have about as many tokens")
     rollout_data_postprocess_path: str | None = _key(
         None,
-        "dotted path of a function (args, rollout data) -> rollout data, run on each rank's rows before training; "
-        "with gae it leaves the rows themselves as they are, for values were computed of them",
+        "dotted path of a function (args, rollout data) -> rollout data, called on each rank's rows before training; "
+        "with gae it must not change, move or drop rows, because values were computed from them",
     )
 
     # checkpoints
-    load: str | None = _key(None, "folder of checkpoints to go on from: its latest, if it has one")
+    load: str | None = _key(None, "folder of checkpoints to continue from: the latest, if there is one")
     ckpt_step: int | None = _key(
-        None, "rollout id of the checkpoint in load to go on from; by default the latest", least=0
+        None, "rollout id of the checkpoint in load to continue from; by default the latest", least=0
     )
-    save: str | None = _key(None, "folder that save_model writes checkpoints into")
-    save_interval: int | None = _key(None, "rollouts between two checkpoints, for the driver's script", least=1)
+    save: str | None = _key(None, "folder for save_model's checkpoints")
+    save_interval: int | None = _key(None, "rollouts between checkpoints, for the driver's script", least=1)
     async_save: bool = _key(False, "write checkpoints in the background")
-    save_hf: str | None = _key(
-        None, "folder for save_model to export to as a Hugging Face model; {rollout_id} in it is replaced"
-    )
-    no_load_optim: bool = _key(False, "take the weights of a checkpoint, not its optimizer and step")
-    ref_load: str | None = _key(None, "Hugging Face folder of the reference; by default the weights to begin with")
-    critic_load: str | None = _key(None, "load, for the critic role; by default the folder critic in load")
-    critic_save: str | None = _key(None, "save, for the critic role; by default the folder critic in save")
-    critic_save_hf: str | None = _key(None, "save_hf, for the critic role; by default the folder critic in save_hf")
+    save_hf: str | None = _key(None, "folder for save_model's Hugging Face export; {rollout_id} in it is replaced")
+    no_load_optim: bool = _key(False, "load only the weights of a checkpoint, not the optimizer state and step")
+    ref_load: str | None = _key(None, "Hugging Face folder of the reference model; by default the initial weights")
+    critic_load: str | None = _key(None, "load, for the critic role; by default the folder `critic` in load")
+    critic_save: str | None = _key(None, "save, for the critic role; by default the folder `critic` in save")
+    critic_save_hf: str | None = _key(None, "save_hf, for the critic role; by default the folder `critic` in save_hf")
     critic_lr: float | None = _key(None, "lr, for the critic role; by default lr", least=0)
     critic_lr_warmup_iters: int = _key(0, "lr_warmup_iters, for the critic role", least=0)
 
     # weights to the rollout
-    update_weights_interval: int = _key(
-        1, "rollouts between two updates of the rollout's weights, for the driver's script", least=1
-    )
+    update_weights_interval: int = _key(1, "rollouts between weight updates, for the driver's script", least=1)
     update_weights_transport: str = _key(
         "store",
-        "how weights travel: through Ray's object store, by a process group of their own, by files, or from memory "
-        "to memory, for rollout workers on the train ranks' own devices",
+        "transport of weight updates: Ray's object store, a process group, files, or device memory for rollout "
+        "workers on the train ranks' own devices",
         choices=("store", "group", "disk", "device"),
     )
-    update_weights_bucket_bytes: int = _key(64 * 2**20, "bytes that are sent at once", least=1)
+    update_weights_bucket_bytes: int = _key(64 * 2**20, "size of a bucket in bytes", least=1)
     update_weights_disk_dir: str | None = _key(None, "disk: a folder that train and rollout workers share")
     enable_weights_backuper: bool = _key(
-        True, "keep named copies of the weights on the host; without, with_ref and keep_old_actor are refused"
+        True, "keep named copies of the weights in host memory; with_ref and keep_old_actor need it"
     )
 
     # memory
     offload_train: bool = _key(
         False,
-        "for the driver's script: train workers give their device's memory away between steps, by offload() and "
-        "onload(); on megatron with CUDA it loads torch_memory_saver too",
+        "for the driver's script: offload() the train workers between steps and onload() them; on megatron with CUDA "
+        "it also loads torch_memory_saver",
     )
     train_memory_margin_bytes: int = _key(
-        1 << 30, "device memory that must be free after training wakes up; less is warned of", least=0
+        1 << 30, "warn if less device memory than this is free after onload()", least=0
     )
-    colocate: bool = _key(False, "train and rollout workers share their devices, in turn")
+    colocate: bool = _key(False, "train and rollout workers take turns on the same devices")
 
     # placement
-    actor_num_nodes: int = _key(1, "nodes of the actor", least=1)
-    actor_num_gpus_per_node: int = _key(2, "ranks of the actor on each (without CUDA: CPU slots)", least=1)
+    actor_num_nodes: int = _key(1, "number of nodes of the actor", least=1)
+    actor_num_gpus_per_node: int = _key(2, "ranks of the actor per node (CPU slots without CUDA)", least=1)
     critic_num_nodes: int | None = _key(
-        None, "nodes of the critic; by default the actor's; it has as many ranks", least=1
+        None, "number of nodes of the critic; by default the actor's. Both must have as many ranks", least=1
     )
-    critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic on each; by default the actor's", least=1)
-    rollout_num_workers: int = _key(1, "rollout workers", least=1)
+    critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic per node; by default the actor's", least=1)
+    rollout_num_workers: int = _key(1, "number of rollout workers", least=1)
 
     # rollout
-    num_rollout: int = _key(1, "rollouts of the run: its learning rate decays over them", least=1)
-    rollout_batch_size: int = _key(8, "prompts of a rollout, for the driver's script", least=1)
-    n_samples_per_prompt: int = _key(8, "answers to each, for the driver's script", least=1)
-    rollout_max_response_len: int = _key(16, "tokens of an answer, at most", least=1)
-    rollout_top_p: float = _key(1.0, "answers are drawn from the likeliest tokens of this probability", above=0, most=1)
-    rollout_top_k: int = _key(0, "answers are drawn from this many likeliest tokens; 0 for all", least=0)
+    num_rollout: int = _key(1, "number of rollouts; the learning rate decays over them", least=1)
+    rollout_batch_size: int = _key(8, "prompts per rollout, for the driver's script", least=1)
+    n_samples_per_prompt: int = _key(8, "completions per prompt, for the driver's script", least=1)
+    rollout_max_response_len: int = _key(16, "maximum length of a completion, in tokens", least=1)
+    rollout_top_p: float = _key(1.0, "sample from the most likely tokens with this total probability", above=0, most=1)
+    rollout_top_k: int = _key(0, "sample from this many of the most likely tokens; 0 for all", least=0)
     rollout_stop_token_ids: list[int] | None = _key(
         None,
-        "an answer ends with one of them; by default with the tokens that end a text of hf_checkpoint, if it is set",
+        "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
     )
-    rollout_seed: int | None = _key(None, "of the rollout's samples, for the driver's script; by default seed")
-    debug_rollout_only: bool = _key(False, "make no train workers' model: their methods do nothing")
+    rollout_seed: int | None = _key(None, "seed of sampling, for the driver's script; by default seed")
+    debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
 
     # run
-    distributed_timeout_minutes: float = _key(10.0, "a collective that takes longer has failed", above=0)
-    train_env_vars: dict[str, str] = _key({}, "environment of the train workers")
-    use_routing_replay: bool = _key(False, "set ENABLE_ROUTING_REPLAY=1 for the actor role")
-    profile_step_start: int | None = _key(None, "first rollout id that torch's profiler records", least=0)
-    profile_step_end: int | None = _key(None, "the one after the last", least=0)
-    profile_dir: str | None = _key(None, "folder for its Chrome traces, one for each role and rank")
-    tensorboard_dir: str | None = _key(None, "folder for TensorBoard's event files, for the driver's script")
-    user: dict[str, Any] = _key({}, "yours: anything")
+    distributed_timeout_minutes: float = _key(10.0, "timeout of collectives", above=0)
+    train_env_vars: dict[str, str] = _key({}, "environment variables of the train workers")
+    use_routing_replay: bool = _key(False, "accepted for slime's command lines, no effect")
+    profile_step_start: int | None = _key(None, "first rollout id to record with torch's profiler", least=0)
+    profile_step_end: int | None = _key(None, "rollout id after the last one to record", least=0)
+    profile_dir: str | None = _key(None, "folder for the profiler's Chrome traces, one per role and rank")
+    tensorboard_dir: str | None = _key(None, "folder for TensorBoard event files, for the driver's script")
+    user: dict[str, Any] = _key({}, "your own keys")
+
+
+class TrainArgsError(SingleControllerError, ValueError):
+    """A key of the configuration does not exist, or its value has the wrong type or is out of range."""
+
+
+def read_args(given: Any = None) -> Any:
+    """Complete and check a configuration.
+
+    Args:
+        given: an OmegaConf config or a mapping with keys of `TrainArgs`; or a Namespace (any object with attributes),
+            whose other attributes pass through with one warning; or None for the defaults.
+
+    Returns:
+        An OmegaConf ``DictConfig`` with every key of `TrainArgs` as an attribute. Other attributes are errors.
+
+    Raises:
+        TrainArgsError: a key is unknown (the message has the closest one), or a value has the wrong type or is out of
+            range.
+    """
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    known = {item.name: item for item in dataclasses.fields(TrainArgs)}
+    values, extras = _split(given, known)
+    args = OmegaConf.structured(TrainArgs)
+    hints = get_type_hints(TrainArgs)
+    for name, value in values.items():
+        wanted = hints[name]
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        try:
+            args[name] = float(value) if is_number and wanted in (float, float | None) else value
+        except OmegaConfBaseException as error:
+            raise TrainArgsError(
+                f"args.{name}={value!r}: expected {type_name(wanted)} ({_first_line(error)})"
+            ) from None
+    for name, item in known.items():
+        _check_value(name, item, args[name])
+    _check_together(args)
+    made = DictConfig({**{name: args._get_node(name) for name in known}}, flags={"allow_objects": True})
+    for name, value in extras.items():
+        made[name] = value
+    OmegaConf.set_struct(made, True)
+    OmegaConf.set_struct(made.user, False)
+    return made
+
+
+def role_args(args: Any, role: str) -> Any:
+    """Return the configuration as a role sees it: for the critic, ``critic_*`` keys replace the general ones.
+
+    Args:
+        args: what `read_args` returned.
+        role: "actor" or "critic".
+    """
+    from omegaconf import OmegaConf
+
+    seen = OmegaConf.create(args)
+    if role == "critic":
+        with_struct_off = seen.copy()
+        for own, general in (("critic_load", "load"), ("critic_save", "save"), ("critic_save_hf", "save_hf")):
+            beside = None if args[general] is None else f"{args[general]}/critic"
+            with_struct_off[general] = beside if args[own] is None else args[own]
+        with_struct_off.lr = args.lr if args.critic_lr is None else args.critic_lr
+        with_struct_off.lr_warmup_iters = args.critic_lr_warmup_iters
+        return with_struct_off
+    return seen
+
+
+def actor_size(args: Any) -> tuple[int, int]:
+    """Return the number of nodes of the actor, and its ranks per node."""
+    return args.actor_num_nodes, args.actor_num_gpus_per_node
+
+
+def critic_size(args: Any) -> tuple[int, int]:
+    """Return the number of nodes of the critic, and its ranks per node."""
+    nodes, per_node = actor_size(args)
+    return args.critic_num_nodes or nodes, args.critic_num_gpus_per_node or per_node
+
+
+def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    from omegaconf import DictConfig, OmegaConf
+
+    if given is None:
+        return {}, {}
+    if isinstance(given, TrainArgs):
+        return {name: getattr(given, name) for name in known}, {}
+    if isinstance(given, (DictConfig, Mapping)):
+        passed = isinstance(given, DictConfig) and given._get_flag("allow_objects")
+        items = {str(key): given[key] for key in given}
+        if unknown := [name for name in items if name not in known]:
+            if passed:  # a result of `read_args`, originally from a Namespace
+                return {k: v for k, v in items.items() if k in known}, {k: items[k] for k in unknown}
+            close = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "; put your own keys under 'user'"
+            raise TrainArgsError(f"args has no key {unknown[0]!r}{hint}")
+        return items, {}
+    if isinstance(given, (str, int, float, list, tuple)) or not hasattr(given, "__dict__"):
+        raise TrainArgsError(f"args must be an OmegaConf config, a mapping or a Namespace, got {given!r}")
+    items = {name: value for name, value in vars(given).items() if not name.startswith("_")}
+    extras = {name: value for name, value in items.items() if name not in known}
+    if extras:
+        names = ", ".join(sorted(extras))
+        warnings.warn(f"args: unknown attributes are passed through unchecked: {names}", stacklevel=4)
+    plain = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in items.items()}
+    return {name: value for name, value in plain.items() if name in known}, extras
+
+
+_WITHIN = {"of at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+
+
+def _check_value(name: str, item: dataclasses.Field[Any], value: Any) -> None:
+    choices = item.metadata["choices"]
+    if value is None:
+        return
+    if choices and value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TrainArgsError(f"args.{name}={value!r}: expected one of {', '.join(map(repr, choices))}{hint}")
+    limits = {word: limit for word, limit in item.metadata["limits"].items() if limit is not None}
+    if not all(_WITHIN[word](value, limit) for word, limit in limits.items()):
+        said = " and ".join(f"{word} {limit}" for word, limit in limits.items())
+        raise TrainArgsError(f"args.{name}={value!r}: expected a number {said}")
+
+
+def _check_together(args: Any) -> None:
+    if args.hf_checkpoint is not None and args.hf_config is not None:
+        raise TrainArgsError("args.hf_checkpoint and args.hf_config are both set; set only one of them")
+    if args.hf_config is not None and "model_type" not in args.hf_config:
+        raise TrainArgsError("args.hf_config has no 'model_type', such as 'llama'")
+    if args.keep_old_actor and not args.enable_weights_backuper:
+        raise TrainArgsError(
+            "args.keep_old_actor needs enable_weights_backuper=True, which keeps the copy of the weights"
+        )
+    if args.update_weights_transport == "disk" and not args.update_weights_disk_dir:
+        raise TrainArgsError("args.update_weights_transport='disk' needs update_weights_disk_dir")
+    for name in ("save_hf", "critic_save_hf"):
+        try:
+            str(args[name] or "").format(rollout_id=0)
+        except (LookupError, ValueError) as error:
+            raise TrainArgsError(
+                f"args.{name}={args[name]!r}: the only placeholder is {{rollout_id}} ({type(error).__name__}: {error})"
+            ) from None
+    if (args.profile_step_start is None) != (args.profile_step_end is None):
+        raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
+    if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
+        raise TrainArgsError(
+            f"args.profile_step_end={args.profile_step_end}: expected a rollout id above "
+            f"profile_step_start={args.profile_step_start}"
+        )
+    for warmup in ("lr_warmup_iters", "critic_lr_warmup_iters"):
+        if args.lr_decay_style != "constant" and (args.lr_decay_iters or args[warmup]) < args[warmup]:
+            raise TrainArgsError(
+                f"args.lr_decay_iters={args.lr_decay_iters} is less than {warmup}={args[warmup]}; the decay "
+                "ends at lr_decay_iters, counted from the first step of the warm-up"
+            )
+    if args.train_backend == "fsdp" and args.param_dtype == "fp16":
+        raise TrainArgsError("args.param_dtype='fp16': use 'bf16' or 'fp32' with fsdp, which does not scale the loss")
+    if args.kl_coef and args.advantage_estimator != "gae":
+        raise TrainArgsError(
+            f"args.kl_coef={args.kl_coef} needs advantage_estimator='gae'; kl_loss_coef is the weight of the KL "
+            "divergence in the loss"
+        )
+    actor, critic = actor_size(args), critic_size(args)
+    if args.advantage_estimator == "gae" and math.prod(actor) != math.prod(critic):
+        raise TrainArgsError(
+            f"args.critic_num_nodes * critic_num_gpus_per_node is {math.prod(critic)}, but actor_num_nodes * "
+            f"actor_num_gpus_per_node is {math.prod(actor)}; actor and critic need the same number of ranks"
+        )
+    if args.profile_step_start is not None and not args.profile_dir:
+        raise TrainArgsError("args.profile_step_start needs profile_dir")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def function_at(path: str, key: str) -> Callable[..., Any]:
+    """Import the function ``package.module.name``.
+
+    Args:
+        path: its dotted path.
+        key: the configuration's key, for the message.
+
+    Raises:
+        TrainArgsError: there is no such module or function.
+    """
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise TrainArgsError(f"args.{key}={path!r}: expected a dotted path such as 'my_package.my_module.my_function'")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise TrainArgsError(f"args.{key}={path!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise TrainArgsError(f"args.{key}={path!r} is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
 
 
 def table() -> str:
-    """Every key as a Markdown table: type, default and meaning."""
+    """Return all keys as a Markdown table: type, default and meaning."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     hints = get_type_hints(TrainArgs)
     for item in dataclasses.fields(TrainArgs):
@@ -213,7 +417,7 @@ def table() -> str:
 
 
 def type_name(hint: Any) -> str:
-    """A type as a reader would say it."""
+    """Return the readable name of a type."""
     if hint is type(None):
         return "None"
     if hasattr(hint, "__args__") and str(hint).find("|") >= 0:

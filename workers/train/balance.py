@@ -1,4 +1,4 @@
-"""An order of rows in which ranks that get equal numbers of rows get about equal numbers of tokens."""
+"""Order rows so that shards with equal numbers of rows have about equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from typing import Any
 from dispatch.rows import share_rows
 from workers.train.rollout_data import rows_of
 
-_EXCHANGES = 4  # for each part: the rows are laid out well already, and more gain little
+_EXCHANGES = 4  # per part; the greedy assignment is already good, and more exchanges gain little
 
 
 def balanced_order(lengths: Sequence[int], parts: int) -> list[int]:
-    """Order rows so that the library's "ragged" cut into ``parts`` gives each about as many tokens.
+    """Order rows so that "ragged" sharding into ``parts`` gives each shard about as many tokens.
 
-    Longest first, each row goes to the part that has the fewest tokens and has room; then rows of the fullest part are
-    exchanged with others as long as that helps. The fullest part never has more than without reordering: where nothing
-    better was found, the rows stay as they are. The same lengths always give the same order.
+    Longest first, each row goes to the shard with the fewest tokens that has room. Then rows of the largest shard are
+    exchanged with others while that helps. The largest shard never has more tokens than in the given order; if nothing
+    better is found, that order is kept. The result is deterministic.
 
     Args:
-        lengths: tokens of each row.
-        parts: how many parts the rows are then cut into.
+        lengths: number of tokens of each row.
+        parts: number of shards.
 
     Returns:
-        A permutation: the row that stands first, the one that stands second, and so on. Within a part rows keep their
-        order.
+        A permutation of the rows. Rows of one shard keep their order.
 
     Raises:
-        ValueError: ``parts`` is not from 1.
+        ValueError: ``parts`` is less than 1.
     """
     if parts < 1:
-        raise ValueError(f"balanced_order: parts={parts!r}; it is from 1")
+        raise ValueError(f"balanced_order: parts={parts!r}; expected at least 1")
     lengths = [int(length) for length in lengths]
     shares = share_rows(len(lengths), parts, "ragged")
     as_they_are = [list(range(*share.ranges[0])) for share in shares]
@@ -43,7 +42,7 @@ def balanced_order(lengths: Sequence[int], parts: int) -> list[int]:
 
 
 def balanced_rows(data: Any, parts: int) -> Any:
-    """Rollout data in that order, by the real tokens of each row."""
+    """Return rollout data in the order of `balanced_order`, counting the real tokens of each row."""
     return rows_of(data, balanced_order(data["attention_mask"].bool().sum(1).tolist(), parts))
 
 
@@ -63,7 +62,7 @@ def _fill(lengths: Sequence[int], room: Sequence[int]) -> list[list[int]]:
 
 
 def _exchange(lengths: Sequence[int], parts: list[list[int]]) -> list[list[int]]:
-    """Exchange a row of the fullest part with one of the emptiest while that brings them closer together."""
+    """Exchange rows between the largest and the smallest part while that reduces their difference."""
     tokens = [sum(lengths[row] for row in part) for part in parts]
     for _ in range(_EXCHANGES * len(parts)):
         high = max(range(len(parts)), key=lambda k: (tokens[k], -k))

@@ -1,12 +1,23 @@
-"""RolloutCheckpoints: where checkpoints lie, which one is the latest, and what is noted beside the model."""
+"""Checkpoints of a training run: their folders, which one is the latest, and what is stored beside the model.
+
+`RolloutCheckpoints` is the workers' side, `LastCheckpoint` what the driver remembers of it.
+
+Threads: with ``background``, `RolloutCheckpoints.save` starts one thread per checkpoint on each rank. `wait`, which the
+next `save` calls first, joins it and raises its error, so there is never more than one. It is a daemon: a worker that
+ends leaves an incomplete checkpoint, which is never loaded, because `latest.json` names complete ones only. There is no
+lock: ``_error`` is read after the join. The thread runs no collectives in the default group, where the main thread runs
+training's meanwhile; `wait` has the ranks agree on errors after the join.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +25,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from single_controller import SingleControllerError
+from single_controller import (
+    Broadcast,
+    CallTimeoutError,
+    GroupBrokenError,
+    RayWorkerGroup,
+    SingleControllerError,
+    WorkerDiedError,
+)
 from workers.distributed import all_or_none
 from workers.train.model import TrainModel
 
@@ -22,28 +40,28 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest.json"
 POSITION = "position.json"
-"""The same note, in the folder of each checkpoint that is complete."""
+"""The same content as in `LATEST`, in the folder of each complete checkpoint."""
 
 UNWRITTEN = "a checkpoint could not be written"
 
 
 def folder_of(step: int, again: bool = False) -> str:
-    """The name of a checkpoint's folder; of one that is written beside a complete one of the same step."""
+    """Return the name of a checkpoint's folder. ``again``: a complete checkpoint of the same step exists beside it."""
     return f"rollout_{step:07d}" + ("_again" if again else "")
 
 
 class CheckpointError(SingleControllerError, RuntimeError):
-    """A checkpoint could not be written, or what is there cannot be read."""
+    """A checkpoint could not be written or read."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in a run a checkpoint was written.
+    """The position in a run at which a checkpoint was written.
 
     Attributes:
         folder: the checkpoint.
-        rollout_id: the last rollout that the model has learnt from.
-        optimizer_step: steps of the optimizer so far.
+        rollout_id: the last rollout that the model was trained on.
+        optimizer_step: number of optimizer steps so far.
         weight_version: of the weights that the rollout workers had.
     """
 
@@ -55,13 +73,13 @@ class Position:
 
 class RolloutCheckpoints:
     """Checkpoints of one role: ``<folder>/rollout_0000019`` after rollout 19, and ``<folder>/latest.json``, which names
-    the last one that is complete. It is replaced when all of a checkpoint is on disk: one that was interrupted is never
-    gone on from.
+    the last complete one. That file is replaced only when a checkpoint is on disk as a whole, so an interrupted one is
+    never loaded.
 
     Args:
         load: folder to read from, or None.
         save: folder to write into, or None.
-        rank: of this process; rank 0 writes the notes.
+        rank: of this process; rank 0 writes the JSON files.
         step: rollout id of the checkpoint to read; None for the latest.
     """
 
@@ -74,11 +92,13 @@ class RolloutCheckpoints:
         self._error: Exception | None = None
 
     def find(self) -> Position | None:
-        """The latest complete checkpoint in ``load``, or that of the step; None if there is none at all. All ranks find
-        the same one.
+        """Find the latest complete checkpoint in ``load``, or that of ``step``. All ranks get the same result.
+
+        Returns:
+            The checkpoint; None if there is none at all.
 
         Raises:
-            CheckpointError: its note cannot be read, or there is none of that step.
+            CheckpointError: the JSON file cannot be read, or there is no checkpoint of that step.
         """
         found: list[Any] = [None]
         if self._load is not None and not self._rank:
@@ -89,17 +109,19 @@ class RolloutCheckpoints:
         dist.broadcast_object_list(found, src=0)
         if found[0] is None or self._load is None:
             if self._load is not None and not self._rank:
-                logger.warning("load=%s has no complete checkpoint: the run begins with rollout 0", self._load)
+                logger.warning("load=%s has no complete checkpoint; the run starts with rollout 0", self._load)
             elif self._save is not None and not self._rank and (self._save / LATEST).exists():
                 logger.warning(
-                    "save=%s has checkpoints of another run, up to %s, which are written over one by one: set load to "
-                    "go on from them, or save elsewhere",
+                    "save=%s has checkpoints of another run, up to %s, which will be overwritten one by one; set load "
+                    "to continue from them, or choose another folder",
                     self._save,
                     self._noted(),
                 )
             return None
         if isinstance(found[0], str):
-            raise CheckpointError(f"the checkpoint to go on from in {str(self._load)!r} is not known: {found[0]}")
+            raise CheckpointError(
+                f"cannot determine which checkpoint to load from load={str(self._load)!r}: {found[0]}"
+            )
         return Position(**{**found[0], "folder": self._load / found[0]["folder"]})
 
     def _read(self, load: Path) -> Any:
@@ -108,8 +130,8 @@ class RolloutCheckpoints:
         for name in (folder_of(self._step), folder_of(self._step, again=True)):
             if (load / name / POSITION).exists():
                 return json.loads((load / name / POSITION).read_text())
-        having = ", ".join(sorted(note.parent.name for note in load.glob(f"*/{POSITION}"))) or "none"
-        raise ValueError(f"there is no complete one of ckpt_step={self._step}; there are {having}")
+        existing = ", ".join(sorted(note.parent.name for note in load.glob(f"*/{POSITION}"))) or "none"
+        raise ValueError(f"there is no complete checkpoint of ckpt_step={self._step}; found: {existing}")
 
     def save(
         self, model: TrainModel, step: int, *, optimizer_step: int, weight_version: int, background: bool
@@ -117,17 +139,17 @@ class RolloutCheckpoints:
         """Write a checkpoint; all ranks call it.
 
         Args:
-            model: what is saved.
-            step: the rollout after which it is.
+            model: the model to save.
+            step: see `Position.rollout_id`.
             optimizer_step: see `Position`.
             weight_version: see `Position`.
-            background: return when the state is copied.
+            background: return as soon as the state is copied, and write it in a thread.
 
         Returns:
-            The folder; None where there is none to write into.
+            The folder; None without a ``save`` folder.
 
         Raises:
-            CheckpointError: on all ranks: this one could not be written, or the one before it.
+            CheckpointError: on all ranks: this checkpoint or the one before it could not be written.
         """
         self.wait()
         if self._save is None:
@@ -136,22 +158,22 @@ class RolloutCheckpoints:
         with all_or_none(CheckpointError, UNWRITTEN):
             if not self._rank:
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / POSITION).unlink(missing_ok=True)  # of one of this step that is written over
+                (folder / POSITION).unlink(missing_ok=True)  # the folder may have an old checkpoint of this step
         try:
             model.save(folder, background=background)
-        except (Exception, CheckpointException) as error:  # the latter is no Exception, and all ranks raise it
+        except (Exception, CheckpointException) as error:  # not an Exception subclass; torch raises it on all ranks
             raise CheckpointError(f"{UNWRITTEN}: {type(error).__name__}: {error}") from error
         at = Position(folder, step, optimizer_step, weight_version)
         if background:
             self._writing = threading.Thread(target=self._finish, args=(model, at), name="checkpoint", daemon=True)
             self._writing.start()
         else:
-            with all_or_none(CheckpointError, UNWRITTEN):
+            with all_or_none(CheckpointError, UNWRITTEN):  # rank 0 alone writes here, so it alone may fail
                 self._note(at)
         return str(folder)
 
     def _name(self, step: int) -> str:
-        """The folder's name: another one than that of the latest complete checkpoint, also if that is of this step."""
+        """Return the folder's name. The latest complete checkpoint is never overwritten, even if it is of this step."""
         name = [folder_of(step)]
         if not self._rank and self._noted() == name[0]:
             name = [folder_of(step, again=True)]
@@ -159,14 +181,14 @@ class RolloutCheckpoints:
         return name[0]
 
     def _noted(self) -> str | None:
-        """The folder that the note names."""
+        """Return the folder that `LATEST` names."""
         try:
             return None if self._save is None else str(json.loads((self._save / LATEST).read_text())["folder"])
         except (OSError, ValueError, KeyError):
             return None
 
     def wait(self) -> None:
-        """Wait until what is written in the background is on disk; all ranks call it.
+        """Wait for the checkpoint that is being written in the background. All ranks call it.
 
         Raises:
             CheckpointError: on all ranks: it could not be written.
@@ -182,7 +204,7 @@ class RolloutCheckpoints:
 
     def _finish(self, model: TrainModel, at: Position) -> None:
         try:
-            model.wait_for_save()
+            model.wait_for_save()  # on rank 0, it returns only after every rank has written its files
             self._note(at)
         except CheckpointException as error:
             self._error = RuntimeError(str(error))
@@ -192,12 +214,78 @@ class RolloutCheckpoints:
     def _note(self, at: Position) -> None:
         if self._rank or self._save is None:
             return
+        # Each step leaves a complete checkpoint that `LATEST` names: the old one is removed last.
         before = self._noted()
         note = {**asdict(at), "folder": at.folder.name}
         (at.folder / POSITION).write_text(json.dumps(note) + "\n")
         fresh = self._save / f"{LATEST}.new"
         fresh.write_text(json.dumps(note) + "\n")
-        os.replace(fresh, self._save / LATEST)
+        os.replace(fresh, self._save / LATEST)  # atomic: a reader sees the old file or the new one
         of_this_step = {folder_of(at.rollout_id), folder_of(at.rollout_id, again=True)}
         if before in of_this_step - {at.folder.name}:
             shutil.rmtree(self._save / before, ignore_errors=True)
+
+
+class LastCheckpoint:
+    """What a train group on the driver remembers of its workers' checkpoints: whether they have completed one since
+    they were initialized, so that new workers can continue from it.
+
+    Attributes:
+        writing: whether one is being written in the background, as far as the driver knows.
+    """
+
+    def __init__(self) -> None:
+        self.writing = False
+        self._complete = False
+        self._background: set[str] = set()  # names of folders
+
+    def begun(self, folder: str, *, background: bool) -> None:
+        """`save_model` has returned. The checkpoint before it is complete, because `save_model` waits for it."""
+        self._complete = self._complete or self.writing or not background
+        self.writing = background
+        if background:
+            self._background.add(Path(folder).name)
+
+    def ended(self) -> None:
+        """The checkpoint that was being written is complete."""
+        self._complete, self.writing = self._complete or self.writing, False
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Inside, an error means that the checkpoint that was being written is incomplete, or may be."""
+        try:
+            yield
+        except SingleControllerError:
+            self.writing = False
+            raise
+
+    def wait(self, workers: RayWorkerGroup, seconds: float, role: str) -> None:
+        """Wait for the checkpoint that workers are writing, before they are ended.
+
+        Raises:
+            SingleControllerError: it could not be written. If workers died or are late, this is only logged.
+        """
+        if not self.writing or workers.closed or workers.broken:
+            return
+        try:
+            with self.failing():
+                workers.wait_for_save.options(timeout=seconds)()
+        except (WorkerDiedError, GroupBrokenError, CallTimeoutError) as error:
+            logger.warning("the %s's last checkpoint may not be complete: %s", role, error)
+        else:
+            self.ended()
+
+    def exists(self, workers: RayWorkerGroup, folder: str) -> bool:
+        """Whether there is a checkpoint to continue from. Workers that died could not report whether their last one was
+        complete, so the new workers look in the folder. A checkpoint of another run in the same folder does not
+        count."""
+        self.writing = False
+        if not self._complete and self._background:
+            names = Broadcast(self._background)
+            self._complete = bool(workers.execute_with_func_generator(_latest_is_of, folder, names)[0])
+        return self._complete
+
+
+def _latest_is_of(worker: Any, folder: str, names: set[str]) -> bool:
+    note = Path(folder) / LATEST
+    return note.exists() and json.loads(note.read_text())["folder"] in names

@@ -1,7 +1,7 @@
-"""DeviceMemory: what sleeps leaves its device for host memory, and comes back when it wakes.
+"""DeviceMemory: offload device memory to host memory, and bring it back.
 
-Two ways, which this file alone chooses between: torch_memory_saver where a process was started with it, and else the
-storages themselves are emptied and filled again, on any device, which is how the CPU tests it.
+Only this file chooses between the two ways: torch_memory_saver, if the process was started with it; otherwise the
+storages are emptied and refilled, which works on any device and is how the CPU tests it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceMemory:
-    """The device memory of tensors that may sleep.
+    """The device memory of tensors that can be offloaded.
 
-    The tensors stay the same objects, with the same contents after `wake_up`; in between they must not be used. Their
-    address may be another afterwards, unless torch_memory_saver does it. Tensors that share a storage are moved once,
-    with all of that storage. Where there is CUDA, tensors on the CPU stay as they are.
+    The tensors stay the same objects and have the same contents after `wake_up`. Do not use them in between. Their
+    address may change, unless torch_memory_saver is used. Tensors that share a storage are moved once, with the whole
+    storage. If there is CUDA, tensors on the CPU are not moved.
 
-    torch_memory_saver is used where CUDA is, it can be imported, and the process was started with it
-    (``TMS_INIT_ENABLE=1``, ``TMS_INIT_ENABLE_CPU_BACKUP=1`` and its library in ``LD_PRELOAD``): it then frees all that
-    the process has allocated since its start, not only these tensors.
+    torch_memory_saver is used if there is CUDA, it can be imported, and the process was started with it
+    (``TMS_INIT_ENABLE=1``, ``TMS_INIT_ENABLE_CPU_BACKUP=1`` and its library in ``LD_PRELOAD``). It then frees
+    everything that the process has allocated since its start, not only these tensors.
 
     Args:
-        tensors: gives what is on the device; asked each time that it is to sleep.
-        keep: whether the host memory is kept for the next sleep; pinning and touching it anew takes longer than the
-            copy.
+        tensors: returns the tensors to offload; called by each `sleep`.
+        keep: keep the host memory for the next `sleep`. Pinning and touching new memory takes longer than the copy.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], *, keep: bool = True) -> None:
@@ -44,20 +43,20 @@ class DeviceMemory:
 
     @property
     def asleep(self) -> bool:
-        """Whether the tensors are without memory now."""
+        """Whether the tensors are offloaded."""
         return self._asleep
 
     @property
     def paused(self) -> bool:
-        """Whether torch_memory_saver holds all of the process's device memory back: until `wake_up`, none of it may be
-        freed or taken."""
+        """Whether torch_memory_saver has paused all device memory of the process. Until `wake_up`, none of it may be
+        freed or allocated."""
         return self._asleep and saver_preloaded()
 
     def sleep(self) -> int:
-        """Move the tensors into host memory and free the device's. Does nothing if they sleep already.
+        """Offload the tensors to host memory. Does nothing if they are offloaded already.
 
         Returns:
-            Bytes of the device that were freed.
+            Freed device memory in bytes.
         """
         if self._asleep:
             return 0
@@ -66,10 +65,10 @@ class DeviceMemory:
         return freed
 
     def wake_up(self) -> int:
-        """Take the device's memory back, with the contents. Does nothing if nobody sleeps.
+        """Bring the tensors back to the device. Does nothing if they are not offloaded.
 
         Returns:
-            Bytes of the device that were taken.
+            Allocated device memory in bytes.
         """
         if not self._asleep:
             return 0
@@ -88,13 +87,13 @@ class DeviceMemory:
                     memory = host_memory(storage.nbytes(), pinned=storage.device.type == "cuda")
                 memory.copy_(_bytes_of(storage), non_blocking=True)
                 host[storage._cdata] = memory
-            _synchronize(storages)  # nothing is freed before everything is copied: a failure leaves all as it was
+            _synchronize(storages)  # free nothing before everything is copied, so that a failure changes nothing
         finally:
             self._host = host if self._keep else {}
         self._moved = [(storage, host[storage._cdata]) for storage in storages]
         for storage in storages:
             storage.resize_(0)
-        _give_back_cache()
+        _empty_cache()
         return sum(memory.numel() for _, memory in self._moved)
 
     @torch.no_grad()
@@ -109,7 +108,7 @@ class DeviceMemory:
 
 
 def saver_preloaded() -> bool:
-    """Whether torch_memory_saver looks after this process's device memory, with copies in host memory."""
+    """Whether torch_memory_saver manages this process's device memory, with copies in host memory."""
     return (
         has_cuda()
         and os.environ.get("TMS_INIT_ENABLE") == "1"
@@ -122,7 +121,7 @@ def saver_preloaded() -> bool:
 def _pause() -> int:
     from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found,unused-ignore]
 
-    _give_back_cache()  # what torch holds without use would be copied too
+    _empty_cache()  # torch's unused cached memory would be copied too
     before = torch.cuda.mem_get_info()[0]
     torch.cuda.synchronize()
     torch_memory_saver.pause()
@@ -138,14 +137,14 @@ def _resume() -> int:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The distinct storages that can sleep."""
+    """Return the distinct storages that can be offloaded."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.device.type == "cpu" and has_cuda():
             continue
         if not storage.resizable():  # the memory of a numpy array, of a file, or of another process
-            logger.debug("a tensor of %s does not own its memory, which stays", tuple(tensor.shape))
+            logger.debug("a tensor of shape %s does not own its memory and is not offloaded", tuple(tensor.shape))
             continue
         found.setdefault(storage._cdata, storage)
     return list(found.values())
@@ -160,6 +159,6 @@ def _synchronize(storages: Iterable[torch.UntypedStorage]) -> None:
         torch.cuda.synchronize(device)
 
 
-def _give_back_cache() -> None:
+def _empty_cache() -> None:
     if has_cuda():
         torch.cuda.empty_cache()

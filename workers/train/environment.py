@@ -1,4 +1,4 @@
-"""The environment of train workers: what their libraries want, and what must be there before a process starts."""
+"""The environment variables of train workers, and which of them must be set before the process starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.train.read_args import TrainArgsError
+from workers.train.args import TrainArgsError
 
 NOSET = tuple(
     f"RAY_EXPERIMENTAL_NOSET_{variable}"
@@ -25,11 +25,11 @@ NOSET = tuple(
         "ZE_AFFINITY_MASK",
     )
 )
-"""With these, Ray leaves the lists of visible devices alone, so that the processes of a node see each other's devices:
-weights can go from one to the other without the host. `workers.device` finds each one's own."""
+"""With these, Ray does not restrict the visible devices, so the processes of a node see each other's devices and can
+exchange weights without the host. `workers.device` finds the process's own device."""
 
 BEFORE_START = frozenset({*NOSET, "LD_PRELOAD", "LD_LIBRARY_PATH", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})
-"""What counts only if it is there when the process starts."""
+"""Variables that take effect only if they are set when the process starts."""
 
 
 @dataclass(frozen=True)
@@ -38,32 +38,29 @@ class TrainEnvironment:
 
     Attributes:
         worker: set before user code runs.
-        process: set before the process starts, which makes starting it slower: only where it is needed.
+        process: set before the process starts. This slows the start down, so it is used only where it is needed.
     """
 
     worker: dict[str, str]
     process: dict[str, str]
 
 
-def train_environment(args: Any, role: str, use_gpu: bool) -> TrainEnvironment:
-    """The environment of a role's workers.
+def train_environment(args: Any, use_gpu: bool) -> TrainEnvironment:
+    """Return the environment of the train workers.
 
     Args:
-        args: the configuration; its ``train_env_vars`` win over everything else.
-        role: "actor" or "critic".
-        use_gpu: whether the workers have devices.
+        args: the configuration; its ``train_env_vars`` take precedence.
+        use_gpu: whether the workers have GPUs.
 
     Raises:
-        TrainArgsError: memory is to be offloaded by torch_memory_saver, whose library is not where it should be.
+        TrainArgsError: torch_memory_saver is installed without its preload library.
     """
     variables = {
         "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"),
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
         **dict.fromkeys(NOSET, "1"),
     }
-    if role == "actor" and args.use_routing_replay:
-        variables["ENABLE_ROUTING_REPLAY"] = "1"
-    # Memory that torch_memory_saver looks after cannot be opened by another process.
+    # Other processes cannot open memory that torch_memory_saver manages.
     by_saver = args.offload_train and args.update_weights_transport != "device"
     if use_gpu and by_saver and args.train_backend == "megatron":
         variables |= _memory_saver()
@@ -81,12 +78,12 @@ def _cuda_major() -> str:
 
 
 def _memory_saver() -> dict[str, str]:
-    """What has torch_memory_saver catch the allocations of a process; nothing where it is not installed."""
+    """Variables that make torch_memory_saver hook the allocations of a process; none if it is not installed."""
     spec = importlib.util.find_spec("torch_memory_saver")
     if spec is None or spec.origin is None:
         return {}
-    # The libraries lie beside the package, under names that tell the way of hooking and the version of CUDA. One that
-    # does not find its CUDA ends the process before Python begins.
+    # The libraries are beside the package; their names have the hook mode and the CUDA version. A library that does not
+    # find its CUDA ends the process before Python starts.
     stem = "torch_memory_saver_hook_mode_preload"
     folder = Path(spec.origin).parent.parent
     major = _cuda_major()
@@ -94,11 +91,11 @@ def _memory_saver() -> dict[str, str]:
     found = found or sorted(folder.glob(f"{stem}.*so"))
     if not found:
         raise TrainArgsError(
-            "args.offload_train: torch_memory_saver is installed, but without its preload library beside it "
-            f"for CUDA {major or 'of any version'} ({folder}); install it anew, or remove it: offloading works without"
+            "args.offload_train: torch_memory_saver is installed without its preload library for CUDA "
+            f"{major or 'of any version'} ({folder}); reinstall it, or uninstall it to offload by copying instead"
         )
     variables = {"LD_PRELOAD": str(found[0]), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
-    # CUDA's own libraries, which it looks for: where pip has put them, the system does not find them by itself.
+    # The CUDA runtime that the library links to. The dynamic loader does not find it where pip installs it.
     runtime = sorted(folder.glob(f"nvidia/*/lib/libcudart.so.{major}*")) if major else []
     if runtime:
         known = os.environ.get("LD_LIBRARY_PATH")

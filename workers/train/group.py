@@ -1,54 +1,71 @@
-"""RayTrainGroup: the driver's proxy of the ranks that train one model."""
+"""RayTrainGroup: the driver-side proxy of the ranks that train one model.
+
+To follow a step: `RayTrainGroup.async_train` checks the rows, puts them into order with `_SharedRollout.take`, starts
+what the critic or the actor computes for both with `_SharedRollout.computed`, and calls ``TrainWorker.train`` on all
+ranks. On a rank, `PolicyTrainWorker.train` takes it from there.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import importlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from single_controller import GroupClosedError, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from single_controller import (
+    Broadcast,
+    GroupClosedError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    WorkerFuture,
+)
+from workers.train.args import ROLES, TrainArgsError, read_args, role_args
+from workers.train.balance import balanced_rows
+from workers.train.checkpoints import LastCheckpoint
 from workers.train.environment import train_environment
-from workers.train.last_checkpoint import LastCheckpoint
 from workers.train.placement import cluster_has_gpus, first_slots, share_of_slot
-from workers.train.read_args import TrainArgsError, read_args, role_args
 from workers.train.rollout_link import RolloutLink
-from workers.train.shared_rollout import ActorCritic
-from workers.train.worker import TrainWorker
-from workers.train.worker_class import backend_class, checked_class
+from workers.train.worker import Referred, TrainWorker
 
-ROLES = ("actor", "critic")
+BACKENDS = {
+    "fsdp": ("workers.fsdp.worker", "FSDPTrainWorker"),
+    "megatron": ("workers.megatron.train_worker", "MegatronTrainWorker"),
+}
+"""``args.train_backend`` -> module and worker class. Imported only when used: their libraries are heavy."""
 
 
 class RayTrainGroup:
-    """Train workers of one role: ``num_nodes * num_gpus_per_node`` ranks.
+    """The train workers of one role: ``num_nodes * num_gpus_per_node`` ranks.
 
-    The ``async_*`` methods return a Ray reference for each rank's answer, for ``ray.get``; the others wait. A context
-    manager: closing the group ends its workers, and frees the place that it made itself.
+    The ``async_*`` methods return one Ray reference per rank, for ``ray.get``; the other methods wait. The group is a
+    context manager: closing it ends its workers, and frees the pool if the group created it.
 
     Args:
-        args: the configuration, see ARGUMENTS.md; checked here.
-        num_nodes: nodes.
-        num_gpus_per_node: ranks on each. Where the cluster has no GPU they are CPU slots.
-        pg: where the ranks live: ``(placement_group, reordered_bundle_indices)``, that with the GPUs' ids as a third,
-            or a `RayResourcePool`; the first slots of it are taken. None makes a place.
-        num_gpus_per_actor: share of a slot's GPU and CPU (without GPUs: of its CPU) that a rank takes.
+        args: the configuration, see ARGUMENTS.md. It is checked here.
+        num_nodes: number of nodes.
+        num_gpus_per_node: ranks per node. Without GPUs in the cluster, ranks take CPU slots.
+        pg: the slots to run on: a `RayResourcePool`, or ``(placement_group, reordered_bundle_indices)``, optionally
+            with the GPU ids as a third element. The group takes the first slots. None creates a pool.
+        num_gpus_per_actor: share of a slot's GPU and CPU that a rank takes; without GPUs, of its CPU.
         role: "actor" or "critic".
         resources: custom resources that each rank takes.
-        num_resources_per_node: of each of them, what is reserved on a node for its ranks together, where the place is
-            made here; by default what they take.
-        actor_cls: the worker, a `TrainWorker`; by default the one of ``args.train_backend``.
+        num_resources_per_node: amount of each custom resource to reserve per node, if the pool is created here; by
+            default what the ranks take.
+        actor_cls: the worker class, a `TrainWorker`; by default that of ``args.train_backend``.
 
     Attributes:
-        args: the configuration, complete.
+        args: the complete configuration.
         role: the role.
-        weight_version: of the weights that the rollout workers have; 0 before the first update.
+        weight_version: version of the weights that the rollout workers have; 0 before the first update.
 
     Raises:
-        TrainArgsError: the configuration is not right, or the place is too small.
-        TypeError: ``actor_cls`` is no `TrainWorker`, or lacks one of its methods; ``pg`` is none of the three.
-        ValueError: a number or a role that makes no sense.
-        PlacementError, StartError: as a `RayWorkerGroup` raises them.
+        TrainArgsError: the configuration is invalid, or the pool is too small.
+        TypeError: ``actor_cls`` is not a `TrainWorker` or lacks one of its methods, or ``pg`` has another type.
+        ValueError: a number or the role is invalid.
+        PlacementError, StartError: as `RayWorkerGroup` raises them.
     """
 
     def __init__(
@@ -65,22 +82,22 @@ class RayTrainGroup:
         actor_cls: type[TrainWorker] | None = None,
     ) -> None:
         if role not in ROLES:
-            raise ValueError(f"role={role!r}: it is one of {', '.join(map(repr, ROLES))}")
+            raise ValueError(f"role={role!r}: expected one of {', '.join(map(repr, ROLES))}")
         self.args, self.role = read_args(args), role
         self.weight_version = 0
         self._ranks = _count("num_nodes", num_nodes) * _count("num_gpus_per_node", num_gpus_per_node)
         if not 0 < num_gpus_per_actor <= 1:
             raise ValueError(
-                f"num_gpus_per_actor={num_gpus_per_actor!r}: it is a share of a slot, above 0 and at most 1"
+                f"num_gpus_per_actor={num_gpus_per_actor!r}: expected a share of a slot, above 0 and at most 1"
             )
         self._share = num_gpus_per_actor
         self._resources = dict(resources or {})
         if num_resources_per_node is not None and not (self._resources and pg is None):
             raise ValueError(
-                f"num_resources_per_node={num_resources_per_node!r} is what a node's ranks reserve of `resources` in a "
-                "place that is made here; give resources, and no pg"
+                f"num_resources_per_node={num_resources_per_node!r} reserves `resources` in a pool that the group "
+                "creates; pass resources= with it, and leave out pg"
             )
-        self._class = checked_class(actor_cls) if actor_cls is not None else backend_class(self.args.train_backend)
+        self._class = worker_class(self.args.train_backend, actor_cls)
         self._takes_version = _takes_version(self._class)
         self._owned: RayResourcePool | None = None
         self._closed = False
@@ -97,10 +114,10 @@ class RayTrainGroup:
                 resources=per_node,
             )
         self.pool = first_slots(pg, self._ranks)
-        self._init: tuple[Any, ...] | None = None
+        self._with_ref: bool | None = None  # as given to async_init(); None before
         self._rollout: RolloutLink | None = None
         self._saved = LastCheckpoint()
-        self._pair: ActorCritic | None = None
+        self._pair: _SharedRollout | None = None  # with the connected actor or critic
         self._asleep = False
         self._group: RayWorkerGroup | None = None
         try:
@@ -112,19 +129,19 @@ class RayTrainGroup:
     # --- life -------------------------------------------------------------------------------------------
 
     def create(self) -> list[int] | None:
-        """Make the workers, where they were before `release`. If they had been initialised, they are again: from the
-        last checkpoint that this group has saved, or else as the first time; with the same weight version, rollout
-        manager and critic.
+        """Create the workers on the slots that they had before `release`.
+
+        If the group was initialized before, the new workers are too: from the last checkpoint that this group saved, or
+        else as the first time. They keep the weight version, the rollout manager and the critic.
 
         Returns:
-            By rank, the rollout id to go on with; None if they had not been initialised.
+            By rank, the rollout id to continue with; None if the group was not initialized.
         """
-        if self._closed or self.pool.closed:
-            raise GroupClosedError(f"the {self.role}'s train group was closed, or its place was; make a new one")
+        self._check_open()
         if self._alive:
-            raise RuntimeError(f"{self!r} has its workers; release() ends them first")
+            raise RuntimeError(f"{self!r} already has workers; call release() first")
         made = RayClassWithInitArgs(self._class)
-        environment = train_environment(self.args, self.role, self.pool.use_gpu)
+        environment = train_environment(self.args, self.pool.use_gpu)
         options: dict[str, Any] = dict(share_of_slot(self.pool, self._share))
         if environment.process:
             options["runtime_env"] = {"env_vars": environment.process}
@@ -133,40 +150,39 @@ class RayTrainGroup:
             made.set_additional_resource(self._resources)
         self._group = RayWorkerGroup(self.pool, made, name_prefix=f"{self.role}_", worker_env=environment.worker)
         self._group.advise(
-            "restart() of the train group makes its workers again and goes on from the last checkpoint that it saved, "
-            "or else from the beginning; close() ends it"
+            "call restart() of the train group to create its workers again, from the last checkpoint that it saved or "
+            "else from the beginning; close() ends it"
         )
         self._made = self._group.workers
         self._asleep = False
-        if self._init is None:
+        if self._with_ref is None:
             return None
         try:
-            begin: list[int] = self._group.init(*self._init_again())
+            begin: list[int] = self._group.init(self._args_to_continue(), self.role, self._with_ref)
             self._group.set_weight_version(self.weight_version)
             if self._rollout is not None:
                 self._rollout.introduce(self._group.set_rollout_manager)
             if self._pair is not None and all(group._alive for group in self._pair.groups):
                 self._pair.groups[0].connect(self._pair.groups[1])
         except BaseException:
-            self._group.close()  # released, as before
+            self._group.close()  # the group is released again, as before the call
             raise
         return begin
 
-    def _init_again(self) -> tuple[Any, ...]:
-        """The arguments of `init` that go on from what this group has saved."""
-        if self._init is None:
-            raise RuntimeError("nothing was initialised")
-        args, role, with_ref = self._init
-        folder = role_args(args, role).save
-        if folder is not None and self._saved.exists(self.worker_group, folder):
-            args = args.copy()
-            args["critic_load" if role == "critic" else "load"] = folder
-            args["no_load_optim"], args["ckpt_step"] = False, None  # those were about another run's checkpoint
-        return args, role, with_ref
+    def _args_to_continue(self) -> Any:
+        """Return the configuration with which new workers continue from the checkpoint that this group saved last."""
+        folder = role_args(self.args, self.role).save
+        if folder is None or not self._saved.exists(self.worker_group, folder):
+            return self.args
+        args = self.args.copy()
+        args["critic_load" if self.role == "critic" else "load"] = folder
+        # These settings are for the checkpoint of another run.
+        args["no_load_optim"], args["ckpt_step"] = False, None
+        return args
 
     def release(self) -> None:
-        """End the workers, and keep their place, the version of their weights, and where their checkpoints are. A
-        checkpoint that is written in the background is waited for."""
+        """End the workers. The group keeps its slots, the weight version and the location of its checkpoints. A
+        checkpoint that is being written in the background is finished first."""
         if self._pair is not None:
             self._pair.forget()
         if self._group is None:
@@ -177,7 +193,7 @@ class RayTrainGroup:
             self._group.close()
 
     def restart(self) -> list[int] | None:
-        """`release` and `create`: the way on when a worker has died. What was learnt since the last checkpoint is lost.
+        """`release`, then `create`. Use it when a worker has died. Training since the last checkpoint is lost.
 
         Returns:
             See `create`.
@@ -186,8 +202,8 @@ class RayTrainGroup:
         return self.create()
 
     def close(self) -> None:
-        """End the workers, and free the place if it was made here. A checkpoint that is written in the background is
-        waited for."""
+        """End the workers, and free the pool if the group created it. A checkpoint that is being written in the
+        background is finished first."""
         try:
             self.release()
         finally:
@@ -209,41 +225,44 @@ class RayTrainGroup:
         else:
             self._end()
 
+    def _check_open(self) -> None:
+        if self._closed or self.pool.closed:
+            raise GroupClosedError(f"the {self.role}'s train group or its pool was closed; create a new group")
+
     @property
     def _alive(self) -> bool:
         return self._group is not None and not self._group.closed
 
     @property
     def worker_group(self) -> RayWorkerGroup:
-        """The group of workers, for what is not here: its other methods, stats, trace, watch.
+        """The worker group, for its other methods, stats, trace and watch.
 
         Raises:
             GroupClosedError: the workers were released, or the group was closed.
         """
-        if self._closed or self.pool.closed:
-            raise GroupClosedError(f"the {self.role}'s train group was closed, or its place was; make a new one")
-        if not self._alive or self._group is None:
-            raise GroupClosedError(f"the {self.role}'s train workers are released; create() makes them again")
+        self._check_open()
+        if self._group is None or self._group.closed:
+            raise GroupClosedError(f"the {self.role}'s train workers were released; call create() to start them again")
         return self._group
 
     def ready_workers(self, method: str) -> RayWorkerGroup:
-        """The group of workers, which have a model.
+        """Return the worker group if its workers have a model.
 
         Args:
-            method: what they are needed for.
+            method: name of the method that needs them, for messages.
 
         Raises:
             GroupClosedError: see `worker_group`.
-            GroupBrokenError: a worker has died; `restart` goes on.
-            RuntimeError: `async_init` was not called, or the workers were restarted behind this group's back.
+            GroupBrokenError: a worker has died; call `restart`.
+            RuntimeError: `async_init` was not called, or the worker group's own ``restart()`` was.
         """
         workers = self.worker_group
-        if self._init is None:
+        if self._with_ref is None:
             raise RuntimeError(f"{method}(): the {self.role}'s workers have no model yet; call async_init() first")
         if workers.workers != self._made:
             raise RuntimeError(
-                f"the {self.role}'s workers are others than this group has made: worker_group.restart() knows nothing "
-                "of checkpoints and versions. Call restart() of the train group"
+                f"the {self.role}'s workers were restarted by worker_group.restart(), which does not restore "
+                "checkpoints and weight versions; call restart() of the train group instead"
             )
         return workers
 
@@ -255,27 +274,27 @@ class RayTrainGroup:
     # --- training ---------------------------------------------------------------------------------------
 
     def async_init(self, args: Any = None, role: str | None = None, with_ref: bool = False) -> list[Any]:
-        """Have every rank make its model; see `TrainWorker.init`.
+        """Create the model on every rank; see `TrainWorker.init`.
 
         Args:
-            args: another configuration than the group's; None for that.
-            role: None for the group's.
-            with_ref: whether a reference's weights are kept too.
+            args: replaces the group's configuration; None keeps it.
+            role: the group's role, or None.
+            with_ref: whether to keep a reference's weights too.
 
         Returns:
-            By rank, a reference to the rollout id to begin with.
+            By rank, a reference to the first rollout id.
 
         Raises:
-            TrainArgsError: the configuration is not right, or not for this number of ranks.
-            ModelFilesError: it names no model.
+            TrainArgsError: the configuration is invalid, or invalid for this number of ranks.
+            ModelFilesError: the configuration names no model.
         """
         if role is not None and role != self.role:
-            raise ValueError(f"async_init(role={role!r}): this group was made for the role {self.role!r}")
+            raise ValueError(f"async_init(role={role!r}): this group has the role {self.role!r}")
         args = self.args if args is None else read_args(args)
         workers = self.worker_group
         self._class.check_args(role_args(args, self.role), self._ranks, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
-        self.args, self._init = args, (args, self.role, with_ref)
+        self.args, self._with_ref = args, bool(with_ref)
         self._saved, self._asleep = LastCheckpoint(), False
         if self._rollout is not None:
             self._rollout.forget()
@@ -284,42 +303,44 @@ class RayTrainGroup:
         return list(sent.refs)
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
-        """Have every rank learn from a rollout.
+        """Train on a rollout, on every rank.
 
         Args:
-            rollout_id: its number, from 0.
+            rollout_id: number of the rollout, from 0.
             rollout_data_ref: a TensorDict (see `workers.train.rollout_data`), a future of one, a Ray reference to one,
-                or a list of such references, one for each dp rank. What the actor and its critic compute of it for both
-                is computed once for each ``rollout_id`` and object given here.
+                or a list of references, one per dp rank. Pass the same object to the actor and to its critic: what both
+                need is then computed once.
 
         Returns:
             By rank, a reference to the metrics of the whole step.
 
         Raises:
-            RolloutDataError: rows that are in this process are not right; nothing was sent. Where they are not,
-                ``ray.get`` raises it.
+            RolloutDataError: rows that are in this process are invalid; nothing was sent. For other rows, ``ray.get``
+                raises it.
         """
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
             return list(workers.train.remote(rollout_id, None).refs)
         if isinstance(rollout_data_ref, (list, tuple)) and len(rollout_data_ref) != workers.dp_size:
-            raise TrainArgsError(f"async_train(): {len(rollout_data_ref)} references for {workers.dp_size} dp ranks")
+            raise TrainArgsError(
+                f"async_train(): rollout_data_ref has {len(rollout_data_ref)} references for {workers.dp_size} dp "
+                "ranks; pass one for each dp rank"
+            )
         if hasattr(rollout_data_ref, "keys"):
             self._class.check_rows(self.args, rollout_data_ref)
-        pair = self._pair or ActorCritic(self)
-        data = pair.rollout(rollout_id, rollout_data_ref).data
-        beside = pair.computed(rollout_id, rollout_data_ref)
-        return list(workers.train.remote(rollout_id, data, **beside).refs)
+        shared = self._pair or _SharedRollout(self)  # a group that trains alone keeps no rollout alive
+        shared.take(rollout_id, rollout_data_ref)
+        return list(workers.train.remote(rollout_id, shared.data, **shared.computed()).refs)
 
     def save_model(self, step: int, force_sync: bool = False) -> str | None:
         """Write a checkpoint, and the Hugging Face export that ``args.save_hf`` asks for.
 
         Args:
-            step: the rollout id after which it is.
-            force_sync: return when it is on disk, whatever ``args.async_save`` says.
+            step: id of the last rollout that the model was trained on.
+            force_sync: write in the foreground, even with ``args.async_save``.
 
         Returns:
-            Its folder; None if the configuration names none.
+            The checkpoint's folder; None if ``args.save`` is not set.
         """
         workers = self.ready_workers("save_model")
         with self._saved.failing():
@@ -329,7 +350,7 @@ class RayTrainGroup:
         return folder
 
     def wait_for_save(self) -> None:
-        """Wait until a checkpoint that is written in the background is on disk; raise what went wrong with it."""
+        """Wait until the checkpoint that is being written in the background is on disk, and raise its error."""
         workers = self.ready_workers("wait_for_save")
         with self._saved.failing():
             workers.wait_for_save()
@@ -339,7 +360,7 @@ class RayTrainGroup:
         """Send the weights to the rollout workers, as the next version.
 
         Returns:
-            The version; with ``debug_rollout_only`` nothing is sent, and it stays.
+            The version. With ``debug_rollout_only``, nothing is sent and the version stays.
         """
         workers = self.ready_workers("update_weights")
         if self.args.debug_rollout_only:
@@ -348,34 +369,34 @@ class RayTrainGroup:
         if self._rollout is not None:
             if self._rollout.outdated:
                 self._rollout.introduce(workers.set_rollout_manager)
-            self._rollout.expect(version)  # whoever has not got it when it generates next is an error
+            self._rollout.expect(version)  # before the update: from now on, other versions are an error
         workers.update_weights(*((version,) if self._takes_version else ()))
         self.weight_version = version
         return version
 
     def onload(self) -> int:
-        """Take the devices' memory back. Returns the bytes, over all ranks."""
+        """Move the workers' state back to device memory. Returns the bytes, summed over all ranks."""
         taken = self.ready_workers("onload").wake_up()
         self._asleep = False
         return sum(taken_here or 0 for taken_here in taken)
 
     def offload(self) -> int:
-        """Give the devices' memory away. Returns the bytes, over all ranks."""
+        """Move the workers' state to host memory. Returns the freed device bytes, summed over all ranks."""
         freed = self.ready_workers("offload").sleep()
         self._asleep = True
         return sum(freed_here or 0 for freed_here in freed)
 
     def clear_memory(self) -> None:
-        """Let go of caches."""
+        """Free caches."""
         self.ready_workers("clear_memory").clear_memory()
 
     def set_rollout_manager(self, manager: Any) -> None:
-        """Tell every rank whose rollout workers `update_weights` sends to.
+        """Set the rollout manager whose workers `update_weights` sends to.
 
         Args:
-            manager: None for nobody; or a `RolloutManager`, a Ray actor of one, or anything with the workers' group as
-                its ``group``. One in this process, unless it has a ``refresh`` of its own, has `update_weights` called
-                when workers were restarted: all get the weights of now, as the next version.
+            manager: a `RolloutManager`, a Ray actor of one, any object with the workers' group as its ``group``, or
+                None. A manager in this process calls `update_weights` when its workers were restarted, unless its
+                ``refresh`` is set to something else; all workers then get the current weights, as the next version.
         """
         workers = self.ready_workers("set_rollout_manager")
         link = RolloutLink(manager, self._refresh)
@@ -383,7 +404,7 @@ class RayTrainGroup:
         self._rollout = None if manager is None else link
 
     def _refresh(self) -> int:
-        """`update_weights`, of workers that may sleep while others generate."""
+        """`update_weights`, also if the train workers are offloaded while others generate."""
         asleep = self._asleep
         if asleep:
             self.onload()
@@ -394,41 +415,141 @@ class RayTrainGroup:
                 self.offload()
 
     def get_parallel_config(self) -> dict[str, int]:
-        """The sizes of the axes."""
+        """Return the sizes of the parallel axes."""
         config: dict[str, int] = self.ready_workers("get_parallel_config").get_parallel_config()[0]
         return config
 
     # --- the critic -------------------------------------------------------------------------------------
 
     def connect(self, critic_group: RayTrainGroup) -> None:
-        """Let rank i of this group reach rank i of the critic, and take values from it in `async_train`.
+        """Connect rank i of this group to rank i of the critic. `async_train` then takes values from the critic.
 
         Raises:
-            ValueError: the groups differ in size; or the other one is no critic, or this one is no actor.
+            ValueError: the groups differ in size, or are not an actor and a critic.
         """
         if self.world_size != critic_group.world_size:
             raise ValueError(
                 f"connect(): the {self.role} group has {self.world_size} ranks, the {critic_group.role} group "
-                f"{critic_group.world_size}; rank i of one is to reach rank i of the other"
+                f"{critic_group.world_size}; rank i of one connects to rank i of the other"
             )
         if (self.role, critic_group.role) != ("actor", "critic"):
             raise ValueError(
-                "connect(): a group with role='actor' is connected with one with role='critic', not "
-                f"{self.role!r} with {critic_group.role!r}"
+                "connect(): expected a group with role='actor' and an argument with role='critic', got "
+                f"{self.role!r} and {critic_group.role!r}"
             )
         self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
         for group in (self, critic_group):
             group.disconnect()
-        self._pair = critic_group._pair = ActorCritic(self, critic_group)
+        self._pair = critic_group._pair = _SharedRollout(self, critic_group)
 
     def disconnect(self) -> None:
-        """Let an actor and its critic, if there are two, go on without each other."""
+        """Disconnect an actor and its critic. Does nothing if they are not connected."""
         for group in () if self._pair is None else self._pair.groups:
             group._pair = None
 
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
         return f"<RayTrainGroup of {self._ranks}: {self.role}, {state}>"
+
+
+class _SharedRollout:
+    """The last rollout that an actor and its critic, or a group that trains alone, were given.
+
+    Both groups train on the same rows in the same order. What one of them computes for both is computed once.
+
+    Args:
+        groups: the actor's and the critic's, or the only one. The configuration of the first counts for both.
+
+    Attributes:
+        data: what to send to the ranks.
+    """
+
+    def __init__(self, *groups: RayTrainGroup) -> None:
+        self.groups = groups
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the last rollout, and what was computed from it."""
+        self._rollout_id: int | None = None
+        self._given: Any = None
+        self.data: Any = None
+        self._futures: dict[str, WorkerFuture] = {}
+
+    def take(self, rollout_id: int, given: Any) -> None:
+        """Set `data` for a rollout, unless it is the last one again.
+
+        Args:
+            rollout_id: number of the rollout.
+            given: what `RayTrainGroup.async_train` was given.
+        """
+        if self._given is given and self._rollout_id == rollout_id:
+            return
+        parts = None
+        if self.groups[0].args.balance_data:
+            # Both groups shard the same rows, so the order must suit the dp sizes of both.
+            parts = math.lcm(*(group.ready_workers("async_train").dp_size for group in self.groups))
+        self.data, self._futures = _ordered(given, parts), {}
+        self._rollout_id, self._given = rollout_id, given
+
+    def computed(self) -> dict[str, Any]:
+        """Start what the groups compute for each other. Returns arguments of `TrainWorker.train`: futures, whose rows
+        go from rank to rank without the driver."""
+        args = self.groups[0].args
+        if args.advantage_estimator != "gae":
+            return {}
+        wanted = [("values", "critic", "compute_values")]
+        if args.kl_coef:
+            wanted += [
+                ("old_log_probs", "actor", "compute_old_log_prob"),
+                ("ref_log_probs", "actor", "compute_ref_log_prob"),
+            ]
+        has = self._given.keys() if hasattr(self._given, "keys") else ()
+        return {
+            name: self._once(method, group)
+            for name, role, method in wanted
+            for group in self.groups
+            # A user's worker class without such a method may ask the other group's rank itself.
+            if group.role == role and name not in has and method in group.ready_workers("async_train").methods
+        }
+
+    def _once(self, method: str, group: RayTrainGroup) -> Any:
+        """Call a method on the rollout, unless it was called. Returns a future; of data by dp rank, references by dp
+        rank."""
+        future = self._futures.get(method)
+        if future is None or (future.done() and future.failed is not None):
+            future = self._futures[method] = getattr(group.worker_group, method).remote(self.data)
+        return list(future.refs) if isinstance(self.data, list) else future
+
+
+def _ordered(given: Any, parts: int | None) -> Any:
+    """Put rows into an order in which ``parts`` equal shards have about as many tokens each. Rows behind a reference
+    are ordered by each rank that fetches them."""
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if isinstance(given, concurrent.futures.Future):
+        given = given.result()
+    if type(given).__name__ == "ObjectRef":
+        return Broadcast(Referred(given, parts))
+    if parts is None:
+        return given
+    return balanced_rows(given.result() if hasattr(given, "result") else given, parts)
+
+
+def worker_class(backend: str, actor_cls: Any = None) -> type[TrainWorker]:
+    """Return the worker class of a backend, or the user's own.
+
+    Raises:
+        TypeError: ``actor_cls`` is not a `TrainWorker`, or lacks one of its methods.
+    """
+    if actor_cls is None:
+        module, name = BACKENDS[backend]
+        actor_cls = getattr(importlib.import_module(module), name)
+    if not isinstance(actor_cls, type) or not issubclass(actor_cls, TrainWorker):
+        raise TypeError(f"actor_cls must be a subclass of TrainWorker, got {actor_cls!r}")
+    if inspect.isabstract(actor_cls):
+        missing = ", ".join(sorted(actor_cls.__abstractmethods__))
+        raise TypeError(f"actor_cls {actor_cls.__name__} does not implement {missing}, which TrainWorker requires")
+    return actor_cls
 
 
 def _takes_version(cls: type[TrainWorker]) -> bool:
@@ -441,5 +562,5 @@ def _takes_version(cls: type[TrainWorker]) -> bool:
 
 def _count(name: str, number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name}={number!r}: it is an integer from 1")
+        raise ValueError(f"{name}={number!r}: expected an integer of at least 1")
     return number

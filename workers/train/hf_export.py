@@ -1,4 +1,4 @@
-"""Export of a TrainModel to a folder that Hugging Face's from_pretrained loads, each rank writing what it sends."""
+"""Export a TrainModel to a folder that Hugging Face's from_pretrained loads. Each rank writes the weights it yields."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ INDEX = "model.safetensors.index.json"
 
 
 def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = 4 * 1024**3) -> None:
-    """Write config and weights as ``save_pretrained`` does. All ranks call it together; the tokenizer is not written.
+    """Write config and weights as ``save_pretrained`` does. All ranks call it together. The tokenizer is not written.
 
-    Every rank writes the tensors that `TrainModel.hf_weights` gives it, into files of its own, so that a pipeline
-    stage's weights go to disk from where they are. What the folder had of weights before is removed.
+    Each rank writes the tensors that `TrainModel.hf_weights` yields there into files of its own, so the weights of a
+    pipeline stage are not moved to another rank. Weights that the folder already has are removed first.
 
-    A critic becomes a model of one label for token classification.
+    A critic is exported as a token classification model with one label.
 
     Args:
-        model: what is exported.
-        folder: to write into, made if need be; all ranks see the same one.
-        max_file_bytes: a file has one tensor at least, and no more than this if it has several. It is also what a rank
-            copies into host memory at once.
+        model: the model to export.
+        folder: folder to write to, on a disk that all ranks see. It is created if needed.
+        max_file_bytes: maximum size of a file in bytes; a larger tensor gets a file of its own. It also limits the host
+            memory that a rank uses at once.
 
     Raises:
-        CheckpointError: on all ranks: a file could not be written.
+        CheckpointError: on all ranks, if a file could not be written on any rank.
     """
     require("safetensors", extra="hf")
     folder = Path(folder)
     main = _rank() == 0
-    what = f"the Hugging Face model could not be written into {str(folder)!r}"
+    what = f"the Hugging Face model could not be written to {str(folder)!r}"
     with all_or_none(CheckpointError, what):
         if main:
             folder.mkdir(parents=True, exist_ok=True)
@@ -67,11 +67,11 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = 4 
 
 
 class _Files:
-    """What this rank writes. What goes wrong is raised at the end: until then other ranks wait for this one's part of
-    every tensor.
+    """The files that this rank writes. An error is raised only by `finish`: until then, this rank must take part in the
+    collectives that produce the other ranks' tensors.
 
     Args:
-        folder: to write into.
+        folder: folder to write to.
         max_file_bytes: see `export_hf`.
     """
 
@@ -84,7 +84,7 @@ class _Files:
         self._error: Exception | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor; those before it go to disk when they are enough."""
+        """Copy a tensor to host memory. If the file would become too large, write the tensors before it first."""
         if self._error is not None:
             return
         try:
@@ -96,7 +96,7 @@ class _Files:
             self._error, self._held = error, {}
 
     def finish(self) -> list[tuple[str, list[str], int, torch.dtype]]:
-        """(file, names of its tensors, bytes, dtype of the first) of all that was written."""
+        """Write what is left, and return (file, names of its tensors, bytes, dtype of the first) for each file."""
         if self._error is not None:
             raise self._error
         if self._held:

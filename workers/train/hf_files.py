@@ -1,4 +1,4 @@
-"""What a train or rollout worker reads of a Hugging Face model: its config and its tokenizer."""
+"""Read the config, tokenizer and stop tokens of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ TOKENIZER_FILES = (
 
 
 class ModelFilesError(SingleControllerError, ValueError):
-    """The configuration names no model, or what it names does not fit together."""
+    """The configuration names no model, or its settings contradict the model."""
 
 
 def refuse_no_model(args: Any) -> None:
-    """Raise a `ModelFilesError` if ``args`` name no model."""
+    """Raise a `ModelFilesError` if ``args`` names no model."""
     if args.hf_checkpoint is None and args.hf_config is None:
-        raise ModelFilesError("args name no model: set hf_checkpoint (a folder or hub name) or hf_config (a dict)")
+        raise ModelFilesError("args names no model: set hf_checkpoint (a folder or hub name) or hf_config (a dict)")
 
 
 def read_config(args: Any) -> Any:
-    """The Hugging Face config that ``args`` mean.
+    """Return the Hugging Face config of the model that ``args`` names.
 
     Raises:
-        ModelFilesError: no model is named, or it is of another kind than ``model_name``.
+        ModelFilesError: no model is named, or its type is not ``model_name``.
         ImportError: transformers is not installed.
     """
     refuse_no_model(args)
@@ -53,15 +53,15 @@ def read_config(args: Any) -> Any:
         fields: Any = OmegaConf.to_container(args.hf_config)
         config = config_from(fields)
     if args.model_name is not None and args.model_name != config.model_type:
-        raise ModelFilesError(f"args.model_name={args.model_name!r}, but the model is a {config.model_type!r}")
+        raise ModelFilesError(f"args.model_name={args.model_name!r}, but the model's type is {config.model_type!r}")
     return config
 
 
 def config_from(fields: Mapping[str, Any]) -> Any:
-    """The Hugging Face config of these fields, ``model_type`` among them.
+    """Build a Hugging Face config from its fields, which include ``model_type``.
 
     Raises:
-        ModelFilesError: one is almost a field of that kind of model: transformers would keep it, and nobody look at it.
+        ModelFilesError: a name looks like a misspelt field. transformers would store it and never read it.
     """
     auto = require("transformers", extra="hf").AutoConfig
     config = auto.for_model(**fields)
@@ -74,25 +74,25 @@ def config_from(fields: Mapping[str, Any]) -> Any:
 
 
 def read_tokenizer(args: Any) -> Any:
-    """The tokenizer of ``args.hf_checkpoint``; None if there is none."""
+    """Return the tokenizer of ``args.hf_checkpoint``, or None if it has none."""
     folder = args.hf_checkpoint
     if folder is None or (
         Path(folder).is_dir() and not any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
     ):
-        return None  # of an empty folder transformers makes an empty tokenizer
+        return None  # transformers would create an empty tokenizer from an empty folder
     auto = require("transformers", extra="hf").AutoTokenizer
     try:
         return auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        logger.info("%s has no tokenizer that can be read: %s", args.hf_checkpoint, str(error).splitlines()[0])
+        logger.info("the tokenizer of %s cannot be read: %s", args.hf_checkpoint, str(error).splitlines()[0])
         return None
 
 
 def vocab_size_of(args: Any, config: Any, tokenizer: Any) -> int:
-    """How many tokens there are: ``args.vocab_size``, or the tokenizer's length, or the config's.
+    """Return the vocabulary size: ``args.vocab_size``, else the tokenizer's length, else the config's value.
 
     Raises:
-        ModelFilesError: it is more than the model has.
+        ModelFilesError: it exceeds the model's.
     """
     if args.vocab_size is not None:
         size = int(args.vocab_size)
@@ -104,18 +104,18 @@ def vocab_size_of(args: Any, config: Any, tokenizer: Any) -> int:
 
 
 def tokens_of(config: Any) -> int:
-    """How many tokens the model of a Hugging Face config knows; of one of several parts, the one for text."""
+    """Return the vocabulary size of a Hugging Face config; for a multimodal model, that of its text model."""
     return int(config.get_text_config().vocab_size)
 
 
 def end_tokens(args: Any) -> list[int]:
-    """The tokens that end a text of the model in ``args.hf_checkpoint``: those of its ``generation_config``, or else of
-    its config; none without an hf_checkpoint."""
+    """Return the stop tokens of the model in ``args.hf_checkpoint``, from its ``generation_config`` or else its config.
+    Without an hf_checkpoint there are none."""
     if args.hf_checkpoint is None:
         return []
     transformers = require("transformers", extra="hf")
     try:
         found = transformers.GenerationConfig.from_pretrained(args.hf_checkpoint).eos_token_id
-    except OSError:  # it has none
+    except OSError:  # there is no generation_config
         found = getattr(read_config(args).get_text_config(), "eos_token_id", None)
     return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -1,7 +1,7 @@
-"""Losses of single tokens, and the functions made of them that a `TrainModel` calls on each micro-batch.
+"""Per-token losses, and the loss functions built from them that a `TrainModel` calls on each micro-batch.
 
-What a token adds to the loss is multiplied by its weight, and the weights of all tokens of a step, over all ranks, sum
-to 1: so the sum over micro-batches and ranks is the mean that was asked for, however the rows were cut.
+Each token's loss is multiplied by its weight. The weights of all tokens of a step, over all ranks, sum to 1, so the sum
+over micro-batches and ranks is the requested mean, however the rows are split.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ _LARGEST_LOG_RATIO = 20.0  # e**20 is far outside any trust region, and still fa
 
 
 def token_weights(loss_mask: torch.Tensor, aggregation: Aggregation = "token") -> tuple[torch.Tensor, torch.Tensor]:
-    """What each token's loss is multiplied by, and what the sum over all rows of all ranks is divided by.
+    """Return the weight of each token's loss, and the normalizer, to be summed over all ranks.
 
     Args:
-        loss_mask: (B, T), 1 for tokens that count; of a float mask fractions are kept.
-        aggregation: "token" for the mean of all tokens; "sequence" for the mean over rows of each row's mean, whatever
-            its length. Rows without a token that counts do not count.
+        loss_mask: (B, T), 1 for tokens that count; a float mask may have fractions.
+        aggregation: "token" for the mean over all tokens; "sequence" for the mean over rows of each row's mean. Rows
+            without a counted token do not count.
 
     Returns:
-        (B, T) float32 weights, and their sum as float64 (): sum it over the ranks, and divide the weights by it to get
-        the entry ``loss_weights`` that the losses look for.
+        (B, T) float32 weights, and their sum as a float64 scalar. Sum it over the ranks and divide the weights by it:
+        that is the entry ``loss_weights`` of the losses.
 
     Raises:
-        ValueError: there is no such aggregation.
+        ValueError: unknown aggregation.
     """
     if aggregation not in get_args(Aggregation):
-        raise ValueError(f"token_weights: aggregation={aggregation!r}; it is one of {', '.join(get_args(Aggregation))}")
+        raise ValueError(
+            f"token_weights: aggregation={aggregation!r}; expected one of {', '.join(get_args(Aggregation))}"
+        )
     weights = loss_mask.float()
     if aggregation == "token":
         return weights, weights.double().sum()
@@ -45,21 +47,21 @@ def token_weights(loss_mask: torch.Tensor, aggregation: Aggregation = "token") -
 
 
 def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KLEstimator = "k3") -> torch.Tensor:
-    """An estimate of KL(policy || reference) from tokens that the policy drew (Schulman 2020,
+    """Estimate KL(policy || reference) from tokens that the policy sampled (Schulman 2020,
     http://joschu.net/blog/kl-approx.html).
 
     Args:
         log_probs: of the tokens under the policy.
         ref_log_probs: under the reference.
-        estimator: "k1" is unbiased and may be below 0. Its gradient has mean 0: it is a penalty on rewards, not a
-            loss. "k2" is half the squared difference; biased, but its gradient is that of the KL divergence. "k3" is
-            unbiased and never below 0.
+        estimator: "k1" is unbiased and may be negative. Its gradient has mean 0, so use it as a penalty on rewards, not
+            as a loss. "k2" is half the squared difference; it is biased, but has the gradient of the KL divergence.
+            "k3" is unbiased and never negative.
 
     Returns:
-        Of the same shape, in nats.
+        The estimate per token, in nats.
 
     Raises:
-        ValueError: there is no such estimator.
+        ValueError: unknown estimator.
     """
     difference = _bounded(log_probs - ref_log_probs)
     if estimator == "k1":
@@ -68,7 +70,7 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator:
         return difference.square() / 2
     if estimator == "k3":
         return torch.expm1(-difference) + difference
-    raise ValueError(f"kl_estimate: estimator={estimator!r}; it is one of {', '.join(get_args(KLEstimator))}")
+    raise ValueError(f"kl_estimate: estimator={estimator!r}; expected one of {', '.join(get_args(KLEstimator))}")
 
 
 def ppo_clip(
@@ -79,17 +81,17 @@ def ppo_clip(
     eps_clip: float = 0.2,
     eps_clip_high: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """PPO's clipped loss of each token (Schulman et al. 2017, arXiv 1707.06347).
+    """PPO's clipped loss per token (Schulman et al. 2017, arXiv 1707.06347).
 
     Args:
-        log_probs: of the tokens under the policy that learns.
-        old_log_probs: under the policy that the ratio is to.
+        log_probs: of the tokens under the policy in training.
+        old_log_probs: under the old policy, the denominator of the ratio.
         advantages: of the tokens.
-        eps_clip: the ratio counts down to 1 - eps_clip.
-        eps_clip_high: and up to 1 + this; as eps_clip where None.
+        eps_clip: the ratio is clipped below 1 - eps_clip.
+        eps_clip_high: and above 1 + eps_clip_high; None means eps_clip.
 
     Returns:
-        The loss, the ratio, and whether the clipped ratio was what counted (so that the token has no gradient).
+        The loss, the ratio, and whether the clip was active (the token has no gradient then).
     """
     high = eps_clip if eps_clip_high is None else eps_clip_high
     ratio = _bounded(log_probs - old_log_probs).exp()
@@ -101,16 +103,16 @@ def ppo_clip(
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, eps_clip: float | None = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the squared error of each token's value, pessimistic about steps of more than ``eps_clip``.
+    """Half the squared error of each token's value, clipped pessimistically at changes of more than ``eps_clip``.
 
     Args:
-        values: of the critic that learns.
+        values: of the critic in training.
         old_values: before this batch's steps.
-        returns: what the values should have been.
-        eps_clip: in units of value; None does not clip.
+        returns: targets of the values.
+        eps_clip: in units of value; None disables clipping.
 
     Returns:
-        The loss, and whether the clipped value was what counted.
+        The loss, and whether the clip was active.
     """
     free = (values - returns).square()
     if eps_clip is None:
@@ -127,37 +129,39 @@ def policy_loss(
     kl_estimator: KLEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> TokenLoss:
-    """The loss of a policy: PPO-clip + kl_coef * KL to the reference - entropy_coef * entropy.
+    """The policy loss: PPO-clip + kl_coef * KL to the reference - entropy_coef * entropy.
 
-    It looks for these in ``MicroBatch.others``, all (b, s):
+    It reads these entries of ``MicroBatch.others``, all (b, s):
 
-    - ``loss_weights`` and ``advantages``, which must be there;
-    - ``old_log_probs``: without them, the ratio is to the policy itself, and is 1: right for one step per batch;
-    - ``ref_log_probs``: needed if kl_coef is not 0; where they are given, the KL divergence is reported anyway;
-    - ``rollout_log_probs``: how far the policy is from what the rollout has reported of its tokens is reported.
+    - ``loss_weights`` and ``advantages`` (required);
+    - ``old_log_probs``: without them the ratio is 1, which is right for one step per batch;
+    - ``ref_log_probs``: required if kl_coef is not 0; if given, the KL divergence is reported;
+    - ``rollout_log_probs``: if given, their difference from the policy's log-probabilities is reported.
 
-    What stands at tokens of weight 0 may be anything, NaN included.
+    Values at tokens of weight 0 are ignored, NaN included.
 
     Args:
         eps_clip: see `ppo_clip`.
         eps_clip_high: see `ppo_clip`.
-        kl_coef: what a nat of divergence costs, in the unit of the advantages.
+        kl_coef: penalty per nat of KL divergence, in units of advantage.
         kl_estimator: see `kl_estimate`.
-        entropy_coef: what a nat of entropy is worth; if not 0, the step must be asked for the entropy.
+        entropy_coef: bonus per nat of entropy; if not 0, `TrainModel.train_step` needs ``entropy=True``.
 
     Returns:
         A `TokenLoss` that reports ``policy_loss``, ``ratio``, ``clip_fraction``, and ``kl``, ``entropy`` and
-        ``rollout_log_prob_diff`` where they are known: sums of what each token has times its weight, so that the sum
-        over a step is a mean. It raises a ValueError where something is missing.
+        ``rollout_log_prob_diff`` if they are known. Each is a weighted sum over tokens, so the sum over a step is a
+        mean. It raises a ValueError if a required entry is missing.
 
     Raises:
-        ValueError: a number is below 0, or there is no such estimator.
+        ValueError: a number is negative, or the estimator is unknown.
     """
     for name, value in (("eps_clip", eps_clip), ("eps_clip_high", eps_clip_high), ("kl_coef", kl_coef)):
         if value is not None and not value >= 0:
-            raise ValueError(f"policy_loss: {name}={value!r}; it is from 0")
+            raise ValueError(f"policy_loss: {name}={value!r}; expected at least 0")
     if kl_estimator not in get_args(KLEstimator):
-        raise ValueError(f"policy_loss: kl_estimator={kl_estimator!r}; one of {', '.join(get_args(KLEstimator))}")
+        raise ValueError(
+            f"policy_loss: kl_estimator={kl_estimator!r}; expected one of {', '.join(get_args(KLEstimator))}"
+        )
 
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         weights, entry = _entries("policy_loss", micro_batch)
@@ -185,23 +189,22 @@ def policy_loss(
 
 
 def value_loss(*, eps_clip: float | None = 0.2) -> TokenLoss:
-    """The loss of a critic.
+    """The critic's loss.
 
-    It looks for these in ``MicroBatch.others``, all (b, s): ``loss_weights``, ``returns``, and, unless ``eps_clip`` is
-    None, ``values``: those before this batch's steps. What stands at tokens of weight 0 may be anything.
+    It reads these entries of ``MicroBatch.others``, all (b, s): ``loss_weights``, ``returns``, and, unless ``eps_clip``
+    is None, ``values`` from before this batch's steps. Values at tokens of weight 0 are ignored.
 
     Args:
         eps_clip: see `clipped_value_loss`.
 
     Returns:
-        A `TokenLoss` that reports ``value_loss``, ``value_clip_fraction``, ``value`` and ``return``, as `policy_loss`
-        does.
+        A `TokenLoss` that reports ``value_loss``, ``value_clip_fraction``, ``value`` and ``return`` as weighted sums.
 
     Raises:
-        ValueError: ``eps_clip`` is below 0.
+        ValueError: ``eps_clip`` is negative.
     """
     if eps_clip is not None and not eps_clip >= 0:
-        raise ValueError(f"value_loss: eps_clip={eps_clip!r}; it is from 0, or None")
+        raise ValueError(f"value_loss: eps_clip={eps_clip!r}; expected at least 0, or None")
 
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         weights, entry = _entries("value_loss", micro_batch)
@@ -226,12 +229,12 @@ def _bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _where(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """0 where the weight is 0: 0 times NaN would be NaN. In float32, and still in the graph where nothing counts."""
+    """Replace values of weight 0 by 0, since 0 * NaN is NaN. The result is float32 and stays in the autograd graph."""
     return torch.where(weights != 0, value.float(), 0.0)
 
 
 def _entries(name: str, micro_batch: MicroBatch) -> tuple[torch.Tensor, Callable[[str], torch.Tensor]]:
-    """The weights, and what gets another (b, s) entry."""
+    """Return the weights, and a function that returns another (b, s) entry."""
     shape = micro_batch.input_ids.shape
 
     def checked(key: str) -> torch.Tensor:
@@ -241,7 +244,9 @@ def _entries(name: str, micro_batch: MicroBatch) -> tuple[torch.Tensor, Callable
             )
         value = micro_batch.others[key]
         if value.shape != shape:
-            raise ValueError(f"{name}: {key} is {tuple(value.shape)}; it is one number for each token: {tuple(shape)}")
+            raise ValueError(
+                f"{name}: {key} has shape {tuple(value.shape)}; expected one number per token, {tuple(shape)}"
+            )
         return value
 
     weights = checked("loss_weights").float()
@@ -250,5 +255,7 @@ def _entries(name: str, micro_batch: MicroBatch) -> tuple[torch.Tensor, Callable
 
 def _output(name: str, key: str, value: torch.Tensor | None) -> torch.Tensor:
     if value is None:
-        raise ValueError(f"{name}: the model gave no {key}: it is of another role, or was not asked for them")
+        raise ValueError(
+            f"{name}: the model returned no {key}; check that its role fits this loss, and that {key} was requested"
+        )
     return value

@@ -1,4 +1,4 @@
-"""Micro-batches by a budget of tokens: rows of similar length together, without the padding that they came with."""
+"""Split a batch into micro-batches by a token budget. Rows of similar length are grouped, and padding is removed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-_FILLER_TOKENS = 2  # one that is given and one that is predicted: models that shift by one have something to do
+_FILLER_TOKENS = 2  # an input and a target, so that a model that shifts by one has a token left
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that go through the model together: b rows of s tokens, each moved to the left, so that padding is on the
-    right only and a causal mask is all that attention needs.
+    """Rows that go through the model in one pass: b rows of s tokens. Rows are left-aligned, so that padding is only on
+    the right and attention needs no more than a causal mask.
 
     Attributes:
-        rows: (b,) int64, the numbers of the rows in the batch; empty for one that only fills up.
+        rows: (b,) int64, indices of the rows in the batch; empty for a filler.
         input_ids: (b, s) int64.
-        lengths: (b,) int64, real tokens of each row.
-        others: the batch's other entries: what was (B, T) is (b, s), what was (B, ...) is (b, ...).
-        starts: (b,) int64, the column of the batch where each row's first token stood.
+        lengths: (b,) int64, number of real tokens of each row.
+        others: the batch's other entries; (B, T) becomes (b, s), and (B, ...) becomes (b, ...).
+        starts: (b,) int64, column of each row's first token in the batch.
     """
 
     rows: torch.Tensor
@@ -43,11 +43,11 @@ class MicroBatch:
 
     @property
     def is_filler(self) -> bool:
-        """Whether it holds nothing of the batch: all that it has is 0, and it must add 0 to the loss."""
+        """Whether it has no rows of the batch. A filler is all zeros and must add 0 to the loss."""
         return not len(self.rows)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device; ``rows`` and ``starts`` stay on the CPU."""
+        """Return a copy on a device; ``rows`` and ``starts`` stay on the CPU."""
         return dataclasses.replace(
             self,
             input_ids=self.input_ids.to(device),
@@ -59,30 +59,30 @@ class MicroBatch:
 def cut_by_tokens(
     data: Mapping[str, torch.Tensor], max_tokens: int, *, at_least: int = 0, multiple_of: int = 1
 ) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of at most ``max_tokens`` tokens, padding on the right included.
+    """Cut a batch into micro-batches of at most ``max_tokens`` tokens, including padding on the right.
 
-    Rows go by length, the longest first, as many together as fit: rows times the longest is at most ``max_tokens``. A
-    row longer than that is a micro-batch alone. Where more micro-batches are wanted than that makes (because another
-    rank has more, and all ranks run the model together), fillers come last: a row of two tokens, everything 0. The
-    same batch is always cut alike.
+    Rows are sorted by length, longest first, and each micro-batch takes as many as fit: the number of rows times the
+    longest length is at most ``max_tokens``. A longer row gets a micro-batch of its own. If more micro-batches are
+    requested than the batch needs (all ranks run the model together, and another rank may have more), fillers are
+    appended: one row of two tokens, all zeros. The result is deterministic.
 
     Args:
-        data: ``input_ids`` and ``attention_mask``, both (B, T), and others with B rows. A (B, T) tensor is taken to be
-            per token, and moves to the left with its row; what the attention mask leaves out becomes 0. The mask
-            itself is not among ``others``, and neither is what is no tensor.
-        max_tokens: tokens of a micro-batch, from 1.
-        at_least: how many micro-batches there are at least.
-        multiple_of: their number can be divided by this.
+        data: ``input_ids`` and ``attention_mask``, both (B, T), and other entries with B rows. A (B, T) tensor is
+            treated as per-token data: it is left-aligned with its row, and masked positions become 0. The attention
+            mask and entries that are not tensors are left out of ``others``.
+        max_tokens: maximum number of tokens of a micro-batch, at least 1.
+        at_least: minimum number of micro-batches.
+        multiple_of: the number of micro-batches is a multiple of this.
 
     Returns:
-        The micro-batches, in which every row occurs once; none if there are no rows and none are asked for.
+        The micro-batches. Every row is in exactly one. The list is empty if there are no rows and ``at_least`` is 0.
 
     Raises:
-        ValueError: a number makes no sense, or a row's mask has no token, or padding between tokens.
+        ValueError: an argument is out of range, or a row's mask has no token or has padding between tokens.
     """
     for name, value, low in (("max_tokens", max_tokens, 1), ("at_least", at_least, 0), ("multiple_of", multiple_of, 1)):
         if value < low:
-            raise ValueError(f"cut_by_tokens: {name}={value!r}; it is from {low}")
+            raise ValueError(f"cut_by_tokens: {name}={value!r}; expected at least {low}")
     real = data["attention_mask"].bool()
     lengths, starts = _spans(real)
     tensors = {
@@ -96,40 +96,43 @@ def cut_by_tokens(
     return cut + [_filler(tensors, real.shape) for _ in range(wanted - len(cut))]
 
 
-def restore(parts: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], shape: tuple[int, int]) -> torch.Tensor:
-    """Put outputs of micro-batches back where their tokens stood.
+def restore(
+    outputs: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], shape: tuple[int, int]
+) -> torch.Tensor:
+    """Scatter outputs of micro-batches back to the positions that their tokens have in the batch.
 
     Args:
-        parts: one (b, s) tensor for each micro-batch, all of one dtype and device. What they say of padding, and
-            those of fillers, are not looked at.
-        micro_batches: what `cut_by_tokens` gave, in the same order.
+        outputs: one (b, s) tensor per micro-batch, all of one dtype and device. Values at padding, and the outputs of
+            fillers, are ignored.
+        micro_batches: the result of `cut_by_tokens`, in the same order.
         shape: (B, T) of the batch.
 
     Returns:
-        (B, T), 0 where there is padding; of the parts' dtype and on their device (float32 on the CPU without parts).
+        (B, T), 0 at padding, with the outputs' dtype and device (float32 on the CPU if there are none).
 
     Raises:
-        ValueError: there are more or fewer parts than micro-batches, or one has another shape than its micro-batch.
+        ValueError: there is not one output per micro-batch, or one has another shape than its micro-batch.
     """
-    if len(parts) != len(micro_batches):
-        raise ValueError(f"restore: {len(parts)} parts for {len(micro_batches)} micro-batches")
-    whole = parts[0].new_zeros(shape) if parts else torch.zeros(shape)
-    for k, (part, micro_batch) in enumerate(zip(parts, micro_batches, strict=True)):
-        if part.shape != micro_batch.input_ids.shape:
+    if len(outputs) != len(micro_batches):
+        raise ValueError(f"restore: got {len(outputs)} outputs for {len(micro_batches)} micro-batches")
+    whole = outputs[0].new_zeros(shape) if outputs else torch.zeros(shape)
+    for k, (output, micro_batch) in enumerate(zip(outputs, micro_batches, strict=True)):
+        if output.shape != micro_batch.input_ids.shape:
             raise ValueError(
-                f"restore: part {k} is {tuple(part.shape)}, its micro-batch {tuple(micro_batch.input_ids.shape)}"
+                f"restore: output {k} has shape {tuple(output.shape)}, but its micro-batch has "
+                f"{tuple(micro_batch.input_ids.shape)}"
             )
         if micro_batch.is_filler:
             continue
         lengths = micro_batch.lengths.cpu()
-        row, column = (torch.arange(part.shape[1]) < lengths[:, None]).nonzero(as_tuple=True)
+        row, column = (torch.arange(output.shape[1]) < lengths[:, None]).nonzero(as_tuple=True)
         to = (micro_batch.rows[row], micro_batch.starts[row] + column)
-        whole[tuple(index.to(whole.device) for index in to)] = part[row.to(part.device), column.to(part.device)]
+        whole[tuple(index.to(whole.device) for index in to)] = output[row.to(output.device), column.to(output.device)]
     return whole
 
 
 def _spans(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of real tokens of each row and the column of the first, on the CPU."""
+    """Return the number of real tokens of each row and the column of its first, both (B,) on the CPU."""
     real = real.cpu()
     lengths = real.sum(1)
     if not real.numel():
@@ -142,14 +145,14 @@ def _spans(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bad = (lengths == 0) | (together != real).any(1)
     if bool(bad.any()):
         raise ValueError(
-            f"cut_by_tokens: the attention_mask of row {int(bad.nonzero()[0])} is not a run of ones with padding on "
-            "either side"
+            f"cut_by_tokens: the attention_mask of row {int(bad.nonzero()[0])} must be one contiguous run of ones; "
+            "padding may only come before and after it"
         )
     return lengths, starts
 
 
 def _rows_together(lengths: list[int], max_tokens: int) -> Iterator[torch.Tensor]:
-    """Rows of each micro-batch. From the longest down, each takes what fits: no other way needs fewer."""
+    """Yield the rows of each micro-batch. Filling greedily from the longest row down gives the fewest micro-batches."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     begin = 0
     while begin < len(order):

@@ -1,4 +1,4 @@
-"""TrainModel: the interface between what a train worker does with a model and the backend that runs it."""
+"""TrainModel: the interface between a train worker and the backend that runs its model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workers.train.micro_batches import MicroBatch
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What a model says of the tokens of a micro-batch, each (b, s) float32; at position 0 it means nothing.
+    """Outputs of a model for the tokens of a micro-batch, each (b, s) float32; ignore position 0.
 
     Attributes:
         log_probs: log-probability of each token given those before it; None for a critic.
-        entropy: of the distribution that the token was drawn from, in nats; None where nobody asked.
-        values: what a critic expects before the token was chosen; None for a policy.
+        entropy: of the distribution that the token was drawn from, in nats; None unless requested.
+        values: a critic's expected return before the token was chosen; None for a policy.
     """
 
     log_probs: torch.Tensor | None = None
@@ -29,18 +29,18 @@ class TokenOutputs:
 
 
 TokenLoss = Callable[[TokenOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(outputs, their micro-batch) -> (this micro-batch's part of the loss, sums to report). The loss of a step is the sum
-of these parts over all micro-batches and all data-parallel ranks; whoever makes the function has divided by what is to
-be divided by. Filling rows have weight 0 there."""
+"""(outputs, micro-batch) -> (the micro-batch's loss, sums to report). The loss of a step is the sum over all
+micro-batches and all data-parallel ranks, so the function must do any normalization itself. Filler rows have weight
+0."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step of the optimizer did; the same on every rank.
+    """Result of an optimizer step, the same on every rank.
 
     Attributes:
         sums: what the loss function reported, and the loss itself as ``loss``, summed over micro-batches and dp ranks.
-        grad_norm: of the whole model, before clipping. Where it is not finite, the weights were left as they were.
+        grad_norm: of the whole model, before clipping. If it is not finite, the step was skipped.
     """
 
     sums: dict[str, float]
@@ -48,26 +48,26 @@ class StepReport:
 
 
 class TrainModel(ABC):
-    """A model of which this rank has a part, and its optimizer. All ranks call every method together, but `tensors`.
+    """This rank's shard of a model, and its optimizer. All ranks call every method together, except `tensors`.
 
-    ``data`` is a mapping of (B, T) tensors and others with B rows, as `workers.train.rollout_data` has it: this dp
-    rank's rows, which may be none.
+    ``data`` is a mapping of tensors with B rows, in the schema of `workers.train.rollout_data`: this dp rank's rows,
+    possibly none.
     """
 
     role: str
-    """ "actor" has log-probabilities, "critic" has values."""
+    """ "actor" returns log-probabilities, "critic" returns values."""
 
     hf_config: Any
     """The Hugging Face config."""
 
     @abstractmethod
     def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor | None:
-        """(B, T) float32 on the CPU, without gradients, 0 at position 0 and at padding; None on a rank that does not
-        have it (a pipeline stage that is not the last)."""
+        """Return (B, T) float32 on the CPU, without gradients, 0 at position 0 and at padding; None on a rank without
+        outputs (a pipeline stage that is not the last)."""
 
     @abstractmethod
     def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """As `log_probs`, of a critic."""
+        """As `log_probs`, for a critic."""
 
     @abstractmethod
     def train_step(
@@ -79,54 +79,55 @@ class TrainModel(ABC):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> StepReport:
-        """One step of the optimizer, over micro-batches of at most ``max_tokens_per_micro_batch`` tokens.
+        """Take one optimizer step, over micro-batches of at most ``max_tokens_per_micro_batch`` tokens.
 
         Args:
             data: this dp rank's rows.
             loss: see `TokenLoss`.
             lr: learning rate of this step.
-            temperature: the logits are divided by it.
+            temperature: divides the logits.
             entropy: whether the loss function needs `TokenOutputs.entropy`.
         """
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's own parts of the parameters, by a name that is unique on this rank: the live tensors, on the
-        device. For snapshots; not a collective."""
+        """Return this rank's shards of the parameters as live tensors on the device, with names that are unique on this
+        rank. For snapshots; not a collective."""
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Called after somebody has written into `weights`: copies of them that the backend keeps must follow."""
+        """Update the backend's copies of the parameters. Called after `weights` were written to."""
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that this rank keeps on its device between steps: parameters, buffers of gradients, optimizer state."""
+        """Return all tensors that this rank keeps on its device between steps: parameters, gradient buffers, optimizer
+        state."""
 
     @abstractmethod
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name as the Hugging Face model's ``state_dict()`` has it, whole tensor), in parameter dtype, on the device.
-        Every rank goes through it to its end. A tied output layer comes once, as the embedding.
+        """Yield (name as in the Hugging Face model's ``state_dict()``, whole tensor), in parameter dtype, on the
+        device. Every rank must exhaust the iterator. A tied output layer is yielded once, as the embedding.
 
         Args:
-            everywhere: each pair comes on every rank, in the same order; else on exactly one: the others get nothing.
+            everywhere: yield every pair on every rank, in the same order; otherwise on exactly one rank.
         """
 
     @abstractmethod
     def save(self, folder: Path, *, background: bool) -> None:
-        """Write model and optimizer, sharded; `load` reads them on any number of ranks.
+        """Write model and optimizer state, sharded; `load` reads them on any number of ranks.
 
         Args:
             folder: of this checkpoint; every rank can write there.
-            background: return when the state is copied, and write meanwhile; `wait_for_save` waits.
+            background: return as soon as the state is copied; `wait_for_save` waits for the rest.
         """
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """Wait until a `save` in the background is on disk; raise what it raised."""
+        """Wait until a `save` in the background is on disk, and raise its error."""
 
     @abstractmethod
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Read what `save` wrote; the optimizer's state too if asked for.
+        """Read what `save` wrote, with the optimizer state if ``optimizer``.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
@@ -134,4 +135,4 @@ class TrainModel(ABC):
 
     @abstractmethod
     def load_hf(self, folder: str) -> None:
-        """Take the weights of a folder that ``save_pretrained`` wrote, or of a name on the hub."""
+        """Load the weights of a folder written by ``save_pretrained``, or of a model on the hub."""

@@ -1,4 +1,4 @@
-"""ModelWorker: a train worker's model from beginning to end: made, loaded, saved, sent, put to sleep."""
+"""ModelWorker: the life of a train worker's model: creating, loading, saving, sending and offloading it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,31 @@ import torch.distributed as dist
 
 from workers.device import has_cuda, use_device
 from workers.distributed import end_process_groups, process_groups, rank_by_rank
+from workers.train.args import ROLES, TrainArgsError, read_args, role_args
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
 from workers.train.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
 from workers.train.model import TrainModel
-from workers.train.read_args import TrainArgsError, read_args, role_args
 from workers.train.weight_backup import WeightBackup
-from workers.train.weight_sync import WeightSender
 from workers.train.worker import TrainWorker
+from workers.weight_sync import WeightSender
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("actor", "critic")
-
 
 class ModelWorker(TrainWorker):
-    """A train worker with a `TrainModel`. A backend says how torch.distributed begins, who the data-parallel neighbours
-    are, and how the model is made; a subclass says how it learns.
+    """A train worker with a `TrainModel`. A backend implements `begin`, `dp_group` and `make_model`; a subclass
+    implements training.
 
     Attributes:
-        args: the configuration as this role sees it.
+        args: the configuration as its role sees it.
         role: "actor" or "critic".
         device: of this rank.
         model: the `TrainModel`.
-        tokenizer: of hf_checkpoint; None if it has none.
-        vocab_size: of the tokenizer, unless ``args`` say another.
-        optimizer_step: steps of the optimizer so far.
+        tokenizer: of ``args.hf_checkpoint``; None if there is none.
+        vocab_size: see `vocab_size_of`.
+        optimizer_step: number of optimizer steps so far.
     """
 
     args: Any
@@ -56,38 +54,38 @@ class ModelWorker(TrainWorker):
         refuse_no_model(args)
         if with_ref and not args.enable_weights_backuper:
             raise TrainArgsError(
-                "init(with_ref=True) needs enable_weights_backuper=True: the reference is a copy of weights"
+                "init(with_ref=True) needs enable_weights_backuper=True, which keeps the reference's weights"
             )
 
-    # --- what a backend says ----------------------------------------------------------------------------
+    # --- what a backend implements ----------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self) -> None:
-        """Initialise torch.distributed, and register the layout."""
+        """Initialize torch.distributed, and register the layout."""
 
     @abstractmethod
     def make_model(self, hf_config: Any) -> TrainModel:
-        """The model of `args` and `role`, with the weights of hf_checkpoint or random ones."""
+        """Create the model of `args` and `role`, with the weights of hf_checkpoint or random weights."""
 
     def seed(self, number: int) -> None:
-        """Seed what the model draws from in training, which is dropout.
+        """Seed the random generators that the model uses in training, for dropout.
 
         Args:
-            number: the same on the ranks of one dp rank.
+            number: the seed, equal on all ranks of one dp rank.
         """
         torch.manual_seed(number)
 
     @property
     @abstractmethod
     def dp_group(self) -> Any:
-        """The process group of the data-parallel ranks that hold the same part of the model as this rank."""
+        """Process group of the data-parallel ranks that hold the same shard of the model as this rank."""
 
     # --- life -------------------------------------------------------------------------------------------
 
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:
         """See `TrainWorker.init`."""
         if role not in ROLES:
-            raise ValueError(f"init(role={role!r}): it is one of {', '.join(map(repr, ROLES))}")
+            raise ValueError(f"init(role={role!r}): expected one of {', '.join(map(repr, ROLES))}")
         self._forget()
         self.args, self.role = role_args(read_args(args), role), role
         self.weight_version = self.optimizer_step = 0
@@ -100,12 +98,12 @@ class ModelWorker(TrainWorker):
     _groups: Sequence[Any] = ()
 
     def _forget(self) -> None:
-        """Let go of the model of an earlier `init`: of its memory, and of the process groups that were made for it."""
+        """Free the model of an earlier `init`, its memory, and the process groups that were created for it."""
         if "checkpoints" in vars(self):
             try:
                 self.checkpoints.wait()
             except CheckpointError as error:
-                logger.error("rank %d: before init() is called again: %s", self.rank, error)
+                logger.error("rank %d: init() drops the previous model, whose last save failed: %s", self.rank, error)
         if "memory" in vars(self) and self.memory.paused:
             self.memory.wake_up()
         for name in ("model", "memory", "backup", "checkpoints"):
@@ -147,7 +145,7 @@ class ModelWorker(TrainWorker):
                 self.optimizer_step = found.optimizer_step
             self.weight_version = found.weight_version
         self._versions: dict[str, int] = {}
-        if self._keeps_versions and found is None:  # a checkpoint's weights are later than those of its version
+        if self._keeps_versions and found is None:  # a checkpoint's weights are newer than its weight version
             self._keep_version(self.weight_version)
         self.clear_memory()
         return 0 if found is None else found.rollout_id + 1
@@ -165,7 +163,7 @@ class ModelWorker(TrainWorker):
         version = self.weight_version + 1 if version is None else version
         self._refuse_asleep("update_weights")
         if self._sender is None:
-            raise RuntimeError("update_weights(): there is nobody to send them to; call set_rollout_manager() first")
+            raise RuntimeError("update_weights(): there is no rollout manager; call set_rollout_manager() first")
         weights = self.model.hf_weights(everywhere=self._sender.everywhere)
         self._sender.send(version, weights, rank=self.rank, ranks=self.world_size)
         self.weight_version = version
@@ -176,7 +174,7 @@ class ModelWorker(TrainWorker):
     _sender: WeightSender | None = None
 
     def set_weight_version(self, version: int) -> None:
-        """See `TrainWorker.set_weight_version`. Whether these are the weights of that version, nobody knows."""
+        """See `TrainWorker.set_weight_version`. Kept weights are dropped: their versions are no longer known."""
         super().set_weight_version(version)
         if "backup" in vars(self):
             self._versions.clear()
@@ -206,7 +204,7 @@ class ModelWorker(TrainWorker):
         return bool(self.args.keep_old_actor) and self.role == "actor"
 
     def _keep_version(self, version: int) -> None:
-        """Remember the weights of this version, and those of the one before."""
+        """Keep a copy of the weights of this version, and of the version before."""
         if "rollout_actor" in self.backup.names:
             self.backup.clone("rollout_actor", "old_actor")
             self._versions["old_actor"] = self._versions["rollout_actor"]
@@ -229,7 +227,7 @@ class ModelWorker(TrainWorker):
                 weight_version=self.weight_version,
                 background=self.args.async_save and not force_sync,
             )
-        finally:  # one may have been made for it, and ends with the model
+        finally:  # groups that saving created are destroyed with the model
             self._groups = [*self._groups, *(group for group in process_groups() if group not in before)]
         if self.args.save_hf is not None:
             self._export(self.args.save_hf.format(rollout_id=step))
@@ -263,7 +261,7 @@ class ModelWorker(TrainWorker):
             free, _ = torch.cuda.mem_get_info()
             if free < self.args.train_memory_margin_bytes:
                 logger.warning(
-                    "rank %d: %.2f GB of device memory are free after waking up, less than train_memory_margin_bytes",
+                    "rank %d: only %.2f GB of device memory are free after onload(), below train_memory_margin_bytes",
                     self.rank,
                     free / 1e9,
                 )
@@ -281,7 +279,7 @@ class ModelWorker(TrainWorker):
         if "memory" not in vars(self):
             raise RuntimeError(f"{method}(): this worker has no model; call init() first")
         if self.memory.asleep:
-            raise RuntimeError(f"{method}(): this worker sleeps; call onload() (wake_up()) first")
+            raise RuntimeError(f"{method}(): this worker is offloaded; call onload() (wake_up()) first")
 
     def _prepare_thread(self) -> None:
         super()._prepare_thread()
@@ -294,7 +292,7 @@ class ModelWorker(TrainWorker):
         return dist.get_rank(self.dp_group)
 
     def _over_dp(self, value: Any) -> list[Any]:
-        """What every data-parallel rank says, by dp rank."""
+        """Gather a value from every data-parallel rank, by dp rank."""
         said: list[Any] = [None] * dist.get_world_size(self.dp_group)
         dist.all_gather_object(said, value, group=self.dp_group)
         return said

@@ -1,10 +1,12 @@
-"""PolicyTrainWorker: policy-gradient training (GRPO, PPO) of a `TrainModel`, whichever backend runs it."""
+"""PolicyTrainWorker: policy-gradient training (GRPO, PPO) of a `TrainModel`, on any backend."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +16,11 @@ from dispatch.rows import share_rows
 from single_controller import Dispatch, register
 from workers.seeds import mixed_seed
 from workers.train.advantages import gae, group_advantages, moments, token_rewards, whiten
+from workers.train.args import function_at
 from workers.train.hf_files import tokens_of
 from workers.train.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.train.model import StepReport, TokenLoss
 from workers.train.model_worker import ModelWorker
-from workers.train.postprocess import function_at
-from workers.train.profiling import profiled
 from workers.train.rollout_data import RolloutDataError, check_rollout_data
 from workers.train.schedule import learning_rate
 from workers.train.worker import own_rows
@@ -28,16 +29,16 @@ Data = dict[str, torch.Tensor]
 
 
 class PolicyTrainWorker(ModelWorker):
-    """How a policy and its critic learn from rollout data. What they learn with is told by ``args``: the estimator of
-    advantages, the loss, and how rows are dealt to steps of the optimizer."""
+    """Trains a policy or its critic on rollout data. ``args`` choose the advantage estimator, the loss, and how rows
+    are split into optimizer steps."""
 
     @classmethod
     def check_rows(cls, args: Any, rows: Any) -> None:
-        """See `TrainWorker.check_rows`. What a user's function makes of the rows first is checked on the ranks."""
+        """See `TrainWorker.check_rows`. Rows that a user's function postprocesses are checked on the ranks instead."""
         if args.rollout_data_postprocess_path is None:
             check_rollout_data(rows, args.vocab_size)
 
-    # --- learning ---------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------------
 
     def train(self, rollout_id: int, rollout_data_ref: Any, **computed: Any) -> dict[str, float]:
         """See `TrainWorker.train`."""
@@ -45,9 +46,9 @@ class PolicyTrainWorker(ModelWorker):
             return {}
         began = time.perf_counter()
         self._refuse_asleep("train")
-        # Dropout, too, is the same in a run that goes on from a checkpoint.
+        # A run that continues from a checkpoint also repeats the dropout of this rollout.
         self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
-        with profiled(self.args, self.role, rollout_id, self.rank):
+        with _profiled(self.args, self.role, rollout_id, self.rank):
             data = self._checked(lambda: self._rows(rollout_data_ref, computed))
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = learn(data)
@@ -55,13 +56,13 @@ class PolicyTrainWorker(ModelWorker):
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_log_prob(self, rollout_data: Any) -> torch.Tensor | None:
-        """Log-probabilities of the tokens under the actor as it is, (B, T) float32, 0 where there is none."""
+        """Return log-probabilities of the tokens under the current actor, (B, T) float32, 0 at padding."""
         data = self._to_compute(rollout_data)
         return self.model.log_probs(data, self.args.temperature)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_old_log_prob(self, rollout_data: Any) -> torch.Tensor:
-        """Log-probabilities of the tokens under the policy that the ratio is to, as ``args`` has it: (B, T) float32."""
+        """Return log-probabilities of the tokens under the old policy that ``args`` choose, (B, T) float32."""
         data = self._to_compute(rollout_data)
         if "old_log_probs" not in data and not self._old_log_probs(data):
             self._set(data, "old_log_probs", self.model.log_probs(data, self.args.temperature))
@@ -69,16 +70,16 @@ class PolicyTrainWorker(ModelWorker):
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_ref_log_prob(self, rollout_data: Any) -> torch.Tensor | None:
-        """Log-probabilities of the tokens under the reference, (B, T) float32, 0 where there is none."""
+        """Return log-probabilities of the tokens under the reference, (B, T) float32, 0 at padding."""
         data = self._to_compute(rollout_data)
         if "ref" not in self.backup.names:
-            raise RolloutDataError("there is no reference: init(with_ref=True) keeps one, for kl_coef and kl_loss_coef")
+            raise RolloutDataError("compute_ref_log_prob(): there are no reference weights; call init(with_ref=True)")
         with self.backup.swapped("ref"):
             return self.model.log_probs(data, self.args.temperature)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_values(self, rollout_data: Any) -> torch.Tensor | None:
-        """What the critic expects before each token, (B, T) float32, 0 where there is nothing."""
+        """Return the critic's value before each token, (B, T) float32, 0 at padding."""
         data = self._to_compute(rollout_data)
         return self.model.values(data)
 
@@ -90,7 +91,7 @@ class PolicyTrainWorker(ModelWorker):
                 self._set(data, "ref_log_probs", self.model.log_probs(data, args.temperature))
         if args.kl_loss_coef and "ref_log_probs" not in data:
             raise RolloutDataError(
-                f"kl_loss_coef={args.kl_loss_coef} needs init(with_ref=True), or 'ref_log_probs' in the data"
+                f"kl_loss_coef={args.kl_loss_coef} needs 'ref_log_probs' in the rollout data, or init(with_ref=True)"
             )
         if "old_log_probs" not in data:
             self._old_log_probs(data)
@@ -115,7 +116,7 @@ class PolicyTrainWorker(ModelWorker):
         return {**metrics, **self._steps(data, value_loss(eps_clip=self.args.value_clip or None))}
 
     def _steps(self, data: Data, loss: TokenLoss) -> dict[str, float]:
-        """Go through the rows in steps of the optimizer. The mean of what the steps report."""
+        """Take optimizer steps over the rows. Returns the mean of the steps' reports."""
         args = self.args
         reports: list[StepReport] = []
         lr = 0.0
@@ -132,7 +133,7 @@ class PolicyTrainWorker(ModelWorker):
                 temperature = args.temperature if self.role == "actor" else 1.0
                 entropy = self.role == "actor"
                 reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
-                self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # else an fp16 step was left out
+                self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # otherwise the fp16 step was skipped
         sums: dict[str, float] = {"grad_norm": 0.0}
         for report in reports:
             for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
@@ -152,7 +153,7 @@ class PolicyTrainWorker(ModelWorker):
         )
 
     def _advantages(self, data: Data) -> torch.Tensor:
-        """(B, T), from rewards."""
+        """Compute advantages (B, T) from rewards."""
         args = self.args
         counts = data["loss_mask"] != 0
         if args.advantage_estimator == "gae":
@@ -163,40 +164,47 @@ class PolicyTrainWorker(ModelWorker):
             return whiten(advantages, counts, sums)
         for name in ("rewards", "group_ids"):
             if name not in data:
-                raise RolloutDataError(f"rollout data has no {name!r}: GRPO needs rewards and group_ids, or advantages")
-        # A group's answers may be on several ranks.
-        everyone = self._over_dp((data["rewards"].float(), data["group_ids"]))
+                raise RolloutDataError(
+                    f"rollout data has no {name!r}: GRPO needs rewards and group_ids, or the advantages themselves"
+                )
+        # The completions of a group may be on several ranks.
+        gathered = self._over_dp((data["rewards"].float(), data["group_ids"]))
         own = self._dp_rank
-        rewards, groups = (torch.cat([part[k] for part in everyone]) for k in (0, 1))
-        before = sum(len(part[0]) for part in everyone[:own])
+        rewards, groups = (torch.cat([part[k] for part in gathered]) for k in (0, 1))
+        before = sum(len(part[0]) for part in gathered[:own])
         of_rows = group_advantages(rewards, groups, divide_by_std=args.grpo_std_normalization)
         return of_rows[before : before + len(counts), None] * counts
 
     def _gae(self, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages and returns, (B, T) each."""
+        """Compute advantages and returns, (B, T) each."""
         args = self.args
         for name in ("rewards", "values"):
             if name not in data:
                 raise RolloutDataError(
-                    f"rollout data has no {name!r}: the advantage_estimator 'gae' needs rewards, and a critic's values "
-                    "(connect() one)"
+                    f"rollout data has no {name!r}: advantage_estimator='gae' needs rewards, and values of a critic. "
+                    "Call connect() with the critic's group, or add the entry"
                 )
         kl = None
         if args.kl_coef:
             old = data.get("old_log_probs")
             if old is None or "ref_log_probs" not in data:
-                raise RolloutDataError("kl_coef needs 'old_log_probs' and 'ref_log_probs' in the rollout data")
+                raise RolloutDataError(
+                    f"kl_coef={args.kl_coef} needs 'old_log_probs' and 'ref_log_probs' in the rollout data; call "
+                    "connect() with the critic's group, or add them"
+                )
             kl = kl_estimate(old, data["ref_log_probs"], "k1")
         rewards = token_rewards(data["rewards"], data["loss_mask"], kl=kl, kl_coef=args.kl_coef)
         return gae(rewards, data["values"], data["loss_mask"], gamma=args.gamma, lam=args.gae_lambda)
 
     def _old_log_probs(self, data: Data) -> bool:
-        """Add the log-probabilities that the ratio is to, where they are not simply those of the first step. Whether it
-        did."""
+        """Add ``old_log_probs``, unless they equal those of the first step. Returns whether they were added."""
         args = self.args
         if args.use_rollout_logprobs:
             if "rollout_log_probs" not in data:
-                raise RolloutDataError("use_rollout_logprobs=True, but the rollout data has no 'rollout_log_probs'")
+                raise RolloutDataError(
+                    "use_rollout_logprobs=True needs 'rollout_log_probs' in the rollout data; add them, or set "
+                    "use_rollout_logprobs=False"
+                )
             data["old_log_probs"] = data["rollout_log_probs"]
         elif args.keep_old_actor:
             self._by_version(data)
@@ -205,7 +213,7 @@ class PolicyTrainWorker(ModelWorker):
         return "old_log_probs" in data
 
     def _by_version(self, data: Data) -> None:
-        """Old log-probabilities by the very weights that generated each row."""
+        """Compute old log-probabilities with the weight version that generated each row."""
         kept = {version: name for name, version in self._versions.items()}
         versions = data.get("weight_versions")
         if versions is None:
@@ -213,8 +221,8 @@ class PolicyTrainWorker(ModelWorker):
         wanted = sorted(set().union(*self._over_dp(set(versions.tolist()))))
         if missing := [version for version in wanted if version not in kept]:
             raise RolloutDataError(
-                f"rollout data of the weight versions {missing}; keep_old_actor has those of "
-                f"{sorted(kept) or 'no update since init()'}: train on rollouts of the last two updates"
+                f"rollout data has rows of the weight versions {missing}, but keep_old_actor keeps "
+                f"{sorted(kept) or 'none: no update since init()'}; train on rollouts of the last two versions"
             )
         for version in wanted:
             with self.backup.swapped(kept[version]):
@@ -225,11 +233,11 @@ class PolicyTrainWorker(ModelWorker):
         if "old_log_probs" not in data:
             data["old_log_probs"] = torch.zeros(data["input_ids"].shape)
 
-    # --- the inside -------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     def _checked(self, rows: Callable[[], Data]) -> Data:
-        """This rank's rows, if those of all data-parallel ranks are right; else it is an error on each of them, and
-        none is left waiting for the others."""
+        """Return this rank's rows if the rows of all data-parallel ranks are valid. Otherwise raise on all ranks, so
+        that none waits for the others in a collective."""
         data: Data = {}
         error: Exception | None = None
         try:
@@ -242,16 +250,21 @@ class PolicyTrainWorker(ModelWorker):
             raise error
         if wrong := {rank: why for rank, (why, _) in enumerate(said) if why is not None}:
             first = min(wrong)
-            raise RolloutDataError(f"the rows of the dp ranks {sorted(wrong)} are not right; {first}: {wrong[first]}")
+            raise RolloutDataError(
+                f"the rows of the dp ranks {sorted(wrong)} are invalid; dp rank {first}: {wrong[first]}"
+            )
         entries = [set(names) for _, names in said]
         if some := set.union(*entries) - set.intersection(*entries):
             name = min(some)
-            having = [rank for rank, names in enumerate(entries) if name in names]
-            raise RolloutDataError(f"only the dp ranks {having} of {len(said)} have {name!r} in their rollout data")
+            ranks = [rank for rank, names in enumerate(entries) if name in names]
+            raise RolloutDataError(
+                f"only the dp ranks {ranks} of {len(said)} have {name!r} in their rollout data; all dp ranks need the "
+                "same entries"
+            )
         return data
 
     def _rows(self, given: Any, computed: Mapping[str, Any]) -> Data:
-        """This rank's rows, postprocessed, as tensors on the CPU; with what others have computed of them."""
+        """Return this rank's rows, postprocessed, as CPU tensors, with what other ranks computed from them."""
         data = self._postprocessed(self._fetch(given))
         others = {name: own_rows(value, self._dp_rank) for name, value in computed.items() if value is not None}
         return {**others, **data}
@@ -265,8 +278,8 @@ class PolicyTrainWorker(ModelWorker):
         made = _tensors(function_at(path, "rollout_data_postprocess_path")(self.args, given))
         if before is not None and not torch.equal(made.get("input_ids", before[:0]), before):
             raise RolloutDataError(
-                f"rollout_data_postprocess_path={path!r} has changed, moved or dropped rows; with gae it may change "
-                "what they are worth, but values were computed of the rows as they came"
+                f"rollout_data_postprocess_path={path!r} has changed, moved or dropped rows. With gae it may "
+                "change rewards only, because values were computed from the original rows"
             )
         return made
 
@@ -282,16 +295,40 @@ class PolicyTrainWorker(ModelWorker):
         data[name] = torch.zeros(data["input_ids"].shape) if value is None else value
 
     def _about(self, data: Data) -> dict[str, float]:
-        """What the rollout itself was like, over all ranks."""
+        """Return metrics of the rollout itself, over all ranks."""
         tokens, real = float((data["loss_mask"] != 0).sum()), float((data["attention_mask"] != 0).sum())
         rewards = data.get("rewards", torch.zeros(0)).double()
         sums = self._over_dp((tokens, real, float(rewards.sum()), float(len(rewards))))
         tokens, real, reward, rows = (sum(part[k] for part in sums) for k in range(4))
-        return {"tokens": real, "answer_tokens": tokens, **({"reward": reward / rows} if rows else {})}
+        # "answer_tokens" is the old name of "completion_tokens", kept for one release.
+        return {
+            "tokens": real,
+            "completion_tokens": tokens,
+            "answer_tokens": tokens,
+            **({"reward": reward / rows} if rows else {}),
+        }
 
 
 def _tensors(given: Any) -> Data:
     if not isinstance(given, Mapping) and not hasattr(given, "keys"):
-        raise RolloutDataError(f"rollout data is a TensorDict or a dict of tensors, got {type(given).__name__}")
+        raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(given).__name__}")
     entries = {str(name): given[name] for name in given.keys()}  # noqa: SIM118
     return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()}
+
+
+@contextmanager
+def _profiled(args: Any, role: str, rollout_id: int, rank: int) -> Iterator[None]:
+    """Record what runs inside, for rollouts from ``profile_step_start`` to before ``profile_step_end``, into
+    ``profile_dir/actor_rollout_0000003_rank_0.json``: a Chrome trace for Perfetto."""
+    start, end = args.profile_step_start, args.profile_step_end
+    if start is None or not start <= rollout_id < end:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield
+    folder = Path(args.profile_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"{role}_rollout_{rollout_id:07d}_rank_{rank}.json"))

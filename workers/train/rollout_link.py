@@ -1,23 +1,23 @@
-"""RolloutLink: a train group's rollout manager, which is an object of this process or a Ray actor."""
+"""RolloutLink: a train group's connection to its rollout manager, an object of this process or a Ray actor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from workers.train.weight_receivers import ask_manager, receiver_groups
+from workers.weight_sync import call_manager, receiver_groups
 
 MANAGER_SECONDS = 600.0
-"""How long a manager that is a Ray actor may take to answer; it may be in its constructor, or in `generate`."""
+"""Timeout of calls to a manager that is a Ray actor. It may be busy in its constructor or in `generate`."""
 
 
 class RolloutLink:
-    """What a group tells a manager, and finds out from it.
+    """What a train group tells its manager, and asks it.
 
     Args:
         manager: see `RayTrainGroup.set_rollout_manager`.
-        refresh: what brings all rollout workers the weights of now. A manager in this process that has room for it, and
-            nothing of its own there, is given it.
+        refresh: a function that sends the current weights to all rollout workers. It becomes the ``refresh`` of a
+            manager in this process whose own is None.
     """
 
     def __init__(self, manager: Any, refresh: Callable[[], Any]) -> None:
@@ -26,10 +26,10 @@ class RolloutLink:
         self._receivers: list[Any] | None = None
 
     def introduce(self, tell: Callable[[Any], Any]) -> None:
-        """Have the train workers told of the manager. `refresh` stays in this process.
+        """Tell the train workers about the manager. ``refresh`` is a function of this process and is not sent along.
 
         Raises:
-            WeightSyncError: see `ask_manager`.
+            WeightSyncError: see `call_manager`.
         """
         manager = self.manager
         if getattr(manager, "refresh", None) == self._refresh:
@@ -42,28 +42,28 @@ class RolloutLink:
                 manager.refresh = self._refresh
 
     def forget(self) -> None:
-        """The train workers are others, or have forgotten the manager."""
+        """The train workers were replaced, or have dropped the manager: `outdated` is true from now on."""
         self._receivers = None
 
     @property
     def outdated(self) -> bool:
-        """Whether the rollout workers are others than when the train workers were told.
+        """Whether the rollout workers were replaced since the train workers were told.
 
         Raises:
-            WeightSyncError: see `ask_manager`.
+            WeightSyncError: see `call_manager`.
         """
         return self._actors() != self._receivers
 
     def expect(self, version: int) -> None:
-        """Have the manager refuse answers by weights of another version.
+        """Make the manager reject completions of other weight versions.
 
         Raises:
-            WeightSyncError: see `ask_manager`.
+            WeightSyncError: see `call_manager`.
         """
         if not _is_actor(self.manager):
             self.manager.weight_version = version
-        elif hasattr(self.manager, "set_weight_version"):  # an actor of another class may not want to know
-            ask_manager(self.manager, "set_weight_version", version, timeout=MANAGER_SECONDS)
+        elif hasattr(self.manager, "set_weight_version"):  # optional for an actor of the user's own class
+            call_manager(self.manager, "set_weight_version", version, timeout=MANAGER_SECONDS)
 
     def _actors(self) -> list[Any]:
         if _is_actor(self.manager):

@@ -1,4 +1,4 @@
-"""The learning rate of each step: warm-up, then constant, or down by a line or a cosine."""
+"""The learning rate of each step: linear warm-up, then constant, linear or cosine decay."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ def learning_rate(
     decay_steps: int | None = None,
     min_lr: float = 0.0,
 ) -> float:
-    """The learning rate of a step.
+    """Return the learning rate of a step.
 
-    It rises by a line, ``lr / warmup`` in the first step and ``lr`` in step number ``warmup - 1``; from there it falls
-    until it is ``min_lr`` in step ``decay_steps``, and stays there.
+    It rises linearly, from ``lr / warmup`` at step 0 to ``lr`` at step ``warmup - 1``. Then it decays to ``min_lr`` at
+    step ``decay_steps``, and stays there.
 
     Args:
-        step: the step's number, from 0.
-        lr: the highest.
-        warmup: steps of the rise; 0 for none.
-        decay_style: "constant" does not fall.
-        decay_steps: counted from step 0, the warm-up included; needed unless it is constant.
-        min_lr: the lowest, after the rise; not used if it is constant.
+        step: number of the step, from 0.
+        lr: maximum.
+        warmup: number of warm-up steps.
+        decay_style: "constant" does not decay.
+        decay_steps: counted from step 0, warm-up included; required unless constant.
+        min_lr: minimum after the warm-up; ignored if constant.
 
     Raises:
-        ValueError: a number makes no sense, is missing, or there is no such style.
+        ValueError: a number is out of range or missing, or the style is unknown.
     """
     if step < 0 or warmup < 0:
-        raise ValueError(f"learning_rate: step={step!r} and warmup={warmup!r} are from 0")
+        raise ValueError(f"learning_rate: step={step!r} and warmup={warmup!r} must be at least 0")
     if decay_style not in get_args(DecayStyle):
-        raise ValueError(f"learning_rate: decay_style={decay_style!r}; it is one of {', '.join(get_args(DecayStyle))}")
+        raise ValueError(
+            f"learning_rate: decay_style={decay_style!r}; expected one of {', '.join(get_args(DecayStyle))}"
+        )
     if not 0 <= min_lr <= lr and decay_style != "constant":
-        raise ValueError(f"learning_rate: min_lr={min_lr!r} is not from 0 to lr={lr!r}")
+        raise ValueError(f"learning_rate: min_lr={min_lr!r} must be from 0 to lr={lr!r}")
     if decay_style != "constant" and (decay_steps is None or decay_steps < max(warmup, 1)):
         raise ValueError(
-            f"learning_rate: decay_steps={decay_steps!r}: with decay_style={decay_style!r} it is from 1, and from "
-            f"warmup={warmup!r}, which it includes"
+            f"learning_rate: decay_steps={decay_steps!r}: with decay_style={decay_style!r} it must be at least 1, and "
+            f"at least warmup={warmup!r}, because the decay steps include the warm-up"
         )
     if step < warmup:
         return lr * (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens, from logits that may be cut over ranks by vocabulary."""
+"""Log-probability and entropy of tokens, from logits that may be sharded over ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ def token_log_probs(
     vocab_size: int | None = None,
     group: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the distributions of logits say of tokens. The softmax is all that is kept for the backward pass, entropy or
-    not.
+    """Compute the log-probabilities of tokens and the entropies of their distributions. Only the softmax is saved for
+    the backward pass, with or without the entropy.
 
     Args:
-        logits: (..., V). Cut over ranks, (..., V / ranks): this rank's part of the vocabulary.
+        logits: (..., V); if sharded, (..., V / ranks), this rank's shard of the vocabulary.
         tokens: (...), int64, from 0 to below ``vocab_size``.
-        temperature: the logits are divided by it, unless it is 0.
-        entropy: whether it is asked for.
-        vocab_size: tokens that there are; the logits at the end that are more only fill up, and to them falls nothing.
-            None: all of them.
-        group: process group of the ranks that the logits are cut over; every rank of it calls this, and gets the same.
-            None: they are not cut.
+        temperature: divides the logits, unless it is 0.
+        entropy: whether to compute the entropies.
+        vocab_size: number of real tokens. Logits beyond it are padding and get probability 0. None: no padding.
+        group: process group that the logits are sharded over. Every rank of it must call this, and all get the same
+            result. None: the logits are not sharded.
 
     Returns:
         Log-probabilities of the tokens and entropies of the distributions (or None), both (...), float32, in nats.
@@ -48,8 +47,8 @@ def token_log_probs(
 
 
 class _OfTokens(torch.autograd.Function):
-    """The loss is computed on every rank of the group alike, and so each has the whole gradient of the outputs: what
-    falls on its own logits needs no communication."""
+    """Every rank of the group computes the same loss, so each one has the whole gradient of the outputs, and the
+    backward pass needs no communication."""
 
     @staticmethod
     def forward(
@@ -74,7 +73,7 @@ class _OfTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_log_probs: torch.Tensor | None, of_entropies: torch.Tensor | None) -> Any:
         softmax, at, own, entropies = ctx.saved_tensors
-        # d log p(token) / d logit = [it is the token's] - p;   d H / d logit = -p (log p + H)
+        # d log p(token) / d logit = 1[logit of the token] - p;   d H / d logit = -p (log p + H)
         gradient = None
         if of_log_probs is not None:
             gradient = softmax * -of_log_probs[..., None]

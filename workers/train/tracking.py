@@ -1,4 +1,4 @@
-"""RunLog: a run's metrics by step, as TensorBoard's event files and as a table that a script can draw from."""
+"""RunLog: a run's metrics by step, in TensorBoard event files and in memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from workers.extras import require
 
 
 class RunLog(Closing):
-    """Metrics by step. It belongs into the driver's script, which alone has those of all ranks. A context manager.
+    """Metrics by step. Use it in the driver's script, which has the metrics of all ranks. A context manager.
 
     Args:
-        folder: for TensorBoard's event files; None writes none.
+        folder: for TensorBoard event files; None writes none.
 
     Attributes:
-        steps: what was logged: step -> metrics.
+        steps: step -> logged metrics.
 
     Raises:
-        ImportError: a folder is given and tensorboard is not installed.
+        ImportError: ``folder`` is set and tensorboard is not installed.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -37,7 +37,7 @@ class RunLog(Closing):
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Count the seconds that run inside towards ``seconds/<part>`` of the step that is logged next."""
+        """Add the time spent inside to ``seconds/<part>`` of the next logged step."""
         began = time.perf_counter()
         try:
             yield
@@ -45,14 +45,14 @@ class RunLog(Closing):
             self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - began
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Note a step.
+        """Log a step.
 
         Args:
-            step: its number.
-            metrics: by name. With ``tokens`` among them, and something `timed`, ``tokens_per_second`` is added.
+            step: number of the step.
+            metrics: by name. If they have ``tokens`` and something was `timed`, ``tokens_per_second`` is added.
 
         Returns:
-            The metrics, with the seconds of each part.
+            The metrics, including the seconds of each part.
         """
         noted = {name: float(value) for name, value in metrics.items()}
         noted |= {f"seconds/{part}": seconds for part, seconds in self._seconds.items()}
@@ -64,14 +64,14 @@ class RunLog(Closing):
         if self._writer is not None:
             for name, value in noted.items():
                 self._writer.add_scalar(name, value, step)
-            self._writer.flush()  # a run that is killed has logged what it has done
+            self._writer.flush()  # a killed run keeps what it has logged
         return noted
 
     def column(self, name: str) -> list[float]:
-        """A metric by step, in the order of the steps that have it."""
+        """Return the values of a metric, in order of the steps that have it."""
         return [metrics[name] for _, metrics in sorted(self.steps.items()) if name in metrics]
 
     def close(self) -> None:
-        """Finish the files."""
+        """Close the files."""
         if self._writer is not None:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""WeightBackup: named snapshots of a model's weights in host memory, which go back into the live tensors in place."""
+"""WeightBackup: named snapshots of a model's weights in host memory, restored in place."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from single_controller import SingleControllerError
 from workers.device import has_cuda, host_memory
 
 ALIGNMENT = 64
-"""Bytes: every tensor of a snapshot begins at a multiple, which any dtype can be read at."""
+"""Alignment in bytes of tensors in a snapshot, suitable for any dtype."""
 
-_Place = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+_Memory = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class BackupError(SingleControllerError, LookupError):
-    """There is no such snapshot, or the live weights are no longer what it was taken of; nothing was written."""
+    """There is no such snapshot, or it does not fit the live weights. Nothing was written."""
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Copies of tensors, side by side in one piece of host memory.
+    """Copies of tensors in one block of host memory.
 
     Attributes:
         memory: uint8.
@@ -43,13 +43,13 @@ class _Snapshot:
 class WeightBackup:
     """Snapshots by name: ``copy("actor")`` takes one, ``restore("ref")`` writes one into the live tensors.
 
-    What is copied are the tensors' own elements, bit by bit; tensors keep their storage and address. Tensors that are
-    the same memory are copied once. Snapshots are pinned where there is CUDA.
+    Elements are copied bit by bit; live tensors keep their storage and address. Tensors that share memory are copied
+    once. Snapshots are pinned if there is CUDA.
 
     Args:
-        weights: gives (name, live tensor), each name once; asked anew every time. Under FSDP these are the local
-            shards, as plain tensors.
-        after: called when the live tensors were written to for good, for example `TrainModel.weights_changed`.
+        weights: returns (name, live tensor) pairs with unique names; called for each operation. Under FSDP these are
+            the local shards, as plain tensors.
+        after: called after `restore`, for example `TrainModel.weights_changed`.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class WeightBackup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The snapshots, in the order in which they were first taken."""
+        """Names of the snapshots, in the order in which they were first taken."""
         return tuple(self._snapshots)
 
     @property
     def nbytes(self) -> int:
-        """Host memory of all snapshots, in bytes; with what `swapped` keeps for its next use."""
+        """Host memory in bytes, including what `swapped` keeps for its next use."""
         return sum(one.memory.numel() for one in (*self._snapshots.values(), *self._spares))
 
     def copy(self, name: str) -> None:
-        """Take a snapshot of the live weights; one of the same name is overwritten, and its memory used again.
+        """Take a snapshot of the live weights. It replaces one of the same name and reuses its memory.
 
         Raises:
-            BackupError: the weights are asleep.
+            BackupError: the weights are offloaded.
         """
         self._snapshots[name] = _take(self._live(), self._snapshots.get(name))
 
@@ -82,14 +82,14 @@ class WeightBackup:
         """Write a snapshot into the live weights.
 
         Raises:
-            BackupError: there is no such snapshot, the weights are asleep, or have other names, shapes or dtypes.
+            BackupError: there is no such snapshot, or the weights are offloaded or have other names, shapes or dtypes.
         """
         self._write(self._known(name), name)
         if self._after is not None:
             self._after()
 
     def clone(self, source: str, target: str) -> None:
-        """Make one snapshot the copy of another; the live weights are not asked.
+        """Copy a snapshot to another name, without the live weights.
 
         Raises:
             BackupError: there is no snapshot ``source``.
@@ -99,7 +99,7 @@ class WeightBackup:
             self._snapshots[target] = _take(known.parts, self._snapshots.get(target))
 
     def drop(self, name: str) -> None:
-        """Forget a snapshot and free its memory.
+        """Delete a snapshot.
 
         Raises:
             BackupError: there is no such snapshot.
@@ -109,10 +109,10 @@ class WeightBackup:
 
     @contextmanager
     def swapped(self, name: str) -> Iterator[None]:
-        """Inside, the live weights are those of a snapshot; afterwards they are again what they were.
+        """Swap a snapshot into the live weights inside the context, and restore the previous weights afterwards.
 
-        What they were is copied too. The memory for it is kept for the next time. Contexts nest. The optimizer is not
-        told, and takes no step inside: its float32 copies of bf16 weights stay as they are, digits and all.
+        The previous weights are copied; the memory for that copy is kept for the next use. Contexts nest. Take no
+        optimizer step inside: the optimizer's float32 copies of bf16 weights are not swapped.
 
         Raises:
             BackupError: as `restore`.
@@ -123,7 +123,7 @@ class WeightBackup:
             self._write(known, name)
             yield
         finally:
-            self._write(before, "what was live before")
+            self._write(before, "of the previous weights")
             self._spares.append(before)
 
     def __contains__(self, name: object) -> bool:
@@ -136,18 +136,20 @@ class WeightBackup:
         found = self._snapshots.get(name)
         if found is None:
             close = difflib.get_close_matches(str(name), self._snapshots, 1)
-            hint = f"; is {close[0]!r} meant?" if close else ""
-            having = ", ".join(map(repr, self._snapshots)) or "none yet"
-            raise BackupError(f"there is no snapshot {name!r} of the weights: copy({name!r}) takes one; {having}{hint}")
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            existing = ", ".join(map(repr, self._snapshots)) or "none yet"
+            raise BackupError(
+                f"there is no weight snapshot {name!r}; existing: {existing}{hint}. Call copy({name!r}) to take one"
+            )
         return found
 
     def _live(self) -> dict[str, torch.Tensor]:
         live: dict[str, torch.Tensor] = {}
         for name, tensor in self._weights():
             if name in live:
-                raise BackupError(f"two of the weights are called {name!r}")
+                raise BackupError(f"the model has two weights of the name {name!r}; weight names must be unique")
             if tensor.numel() and not tensor.untyped_storage().nbytes():
-                raise BackupError(f"the weights are asleep ({name!r} has no memory): wake_up() comes first")
+                raise BackupError(f"the weights are offloaded ({name!r} has no memory); call wake_up() first")
             live[name] = tensor.detach()
         return live
 
@@ -155,21 +157,21 @@ class WeightBackup:
     def _write(self, snapshot: _Snapshot, name: str) -> None:
         live = self._live()
         if not snapshot.fits(live):
-            raise BackupError(f"snapshot {name!r} does not fit the live weights: {_difference(snapshot.parts, live)}")
-        written: set[_Place] = set()
+            raise BackupError(f"snapshot {name!r} does not match the live weights: {_difference(snapshot.parts, live)}")
+        written: set[_Memory] = set()
         for key, tensor in live.items():
-            place = _place(tensor)
-            if place not in written:
+            memory = _memory_of(tensor)
+            if memory not in written:
                 tensor.copy_(snapshot.parts[key], non_blocking=True)
-                written.add(place)
+                written.add(memory)
         _wait(live)
 
 
 @torch.no_grad()
 def _take(tensors: dict[str, torch.Tensor], old: _Snapshot | None) -> _Snapshot:
-    """A snapshot of tensors, in the memory of an old one if they fit there."""
+    """Take a snapshot of tensors, in the memory of an old one if it fits."""
     if old is None or not old.fits(tensors):
-        old = _room_for(tensors)
+        old = _allocate(tensors)
     written: set[int] = set()
     for name, tensor in tensors.items():
         part = old.parts[name]
@@ -180,16 +182,16 @@ def _take(tensors: dict[str, torch.Tensor], old: _Snapshot | None) -> _Snapshot:
     return old
 
 
-def _room_for(tensors: dict[str, torch.Tensor]) -> _Snapshot:
+def _allocate(tensors: dict[str, torch.Tensor]) -> _Snapshot:
     begins: dict[str, int] = {}
-    of_place: dict[_Place, int] = {}
+    begin_of: dict[_Memory, int] = {}
     end = 0
     for name, tensor in tensors.items():
-        place = _place(tensor)
-        if tensor.numel() and place in of_place:
-            begins[name] = of_place[place]
+        place = _memory_of(tensor)
+        if tensor.numel() and place in begin_of:
+            begins[name] = begin_of[place]
             continue
-        begins[name] = of_place[place] = end
+        begins[name] = begin_of[place] = end
         end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     memory = host_memory(end, pinned=has_cuda())
     parts = {}
@@ -200,8 +202,8 @@ def _room_for(tensors: dict[str, torch.Tensor]) -> _Snapshot:
     return _Snapshot(memory, parts)
 
 
-def _place(tensor: torch.Tensor) -> _Place:
-    """Equal for tensors that are the same elements of the same memory."""
+def _memory_of(tensor: torch.Tensor) -> _Memory:
+    """Return a key that is equal for tensors with the same elements in the same memory."""
     return (
         tensor.untyped_storage().data_ptr(),
         int(tensor.storage_offset()) * tensor.element_size(),
@@ -219,9 +221,9 @@ def _wait(tensors: dict[str, torch.Tensor]) -> None:
 def _difference(parts: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> str:
     missing, new = sorted(parts.keys() - live.keys()), sorted(live.keys() - parts.keys())
     if missing or new:
-        return f"it has {missing[:4] or 'nothing'} that they lack, they have {new[:4] or 'nothing'} that it lacks"
+        return f"only the snapshot has {missing[:4]}, only the live weights have {new[:4]}"
     name = next(key for key in parts if (parts[key].shape, parts[key].dtype) != (live[key].shape, live[key].dtype))
     return (
-        f"{name!r} was {tuple(parts[name].shape)} of {parts[name].dtype}, is {tuple(live[name].shape)} of "
-        f"{live[name].dtype}"
+        f"{name!r} is {parts[name].dtype} {tuple(parts[name].shape)} in the snapshot, and now {live[name].dtype} "
+        f"{tuple(live[name].shape)}"
     )

@@ -1,0 +1,29 @@
+"""Weight sync: bring a train group's weights to rollout workers.
+
+`WeightSender` is the train side, `WeightReceiver` the rollout side, and `protocol` is what they agree on. Each
+transport is one file with both halves: a `Transport` that sends, and the `Message` that it has the receivers handle.
+"""
+
+from typing import TYPE_CHECKING
+
+from dispatch.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from workers.weight_sync.protocol import WeightSyncError, call_manager, receiver_groups
+    from workers.weight_sync.receiver import WeightReceiver
+    from workers.weight_sync.sender import SyncReport, WeightSender
+
+__all__ = ["SyncReport", "WeightReceiver", "WeightSender", "WeightSyncError", "call_manager", "receiver_groups"]
+
+_HOMES = {
+    "SyncReport": "workers.weight_sync.sender",
+    "WeightReceiver": "workers.weight_sync.receiver",
+    "WeightSender": "workers.weight_sync.sender",
+    "WeightSyncError": "workers.weight_sync.protocol",
+    "call_manager": "workers.weight_sync.protocol",
+    "receiver_groups": "workers.weight_sync.protocol",
+}
+
+if not TYPE_CHECKING:
+    # Lazy: a driver imports `WeightReceiver` through `RolloutWorker`, and must not pay for torch.
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

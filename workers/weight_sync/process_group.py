@@ -1,0 +1,423 @@
+"""Weights through a process group of their own, beside the default one: gloo, or nccl if everyone has a CUDA device.
+
+Every sender has a group with all receivers, created when it first has something to send. A bucket is announced by a
+call to the receivers and then broadcast.
+
+Turns: two senders must not broadcast at once. One receiver might handle sender A's call first and another sender B's,
+and both would wait forever. So a sender takes a ticket for each bucket, in the TCPStore in which all groups rendezvous,
+and waits until the holder of the ticket before has finished (`ProcessGroupTransport._turn`). This is the only lock of
+the module. A sender holds nothing else while it waits for its turn, and it passes the turn on if it fails. A sender
+that gives up waiting takes its ticket with it: those behind it give up after their timeout too.
+
+Threads: ``weights-rendezvous`` (`_unless_failed`) ends when the rendezvous succeeds or after `RENDEZVOUS_SECONDS`;
+``weights-leave`` (`Channel.leave`) ends when gloo has closed the group's connections. Both are daemons, so neither
+keeps a process alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray.util
+import torch
+import torch.distributed as dist
+
+from single_controller.base.future import WorkerFuture
+from workers.device import device
+from workers.weight_sync.device import name_of
+from workers.weight_sync.protocol import (
+    FlatBuffer,
+    Message,
+    Pair,
+    TensorSpec,
+    Transport,
+    Update,
+    WeightSyncError,
+    copy_into,
+    tensor_specs,
+    views,
+    wait_all,
+)
+
+T = TypeVar("T")
+
+RENDEZVOUS_SECONDS = 60.0
+"""How long the members of a group may take to connect."""
+
+BROADCAST_SECONDS = 60.0
+"""How long the broadcast of an announced bucket may take."""
+
+CUMEM = "NCCL_CUMEM_ENABLE"
+
+_POLL_SECONDS = 0.0005
+_CHECK_SECONDS = 0.05
+
+
+class ProcessGroupTransport(Transport):
+    """See the module's docstring.
+
+    Args:
+        timeout: seconds that a sender waits for its turn.
+
+    Attributes:
+        groups_made: process groups that this rank has created so far.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._server: dist.TCPStore | None = None  # on rank 0
+        self._store: dist.TCPStore | None = None
+        self._address: tuple[str, int] | None = None
+        self._receivers: tuple[str, ...] = ()
+        self._channel: Channel | None = None
+        self.groups_made = 0
+
+    def prepare(self, update: Update) -> tuple[str, int]:
+        """Start the store in which all groups rendezvous. Rank 0 keeps it between updates."""
+        address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        if self._server is None:
+            timeout = _delta(RENDEZVOUS_SECONDS)
+            self._server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        return address, self._server.port
+
+    def begin(self, update: Update) -> None:
+        """Keep the group, unless the receivers or the store have changed."""
+        receivers = tuple(info.id for info in update.infos)
+        if (self._address, self._receivers) != (update.shared, receivers):
+            self._leave()
+        if self._address != update.shared:
+            self._address, self._store = update.shared, None
+        self._receivers = receivers
+
+    def send(self, update: Update, bucket: Sequence[Pair]) -> None:
+        """See `Transport.send`."""
+        specs, nbytes = tensor_specs(bucket)
+        with self._turn(update):
+            channel = self._channel or self._connect(update, bucket[0][1].device)
+            flat = channel.memory.take(nbytes)
+            copy_into(flat, specs, bucket)
+            # Announced first: the broadcast below ends only when every receiver takes part in it.
+            futures = update.receivers.start("receive_weights", update.key, AnnouncedBucket(update.rank, nbytes, specs))
+            if nbytes:
+                channel.broadcast(flat, futures)
+            wait_all(futures)  # inside the turn: a receiver must be done with this call before the next sender's
+
+    def flush(self, update: Update) -> None:
+        """See `Transport.flush`: `send` has waited for every bucket."""
+        if self._channel is not None:
+            self._channel.release_memory()
+
+    def failed(self, update: Update) -> None:
+        """See `Transport.failed`."""
+        self._leave()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._leave()
+        self._server = self._store = self._address = None
+
+    def _leave(self) -> None:
+        if self._channel is not None:
+            self._channel.leave()
+        self._channel = None
+
+    def _connect(self, update: Update, here: torch.device) -> Channel:
+        """Create this sender's group, together with all receivers."""
+        self.groups_made += 1
+        backend = _backend(update, here)
+        key = f"{update.key}/{update.rank}"
+        cumem = os.environ.get(CUMEM)
+        invitation = Invitation(update.rank, key, update.shared, self._receivers, backend, cumem)
+        futures = update.receivers.start("receive_weights", update.key, invitation)
+        where = here if backend == "nccl" else torch.device("cpu")
+        # Kept at once: if a receiver has failed all the same, `failed` leaves the group.
+        channel = self._channel = _unless_failed(lambda: Channel(invitation, 0, where), futures)
+        wait_all(futures)
+        return channel
+
+    @contextlib.contextmanager
+    def _turn(self, update: Update) -> Iterator[None]:
+        """Hold the turn: inside, no other sender of this update is sending a bucket."""
+        if update.ranks == 1:
+            yield
+            return
+        if self._store is None:
+            self._store = _client(update.shared)
+        store = self._store
+        mine = store.add(f"{update.key}/tickets", 1) - 1
+        if mine > 0:
+            turn = f"{update.key}/turn/{mine}"
+            try:
+                store.wait([turn], _delta(self._timeout))
+            except dist.DistStoreError as error:
+                raise WeightSyncError(
+                    f"train rank {update.rank} waited {self._timeout:g} s for its turn to send weights, because "
+                    "another rank is still sending. If that is expected, pass a longer timeout to WeightSender"
+                ) from error
+            store.delete_key(turn)
+        try:
+            yield
+        finally:
+            store.set(f"{update.key}/turn/{mine + 1}", "")
+
+
+@dataclass(frozen=True)
+class Invitation(Message):
+    """Join a sender's process group.
+
+    Attributes:
+        sender: rank of the sender among the train ranks; it has rank 0 in the group.
+        key: name of the group in the store.
+        address: host and port of the store.
+        receivers: ids of the receivers in order; the first one has rank 1 in the group.
+        backend: "gloo" or "nccl".
+        cumem: the sender's NCCL_CUMEM_ENABLE. Both ends must allocate memory in the same way.
+    """
+
+    sender: int
+    key: str
+    address: tuple[str, int]
+    receivers: tuple[str, ...]
+    backend: str
+    cumem: str | None = None
+
+    def receive(self, receiver: Any, key: str) -> None:
+        """Join the group, and leave the previous one of the same sender."""
+        receiver.check_update(key)
+        before = receiver.channels.pop(self.sender, None)
+        if before is not None:
+            before.leave()
+        try:
+            receiver.channels[self.sender] = self._channel(receiver)
+        except Exception as error:
+            receiver.fail_update(
+                key,
+                f"rollout rank {receiver.rank} could not connect to sender {self.sender} in a process group: "
+                f"{type(error).__name__}: {error}",
+                error,
+            )
+
+    def _channel(self, receiver: Any) -> Channel:
+        if self.backend == "nccl" and self.cumem is not None:
+            own = os.environ.setdefault(CUMEM, self.cumem)
+            if own != self.cumem:
+                raise WeightSyncError(
+                    f"{CUMEM} is {own} here and {self.cumem} on the train ranks, and nccl cannot connect the two "
+                    "settings; set the same value on both sides (worker_env=..., train_env_vars)"
+                )
+        rank = 1 + self.receivers.index(receiver.receiver_id)
+        where = device(receiver.local_rank, receiver.device_ids) if self.backend == "nccl" else torch.device("cpu")
+        return Channel(self, rank, where)
+
+
+@dataclass(frozen=True)
+class AnnouncedBucket(Message):
+    """Take part in the broadcast of a bucket, and load it.
+
+    Attributes:
+        sender: rank of the sender among the train ranks.
+        nbytes: length of the buffer.
+        specs: the tensors in it.
+    """
+
+    sender: int
+    nbytes: int
+    specs: list[TensorSpec]
+
+    def receive(self, receiver: Any, key: str) -> None:
+        """See `Message.receive`. If the broadcast fails, the receiver leaves the group."""
+        channel = receiver.channels.get(self.sender)
+        if channel is None:
+            receiver.check_update(key)
+            raise WeightSyncError(f"rollout rank {receiver.rank} is not in the process group of sender {self.sender}")
+        # The key is checked only after the broadcast: even if this receiver has given the update up, the sender and the
+        # other receivers are in the broadcast and would wait for it.
+        try:
+            flat = channel.memory.take(self.nbytes)
+            if self.nbytes:
+                channel.broadcast(flat, ())
+        except BaseException:
+            del channel, receiver.channels[self.sender]  # the last references: this closes the connections
+            raise
+        receiver.load_bucket(key, views(flat, self.specs))
+
+
+class Channel:
+    """A process group of one sender and all receivers.
+
+    Args:
+        invitation: to the group.
+        rank: of this process in the group.
+        where: device of the broadcast buffers.
+    """
+
+    def __init__(self, invitation: Invitation, rank: int, where: torch.device) -> None:
+        self.memory = FlatBuffer(where)
+        self._group: Any
+        # A store client of its own: a failed rendezvous occupies the client until its timeout, long after everyone
+        # has given up.
+        store = _client(invitation.address)
+        prefixed = dist.PrefixStore(invitation.key, store)
+        size = 1 + len(invitation.receivers)
+        if invitation.backend == "nccl":
+            torch.cuda.set_device(where)  # torch keeps it per thread, and on the sender this is "weights-rendezvous"
+            options = dist.ProcessGroupNCCL.Options()
+            # `broadcast` has its own timeout. torch's watchdog, which ends the process, must not fire before it.
+            options._timeout = _delta(10 * BROADCAST_SECONDS)
+            with _watchdog_reports_errors():
+                self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            # Connect now, while a missing member is still noticed by `_unless_failed`; nccl would connect lazily.
+            self._group.eager_connect_single_device(where)
+        else:
+            self._group = dist.ProcessGroupGloo(prefixed, rank, size, _delta(RENDEZVOUS_SECONDS))
+        self._store = store
+        self._where = where
+
+    def broadcast(self, flat: torch.Tensor, futures: Sequence[WorkerFuture]) -> None:
+        """Take part in a broadcast from rank 0.
+
+        A member that fails leaves the group by dropping it. That closes its connections, and the others fail at once
+        instead of after their timeout.
+
+        Args:
+            flat: the buffer to send, or to receive into.
+            futures: calls that must not fail for the broadcast to succeed.
+
+        Raises:
+            WeightSyncError: it failed or timed out.
+            Exception: a future's error.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = _delta(BROADCAST_SECONDS)
+        work: Any = None
+        raised: Exception
+        try:
+            work = self._group.broadcast([flat], options)
+            _wait_for(work, futures)
+            if self._where.type == "cuda":
+                # nccl's work completes on failure as well; only the group knows of the error.
+                torch.cuda.synchronize(self._where)
+                status = self._group.get_error().name if hasattr(self._group, "get_error") else "SUCCESS"
+                if status != "SUCCESS":
+                    raise WeightSyncError(f"a broadcast of weights failed: nccl reports {status}")
+            return
+        except RuntimeError as error:  # gloo's and nccl's
+            raised = WeightSyncError(f"a broadcast of weights failed: {str(error).partition(chr(10))[0]}")
+        except Exception as error:
+            raised = error
+        finally:
+            work = None  # it keeps the group alive, and an exception's traceback keeps this frame alive
+        self.leave()
+        raise raised
+
+    def release_memory(self) -> None:
+        """Free device memory until the next update. The connections stay."""
+        if self._where.type == "cuda":
+            self.memory.free()
+
+    def leave(self) -> None:
+        """Close the connections. gloo first finishes what is in progress, up to its timeout, so a thread waits for
+        it."""
+        group, self._group = self._group, None
+        if group is not None and self._where.type == "cuda":
+            group.abort()
+        elif group is not None:
+            left = [group]
+            del group  # the list has the only reference; clearing it destroys the group in the thread
+            threading.Thread(target=left.clear, name="weights-leave", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _watchdog_reports_errors() -> Iterator[None]:
+    """Inside, an nccl group is created with a watchdog that reports errors instead of ending the process.
+
+    torch reads the setting from the environment, which all threads of the process share. This library creates no other
+    group meanwhile: a sender's other thread waits in `_unless_failed`.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # clean up the communicator only
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _wait_for(work: Any, futures: Sequence[WorkerFuture]) -> None:
+    """Wait for an operation, but stop if one of the calls that it depends on fails."""
+    begun = checked = time.monotonic()
+    while not work.is_completed():
+        now = time.monotonic()
+        if now - checked > _CHECK_SECONDS:
+            checked = now
+            _raise_failed(futures)
+        if now - begun > BROADCAST_SECONDS:
+            raise WeightSyncError(f"a broadcast of weights took more than {BROADCAST_SECONDS:g} s")
+        # `work.wait()` would block until gloo's own timeout, whatever happens to the receivers.
+        time.sleep(_POLL_SECONDS)
+    work.wait()  # raises the operation's error
+
+
+def _unless_failed(do: Callable[[], T], futures: Sequence[WorkerFuture]) -> T:
+    """Run something that waits for the receivers, but stop waiting if one of their calls fails. A rendezvous cannot be
+    interrupted, so it runs in a thread, which is left behind then. What it returns after that is dropped.
+
+    Raises:
+        Exception: what it raised, or the call's error.
+    """
+    done: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(do())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="weights-rendezvous", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.01)
+        _raise_failed(futures)
+    if raised:
+        raise raised[0]
+    return done[0]
+
+
+def _raise_failed(futures: Sequence[WorkerFuture]) -> None:
+    """Raise the error of a call that has already failed, without waiting."""
+    for future in futures:
+        error = future.exception() if future.done() else None
+        if error is not None:
+            raise error
+
+
+def _backend(update: Update, here: torch.device) -> str:
+    devices = [info.device for info in update.infos]
+    if here.type != "cuda" or not all(name.startswith("cuda:") for name in devices):
+        return "gloo"
+    devices.append(name_of(here))
+    if len(set(devices)) < len(devices):
+        raise WeightSyncError(
+            "nccl does not support two processes on one device in a process group, but these are shared: "
+            f"{', '.join(sorted(devices))}; use transport='device'"
+        )
+    return "nccl"
+
+
+def _client(address: tuple[str, int]) -> dist.TCPStore:
+    return dist.TCPStore(*address, is_master=False, timeout=_delta(RENDEZVOUS_SECONDS))
+
+
+def _delta(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)

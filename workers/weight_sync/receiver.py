@@ -1,0 +1,201 @@
+"""WeightReceiver: the rollout side of weight sync. `workers.weight_sync.protocol` says how an update proceeds."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from dispatch.modes import Dispatch
+from dispatch.register import register
+from single_controller.base.worker import Worker
+from workers.weight_sync.protocol import Message, Pair, ReceiverInfo, WeightSyncError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Engine(Protocol):
+    """What a receiver needs of its engine; `RolloutEngine` has it."""
+
+    def load_weights(self, weights: Iterable[Pair]) -> None: ...
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+
+@dataclass
+class _Progress:
+    """An update on the receiving side."""
+
+    key: str
+    version: int
+    missing: dict[str, tuple[int, ...]]
+    arrived: set[str] = field(default_factory=set)
+    failed: str = ""
+
+
+class WeightReceiver(Worker):
+    """A worker whose ``engine`` takes weights. A subclass calls ``super().__init__()`` and sets ``engine``.
+
+    An update begins, brings buckets in any order and from any number of senders, and is finished. The worker has the
+    version of the last finished update. During an update, and after a failed one, it has none.
+
+    Attributes:
+        receiver_id: `ReceiverInfo.id`.
+        channels: by sender rank, what the process-group transport keeps between updates.
+    """
+
+    engine: Engine
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.receiver_id = uuid.uuid4().hex
+        self.channels: dict[int, Any] = {}
+        self._version: int | None = None
+        self._update: _Progress | None = None
+        self._sender = ""
+
+    @property
+    def weight_version(self) -> int | None:
+        """Version of the weights; None during an update, after a failed one, and before the first."""
+        return self._version
+
+    @weight_version.setter
+    def weight_version(self, version: int | None) -> None:
+        self._version, self._update = version, None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_weight_version(self, version: int | None) -> None:
+        """Set the version of weights that the engine got in another way, from a checkpoint for example. With None, the
+        worker does not generate with them."""
+        self.weight_version = version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def current_weight_version(self) -> int | None:
+        """Return `weight_version`; on the driver, a list by rank."""
+        return self._version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_weights(self, key: str, version: int, sender: str) -> ReceiverInfo:
+        """Begin an update. An unfinished one is given up. If the sender is another one than before, this worker leaves
+        the old sender's process groups.
+
+        Args:
+            key: of the update; calls with another key are rejected from now on.
+            version: of the weights.
+            sender: id of the sender, the same in all its updates.
+        """
+        from workers.weight_sync.device import device_name
+
+        self._version = None  # first: whatever fails from here on, the worker must not generate with mixed weights
+        if sender != self._sender:
+            # Also a new id, so that no sender takes this worker for a member of a group that it has left.
+            self._sender, self.receiver_id = sender, uuid.uuid4().hex
+            while self.channels:
+                self.channels.popitem()[1].leave()
+        self._update = _Progress(key, version, dict(self.engine.weight_shapes()))
+        return ReceiverInfo(self.rank, self.receiver_id, device_name(self.local_rank, self.device_ids))
+
+    @register(Dispatch.ONE_TO_ALL, inputs="view")
+    def receive_bucket(self, key: str, bucket: dict[str, torch.Tensor]) -> None:
+        """Load a bucket from the object store, in place: ``inputs="view"`` saves a copy.
+
+        Raises:
+            WeightSyncError: see `load_bucket`.
+        """
+        self.load_bucket(key, list(bucket.items()))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_weights(self, key: str, message: Message) -> None:
+        """Handle a transport's message.
+
+        Raises:
+            WeightSyncError: see `load_bucket`, and the message's ``receive``.
+        """
+        message.receive(self, key)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_weights(self, key: str) -> None:
+        """Finish an update and take its version.
+
+        Raises:
+            WeightSyncError: tensors are missing.
+        """
+        update = self.check_update(key)
+        if update.missing:
+            self.fail_update(
+                key,
+                f"rollout rank {self.rank} did not get {len(update.missing)} of "
+                f"{len(update.missing) + len(update.arrived)} tensors of version {update.version}: "
+                f"{_some(update.missing)}",
+            )
+        self._version, self._update = update.version, None
+        for channel in self.channels.values():
+            channel.release_memory()
+
+    def load_bucket(self, key: str, bucket: Sequence[Pair]) -> None:
+        """Pass tensors to the engine, which copies them.
+
+        Args:
+            key: of the update.
+            bucket: names and whole tensors.
+
+        Raises:
+            WeightSyncError: the bucket is of another update, the engine has no such tensor or has another shape, a
+                tensor came a second time, or the engine failed. The update has failed then.
+        """
+        update = self.check_update(key)
+        for name, tensor in bucket:
+            why = _fault(update, name, tensor)
+            if why is not None:
+                self.fail_update(key, f"rollout rank {self.rank}, version {update.version}: {why}")
+            del update.missing[name]
+            update.arrived.add(name)
+        try:
+            self.engine.load_weights(bucket)
+        except Exception as error:
+            self.fail_update(
+                key,
+                f"rollout rank {self.rank}: {type(self.engine).__name__} could not load weights of version "
+                f"{update.version} ({_some(name for name, _ in bucket)}): {type(error).__name__}: {error}",
+                error,
+            )
+
+    def fail_update(self, key: str, why: str, cause: Exception | None = None) -> NoReturn:
+        """Mark the update as failed and raise a `WeightSyncError`."""
+        if self._update is not None and self._update.key == key:
+            self._update.failed = why
+        raise WeightSyncError(why) from cause
+
+    def check_update(self, key: str) -> _Progress:
+        """Return the update in progress; raise a `WeightSyncError` if it is another one or has failed."""
+        if self._update is None or self._update.key != key:
+            now = "no update is in progress" if self._update is None else "another update has begun since"
+            raise WeightSyncError(
+                f"rollout rank {self.rank} received a message of a weight update that it has not joined: {now}. The "
+                "worker was restarted, or its weight version was set, during the update; call update_weights() again"
+            )
+        if self._update.failed:  # every sender must learn the cause, not only the one that met it
+            raise WeightSyncError(self._update.failed)
+        return self._update
+
+
+def _fault(update: _Progress, name: str, tensor: torch.Tensor) -> str | None:
+    import torch
+
+    if name in update.arrived:
+        return f"{name!r} came twice; each tensor must come once, from exactly one rank"
+    shape = update.missing.get(name)
+    if shape is None:
+        return f"the engine has no weight {name!r}; its weight_shapes() still lacks {_some(update.missing)}"
+    if tuple(tensor.shape) != tuple(shape):
+        return f"{name!r} has shape {tuple(tensor.shape)}; the engine expects {tuple(shape)}"
+    if not torch.can_cast(tensor.dtype, torch.float32):
+        return f"{name!r} has dtype {tensor.dtype}; expected real numbers"
+    return None
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "") or "nothing"
