@@ -1,7 +1,7 @@
-"""Workers that people use as they are, or subclass: Megatron, FSDP, training and rollout.
+"""Workers to use or to subclass: Megatron, FSDP, training and rollout.
 
-The top floor of the house: it may import ``single_controller`` and ``dispatch``, and neither of them
-may import it. Heavy libraries (torch, megatron, transformers) are imported when they are used, not before.
+This package may import ``single_controller`` and ``dispatch``; neither of them may import it. Heavy libraries (torch,
+megatron, transformers) are imported on first use.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ if TYPE_CHECKING:
     from workers.megatron.train_model import MegatronTrainModel
     from workers.megatron.train_worker import MegatronTrainWorker
     from workers.megatron.worker import MegatronWorker
-    from workers.rollout.engine import Answer, RolloutEngine, Sampling
+    from workers.rollout.engine import Completion, RolloutEngine, SamplingParams
     from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
     from workers.rollout.hf_engine import HFEngine
     from workers.rollout.manager import RolloutManager
-    from workers.rollout.weight_receiver import WeightReceiver
     from workers.rollout.worker import RolloutWorker
-    from workers.train.args import TrainArgs
+    from workers.train.args import TrainArgs, TrainArgsError, read_args
     from workers.train.checkpoints import CheckpointError
     from workers.train.group import RayTrainGroup
     from workers.train.hf_export import export_hf
     from workers.train.hf_files import ModelFilesError
     from workers.train.model import TrainModel
-    from workers.train.placement import Placement, place
-    from workers.train.read_args import TrainArgsError, read_args
+    from workers.train.placement import RolePlacement, place
     from workers.train.rollout_data import RolloutDataError
     from workers.train.tracking import RunLog
     from workers.train.weight_backup import BackupError, WeightBackup
-    from workers.train.weight_buckets import WeightSyncError
-    from workers.train.weight_sync import WeightSender
     from workers.train.worker import TrainWorker, own_rows
+    from workers.weight_sync.protocol import WeightSyncError
+    from workers.weight_sync.receiver import WeightReceiver
+    from workers.weight_sync.sender import WeightSender
 
 __all__ = [
-    "Answer",
     "BackupError",
     "CheckpointError",
+    "Completion",
     "FSDPTrainModel",
     "FSDPTrainWorker",
     "HFEngine",
@@ -53,17 +52,17 @@ __all__ = [
     "MegatronWorker",
     "ModelFilesError",
     "ParallelLlamaMLP",
-    "Placement",
     "PromptError",
     "RayTrainGroup",
     "RewardError",
+    "RolePlacement",
     "RolloutDataError",
     "RolloutEngine",
     "RolloutError",
     "RolloutManager",
     "RolloutWorker",
     "RunLog",
-    "Sampling",
+    "SamplingParams",
     "TrainArgs",
     "TrainArgsError",
     "TrainModel",
@@ -82,7 +81,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Answer": "workers.rollout.engine",
+    "Completion": "workers.rollout.engine",
     "BackupError": "workers.train.weight_backup",
     "CheckpointError": "workers.train.checkpoints",
     "FSDPTrainModel": "workers.fsdp.train_model",
@@ -94,33 +93,35 @@ _HOMES = {
     "MegatronWorker": "workers.megatron.worker",
     "ModelFilesError": "workers.train.hf_files",
     "ParallelLlamaMLP": "workers.megatron.mlp",
-    "Placement": "workers.train.placement",
     "PromptError": "workers.rollout.errors",
     "RayTrainGroup": "workers.train.group",
     "RewardError": "workers.rollout.errors",
+    "RolePlacement": "workers.train.placement",
     "RolloutDataError": "workers.train.rollout_data",
     "RolloutEngine": "workers.rollout.engine",
     "RolloutError": "workers.rollout.errors",
     "RolloutManager": "workers.rollout.manager",
     "RolloutWorker": "workers.rollout.worker",
     "RunLog": "workers.train.tracking",
-    "Sampling": "workers.rollout.engine",
+    "SamplingParams": "workers.rollout.engine",
     "TrainArgs": "workers.train.args",
-    "TrainArgsError": "workers.train.read_args",
+    "TrainArgsError": "workers.train.args",
     "TrainModel": "workers.train.model",
     "TrainWorker": "workers.train.worker",
     "WeightBackup": "workers.train.weight_backup",
-    "WeightReceiver": "workers.rollout.weight_receiver",
-    "WeightSender": "workers.train.weight_sync",
-    "WeightSyncError": "workers.train.weight_buckets",
+    "WeightReceiver": "workers.weight_sync.receiver",
+    "WeightSender": "workers.weight_sync.sender",
+    "WeightSyncError": "workers.weight_sync.protocol",
     "WeightVersionError": "workers.rollout.errors",
     "export_hf": "workers.train.hf_export",
     "init_model_parallel_config": "workers.megatron.config",
     "own_rows": "workers.train.worker",
     "place": "workers.train.placement",
-    "read_args": "workers.train.read_args",
+    "read_args": "workers.train.args",
     "transformer_config": "workers.megatron.config",
 }
 
+_DEPRECATED = {"Answer": "Completion", "Placement": "RolePlacement", "Sampling": "SamplingParams"}
+
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES, _DEPRECATED)

@@ -1,4 +1,4 @@
-"""cuda or cpu, nccl or gloo: the one place that decides. torch is imported when somebody asks."""
+"""Choose between cuda and cpu, nccl and gloo. No other file decides this. torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LISTS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""What hides devices from torch: the first of them that is set, on AMD; elsewhere the second alone."""
+"""Variables that restrict the devices that torch sees. On ROCm the first one that is set counts, elsewhere only
+CUDA_VISIBLE_DEVICES."""
 
 
 class DeviceError(SingleControllerError):
-    """The device that Ray gave this process is not one that torch can use here."""
+    """torch cannot use the device that Ray assigned to this process."""
 
 
 def has_cuda() -> bool:
@@ -33,27 +34,27 @@ def has_cuda() -> bool:
 
 
 def backend() -> str:
-    """The backend for ``torch.distributed``: nccl where this process has a CUDA device, gloo elsewhere."""
+    """Return the backend for ``torch.distributed``: nccl if this process has a CUDA device, otherwise gloo."""
     return "nccl" if has_cuda() else "gloo"
 
 
 def every_backend() -> str:
-    """The backends for ``torch.distributed`` where the CPU's tensors travel too: by gloo, and by nccl the devices'."""
+    """Return the ``torch.distributed`` backends for tensors on any device: gloo for the CPU, nccl for CUDA."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Host memory, uint8; pinned, CUDA devices copy to and from it directly.
+    """Allocate host memory (uint8). CUDA devices copy to and from pinned memory directly.
 
-    It is registered with CUDA as it is: torch's own pinned memory is rounded up to a power of two, and is kept when
-    nobody needs it any more. Where the machine pins no more of it, the copies are slower, and a warning says so.
+    The memory is registered with CUDA instead of allocated by torch, which rounds pinned allocations up to a power of
+    two and caches them after they are freed. If CUDA cannot pin it, a warning is logged and copies are slower.
     """
     import numpy as np
     import torch
 
     if not pinned or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
-    # Whole pages, which no other memory is on. Weak references to an array are told before it is freed.
+    # CUDA pins whole pages, so no other memory may share them. `weakref.finalize` runs before the array is freed.
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = np.empty(whole + mmap.PAGESIZE, np.uint8)
     begin = -memory.ctypes.data % mmap.PAGESIZE
@@ -62,7 +63,7 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     status = int(runtime.cudaHostRegister(address, whole, 0))
     if status:
         logger.warning("%.2f GB of host memory were not pinned (CUDA error %d)", nbytes / 1e9, status)
-        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel: this one
+        with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel; consume it here
             torch.zeros(1, device="cuda")
     else:
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
@@ -70,15 +71,15 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
-    """The device of this process.
+    """Return the device of this process.
 
-    Ray shows a process only the devices that are its own, and then the first of them is meant. Where it does not (a
-    variable RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES or ..._HIP_... tells it so), the process sees others too: then
-    its own is where its id stands in the list of visible devices.
+    By default, Ray makes only the assigned devices visible, and the first visible device is used. With
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (or ..._HIP_...) the process sees all devices; its own is found by id in
+    the list of visible devices.
 
     Args:
-        local_rank: rank among the processes of the node; decides where no ids are known.
-        device_ids: ``Worker.device_ids``, what Ray gave it.
+        local_rank: rank among the processes of the node; selects the device if there are no ids.
+        device_ids: ``Worker.device_ids``, the devices that Ray assigned.
 
     Raises:
         DeviceError: the device is hidden from this process, or torch has no such device.
@@ -93,40 +94,44 @@ def device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
     index = visible_index(device_ids[0], os.environ, amd=torch.version.hip is not None)
     if index >= count:
         raise DeviceError(
-            f"Ray gave this worker device {device_ids[0]}, number {index} of those that it may see, but torch has "
-            f"{count} here: Ray was told of more GPUs than there are (ray.init(num_gpus=...)), or the list of visible "
+            f"Ray assigned device {device_ids[0]} to this worker, at index {index} of its visible devices, but torch "
+            f"sees only {count}: ray.init(num_gpus=...) promised more GPUs than the node has, or the list of visible "
             "devices was changed after torch had read it"
         )
     return torch.device("cuda", index)
 
 
 def visible_index(device_id: str, environment: Mapping[str, str], amd: bool = False) -> int:
-    """torch's index of a device.
+    """Return torch's index of a device.
 
     Args:
-        device_id: Ray's id of it: its number on the node, or what a list that was set before Ray started calls it.
-        environment: the process's variables.
+        device_id: Ray's id of the device: its number on the node, or its entry in the list of visible devices if that
+            was set before Ray started.
+        environment: environment variables of the process.
         amd: whether torch runs on ROCm.
 
     Raises:
-        DeviceError: the list of visible devices does not have it.
+        DeviceError: the device is not in the list of visible devices.
     """
     name = next((name for name in _LISTS[0 if amd else 1 :] if name in environment), None)
     if name is None:
         if not device_id.isdigit():
-            raise DeviceError(f"Ray gave this worker device {device_id!r}, which is no number, and no list has it")
+            raise DeviceError(
+                f"Ray assigned device {device_id!r} to this worker; it is not a number, and no variable such as "
+                f"{_LISTS[-1]} lists it"
+            )
         return int(device_id)
     visible = [item.strip() for item in environment[name].split(",")]
     if device_id not in visible:
         raise DeviceError(
-            f"Ray gave this worker device {device_id}, but {name}={environment[name]!r} hides it: leave that variable "
-            "to Ray (take it out of worker_env and runtime_env), or let it name all devices of the node"
+            f"Ray assigned device {device_id} to this worker, but {name}={environment[name]!r} hides it: remove that "
+            "variable from worker_env and runtime_env, so that Ray sets it, or list all devices of the node in it"
         )
     return visible.index(device_id)
 
 
 def use_device(taken: torch.device | None) -> None:
-    """Make a device that was taken before the current one of this thread: each has its own."""
+    """Make a device that `take_device` returned the current one of this thread. CUDA's current device is per thread."""
     import torch
 
     if taken is not None and taken.type == "cuda":
@@ -134,7 +139,7 @@ def use_device(taken: torch.device | None) -> None:
 
 
 def take_device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
-    """Make `device` the current one, and return it."""
+    """Make `device` the current device, and return it."""
     import torch
 
     mine = device(local_rank, device_ids)
@@ -144,7 +149,7 @@ def take_device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.de
 
 
 def current_device() -> torch.device:
-    """The device that this process has taken: the current CUDA device, or the CPU where there is none."""
+    """Return the current CUDA device, or the CPU if there is no CUDA device."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""torch.distributed among the ranks of a worker's group: how it begins, and one rank after the other."""
+"""torch.distributed among the ranks of a worker group: initialization, process groups, and errors on all ranks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,36 @@ if TYPE_CHECKING:
 
 
 _timeout = datetime.timedelta(minutes=30)
-"""Of the default process group; the others, to which torch gives its own default, get it too."""
+"""Timeout of the default process group. `new_cpu_group` and `new_rows` use it too, instead of torch's default."""
+
+_default_group: ProcessGroup | None = None
+"""The process group that `initialize_distributed` created for a single rank."""
 
 
 def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float = 30.0) -> None:
-    """``torch.distributed.init_process_group`` of a worker's group, unless it was called before.
+    """Call ``torch.distributed.init_process_group`` for a worker group, unless it was called before.
 
     Args:
-        worker: it knows its rank, and where the ranks meet. One that was made by hand is alone.
+        worker: provides the rank and the rendezvous address. A single rank needs no rendezvous. In a
+            `LocalWorkerGroup` the process group is destroyed when the group is closed.
         backend: of torch.distributed, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-        timeout_minutes: a collective that takes longer has failed.
+        timeout_minutes: timeout of a collective.
 
     Raises:
-        DeviceError: two ranks have the same GPU (noticed where the backends are gloo and nccl).
+        LocalEngineError: the worker is in a `LocalWorkerGroup` of several ranks, which share one process.
+        DeviceError: two ranks have the same GPU. This is checked if the backend has both gloo and nccl.
     """
     import torch.distributed as dist
 
-    global _timeout
+    global _timeout, _default_group
+    worker._check_collectives("initialize_distributed()")
     if dist.is_initialized():
         return
     timeout = _timeout = datetime.timedelta(minutes=timeout_minutes)
-    if worker.world_size == 1 and not worker.master_port:  # made by hand, in no group
+    if worker.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        _default_group = dist.group.WORLD
+        worker._cleanups.append(_end_default_group)
         return
     host = f"[{worker.master_addr}]" if ":" in worker.master_addr else worker.master_addr
     address = f"tcp://{host}:{worker.master_port}"
@@ -48,6 +56,15 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
         _refuse_shared_devices()
 
 
+def _end_default_group() -> None:
+    import torch.distributed as dist
+
+    global _default_group
+    if dist.is_initialized() and dist.group.WORLD is _default_group:  # the worker may have destroyed it
+        dist.destroy_process_group()
+    _default_group = None
+
+
 def _refuse_shared_devices() -> None:
     import torch
 
@@ -55,17 +72,17 @@ def _refuse_shared_devices() -> None:
     for rank, name in enumerate(gathered(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))):
         if name in rank_of:
             raise DeviceError(
-                f"the ranks {rank_of[name]} and {rank} are on the same GPU, and nccl connects ranks of different GPUs "
-                "alone: give each rank of a group a GPU of its own; groups may share theirs"
+                f"ranks {rank_of[name]} and {rank} are on the same GPU, but nccl needs a different GPU for each rank "
+                "of a group. Give each rank its own GPU; different groups may share GPUs"
             )
         rank_of[name] = rank
 
 
 @contextmanager
 def rank_by_rank(worker: Worker) -> Iterator[None]:
-    """Inside, the ranks of a node run one after the other, so that files which the first of them writes (a cache of
-    downloads, say) are there for the next. Every rank of the group goes through it; one that raises inside does not
-    keep the others."""
+    """Run the block on one rank of a node after the other, so that later ranks find files that the first one writes,
+    such as a download cache. Every rank of the group must enter it. A rank that raises inside does not block the
+    others."""
     import torch.distributed as dist
 
     turns: list[int] = [0] * worker.world_size
@@ -80,7 +97,7 @@ def rank_by_rank(worker: Worker) -> Iterator[None]:
 
 
 def new_cpu_group() -> ProcessGroup:
-    """A process group of all ranks on gloo; all ranks call it."""
+    """Create a gloo process group of all ranks. All ranks call it."""
     import torch.distributed as dist
 
     group: ProcessGroup = dist.new_group(backend="gloo", timeout=_timeout)
@@ -88,7 +105,8 @@ def new_cpu_group() -> ProcessGroup:
 
 
 def new_rows(rows: Sequence[Sequence[int]]) -> ProcessGroup:
-    """The process group of the row of ranks that this rank is in; all ranks call it with the same rows."""
+    """Create a process group for each row of ranks, and return the one of this rank. All ranks call it with the same
+    rows."""
     import torch.distributed as dist
 
     group: ProcessGroup = dist.new_subgroups_by_enumeration([list(row) for row in rows], timeout=_timeout)[0]
@@ -96,41 +114,45 @@ def new_rows(rows: Sequence[Sequence[int]]) -> ProcessGroup:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What every rank says, by rank; all ranks call it. Without torch.distributed there is one rank."""
+    """Gather a value from every rank. All ranks call it. Without torch.distributed there is one rank.
+
+    Returns:
+        The values, by rank.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return [value]
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value)
-    return said
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager
 def all_or_none(error_class: type[Exception], what: str) -> Iterator[None]:
-    """What fails inside on one rank is an error on all of them, so that no rank goes on and waits for one that does not
-    come. All ranks go through it; inside, they do not speak to each other.
+    """Raise on all ranks if the block fails on any rank. Otherwise the other ranks would wait for the failed one in the
+    next collective. All ranks must enter it, and must not communicate inside.
 
     Args:
-        error_class: of the error.
-        what: its message begins with this.
+        error_class: class of the error.
+        what: beginning of the message.
 
     Raises:
-        Exception: ``error_class``, with what went wrong on which rank.
+        Exception: an ``error_class`` that names each failed rank and its error.
     """
     error: BaseException | None = None
     try:
         yield
     except Exception as failed:
         error = failed
-    said = gathered(None if error is None else f"{type(error).__name__}: {error}")
-    wrong = [f"rank {rank}: {why}" for rank, why in enumerate(said) if why is not None]
+    errors = gathered(None if error is None else f"{type(error).__name__}: {error}")
+    wrong = [f"rank {rank}: {why}" for rank, why in enumerate(errors) if why is not None]
     if wrong:
         raise error_class(f"{what}: {'; '.join(wrong)}") from error
 
 
 def process_groups() -> list[ProcessGroup]:
-    """The process groups of this process but the default one, in the order in which they were made."""
+    """Return all process groups of this process except the default one, in order of creation."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -139,16 +161,17 @@ def process_groups() -> list[ProcessGroup]:
 
 
 def end_process_groups(groups: Sequence[ProcessGroup]) -> None:
-    """End process groups: their connections and threads. All ranks call it with the same ones, in the same order.
+    """Destroy process groups with their connections and threads. All ranks call it with the same groups in the same
+    order.
 
-    Each group of gloo has a thread that wakes a hundred times a second, whether anybody uses it or not: some hundreds
-    of forgotten ones take all of a machine.
+    Each gloo group has a thread that wakes up 100 times per second even if the group is idle. A few hundred leaked
+    groups use up all CPUs of a machine.
     """
     import torch.distributed as dist
 
     if not groups:
         return
-    dist.barrier()  # a rank may still be receiving the last that came through them
+    dist.barrier()  # another rank may still be receiving the last message of a group
     for group in groups:
         if group in process_groups():
             dist.destroy_process_group(group)

@@ -20,10 +20,10 @@ DTYPES = {
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """A torch dtype from ``"fp32"``, ``"bf16"``, ``"fp16"``, torch's own names, or a dtype.
+    """Return a torch dtype by name: ``"fp32"``, ``"bf16"``, ``"fp16"`` or torch's own names. A dtype is returned as is.
 
     Raises:
-        ValueError: none of these.
+        ValueError: the name is unknown.
     """
     import torch
 
@@ -31,6 +31,6 @@ def dtype_of(name: Any) -> torch.dtype:
         return name
     found = DTYPES.get(str(name).removeprefix("torch."))
     if found is None:
-        raise ValueError(f"param_dtype={name!r}: it is one of {', '.join(DTYPES)}")
+        raise ValueError(f"param_dtype={name!r}: expected one of {', '.join(DTYPES)}")
     dtype: torch.dtype = getattr(torch, found)
     return dtype

@@ -1,4 +1,4 @@
-"""A Hugging Face model for FSDP: read or drawn on rank 0, cut over the ranks, and the same everywhere."""
+"""Build a Hugging Face model for FSDP: load or initialize it on rank 0, then shard it over the ranks."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from workers.train.hf_files import ModelFilesError
 
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
-    """The ranks as FSDP needs them: all in one row that shares a model; or rows of ``shard_size`` that each share a
-    copy of it (HSDP).
+    """Create the device mesh: one dimension over all ranks, or, with ``shard_size``, replicas of that many ranks each
+    (HSDP).
 
     Raises:
-        ValueError: the ranks cannot be put into such rows.
+        ValueError: ``shard_size`` does not divide the number of ranks.
     """
     if shard_size is None or shard_size == world_size:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     if world_size % shard_size:
-        raise ValueError(f"fsdp_shard_size={shard_size} does not divide the {world_size} ranks")
+        raise ValueError(f"fsdp_shard_size={shard_size} does not divide the group's {world_size} ranks")
     ranks = torch.arange(world_size).view(-1, shard_size)
     groups = [new_rows(rows.tolist()) for rows in (ranks.t(), ranks)]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_remote_code: bool) -> Any:
-    """The whole model, in float32: on rank 0's CPU with its weights, on the other ranks without memory.
+    """Build the whole model in float32: with its weights on rank 0's CPU, on the meta device of the other ranks.
 
     Args:
         hf_config: the Hugging Face config.
-        role: "critic" has a head that gives one number for each token, other roles the language model's.
-        seed: of random weights.
-        folder: Hugging Face folder of the weights; None for random ones. A critic's head is random if it has none.
+        role: "critic" has a head with one value per token, other roles have the language model's head.
+        seed: seed of random weights.
+        folder: Hugging Face folder of the weights; None for random weights. A critic's head is random if the folder has
+            none.
         trust_remote_code: whether code in that folder may run.
 
     Raises:
-        ModelFilesError: on all ranks: transformers has no model with such a head, or the folder has no such model or
-            not all of its weights.
+        ModelFilesError: on all ranks, if transformers has no such model with that head, or if the folder has another
+            model or lacks weights.
     """
     transformers = require("transformers", extra="hf")
     kind = transformers.AutoModelForTokenClassification if role == "critic" else transformers.AutoModelForCausalLM
@@ -53,13 +54,12 @@ def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_rem
         own = getattr(hf_config, "auto_map", None) or {}
         if type(hf_config) not in kind._model_mapping and kind.__name__ not in own:
             raise ModelFilesError(
-                f"a critic of {hf_config.model_type!r}: transformers has no token classification for that kind of "
-                "model, and so no place for a value head; take another model, or advantage_estimator='grpo', which "
-                "needs no critic"
+                f"{hf_config.model_type!r} cannot be a critic: transformers has no token classification model of this "
+                "type for the value head. Use another model, or advantage_estimator='grpo', which needs no critic"
             )
         hf_config = copy.deepcopy(hf_config)
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
-    with all_or_none(ModelFilesError, "the model could not be made"):
+    with all_or_none(ModelFilesError, "the model could not be built"):
         if dist.get_rank():
             with torch.device("meta"):
                 return kind.from_config(hf_config, **options).train()
@@ -68,12 +68,12 @@ def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_rem
             if folder is None:
                 return kind.from_config(hf_config, **options).train()
             model, found = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
-            # Of a critic's head there need not be any.
+            # A critic's head may be missing.
             own = model.base_model_prefix if role == "critic" else ""
             if missing := sorted(name for name in found["missing_keys"] if name.startswith(own)):
                 raise ValueError(
-                    f"{folder!r} lacks {len(missing)} of the model's weights, {missing[0]!r} for one: its files are "
-                    "not complete, or are of another model than its config"
+                    f"{folder!r} lacks {len(missing)} of the model's weights, such as {missing[0]!r}: its files are "
+                    "incomplete or do not match its config"
                 )
     return model.train()
 
@@ -82,16 +82,15 @@ def shard(
     model: Any, mesh: DeviceMesh, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype,
     cpu_offload: bool = False,
 ) -> None:  # fmt: skip
-    """Cut a model that `build` made over the ranks, layer by layer, in place, and give every rank its part of rank 0's
-    weights.
+    """Shard a model that `build` returned over the ranks, layer by layer and in place, and distribute rank 0's weights.
 
     Args:
-        model: the same on all ranks.
-        mesh: what `mesh_of` gave.
-        device: of this rank.
-        param_dtype: what it computes in; parameters themselves stay float32.
-        reduce_dtype: what gradients are summed in.
-        cpu_offload: whether parts lie on the host while they are not computed with.
+        model: the model; the same on all ranks.
+        mesh: the result of `mesh_of`.
+        device: device of this rank.
+        param_dtype: dtype of the computation; parameters stay float32.
+        reduce_dtype: dtype in which gradients are reduced.
+        cpu_offload: whether to keep shards in host memory while they are not used.
     """
     whole = dict(model.state_dict()) if not dist.get_rank() else {}
     mixed = MixedPrecisionPolicy(
@@ -113,11 +112,11 @@ def shard(
 
 
 def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -> None:
-    """Give every rank its part of rank 0's weights.
+    """Distribute rank 0's weights to the shards of all ranks.
 
     Args:
-        model: what `shard` has cut.
-        whole: on rank 0 the state dict of the whole model; on the others it is not looked at.
+        model: a model after `shard`.
+        whole: on rank 0, the state dict of the whole model; ignored on other ranks.
         cpu_offload: as for `shard`.
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
@@ -125,7 +124,7 @@ def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -
 
 
 def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Buffers that no state dict has (the frequencies of rotary embeddings) come from rank 0."""
+    """Broadcast the buffers from rank 0. Some, such as rotary frequencies, are in no state dict."""
     for name, buffer in list(model.named_buffers()):
         whole = rank_0s[name] if not dist.get_rank() else torch.empty_like(buffer, device=device)
         dist.broadcast(whole, src=0)

@@ -1,4 +1,4 @@
-"""Checkpoints of an FSDP model and its optimizer: sharded, read again on any number of ranks."""
+"""Checkpoints of an FSDP model and its optimizer: sharded, and readable on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from workers.distributed import new_cpu_group
 from workers.train.optimizer_settings import own_settings
 
 
-class Checkpoints:
-    """Saves and loads by torch.distributed.checkpoint.
+class FSDPCheckpoints:
+    """Saves and loads with torch.distributed.checkpoint.
 
     Args:
-        model: cut by FSDP.
-        optimizer: of its parameters.
+        model: a model sharded by FSDP.
+        optimizer: the optimizer of its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -35,39 +35,41 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
 
     def save(self, folder: Path, *, background: bool) -> None:
-        """Write model and optimizer; all ranks call it. In the background: return when the state is copied."""
+        """Write model and optimizer state. All ranks call it. With ``background``, return once the state is copied."""
         self.wait()
         fresh = not self._optimizer.state
         model, optimizer = get_state_dict(self._model, self._optimizer)
         state = {"model": model, "optimizer": optimizer}
-        if fresh:  # what it has now is of a step that torch made, with gradients of 0, and that counts
+        # Without optimizer state, `get_state_dict` takes a step with zero gradients to create some. That step would
+        # count, so drop the state.
+        if fresh:
             self._optimizer.state.clear()
             del state["optimizer"]
         if not background:
             dcp.save(state, checkpoint_id=folder)
             return
         if self._group is None:
-            # Writing talks among the ranks, beside what training says meanwhile: it needs a group of its own.
+            # The save runs collectives while training runs its own, so it needs a separate process group.
             self._group = new_cpu_group()
-        # The state is on the host already: the thread that writes it has no business with a device.
+        # The state is already in host memory, so the writing thread needs no copies from the device.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         writing: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
         self._writing = getattr(writing, "upload_completion", writing)
 
     def wait(self) -> None:
-        """Wait until a save in the background is on disk."""
+        """Wait until a background save is on disk."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Read what `save` wrote, on whatever number of ranks; all ranks call it.
+        """Read what `save` wrote, on any number of ranks. All ranks call it.
 
         Raises:
             FileNotFoundError: there is no complete checkpoint.
         """
         if not (folder / ".metadata").exists():
-            raise FileNotFoundError(f"{str(folder)!r} has no complete checkpoint of torch.distributed.checkpoint")
+            raise FileNotFoundError(f"{str(folder)!r} is not a complete checkpoint: it has no .metadata")
         options = StateDictOptions()
         if optimizer and not _has_optimizer(folder):
             optimizer = False
@@ -91,6 +93,6 @@ class Checkpoints:
 
 
 def _has_optimizer(folder: Path) -> bool:
-    """Whether the checkpoint is of an optimizer that had made a step."""
+    """Whether the checkpoint's optimizer had taken a step."""
     names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return any(name.startswith("optimizer.") for name in names)

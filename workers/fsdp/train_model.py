@@ -1,4 +1,4 @@
-"""FSDPTrainModel: any Hugging Face causal language model, or a critic on top of one, trained by FSDP2."""
+"""FSDPTrainModel: any Hugging Face causal language model, or a critic built on one, trained with FSDP2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from workers.fsdp.build import build, mesh_of, shard, take_weights
-from workers.fsdp.checkpoint import Checkpoints
+from workers.fsdp.checkpoint import FSDPCheckpoints
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.train.token_log_probs import token_log_probs
@@ -24,22 +24,22 @@ from workers.train.token_log_probs import token_log_probs
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """How a model is cut and trained.
+    """How a model is sharded and trained.
 
     Attributes:
-        param_dtype: what it computes in, float32 or bfloat16.
-        reduce_dtype: what gradients are summed in.
-        shard_size: ranks that share one copy of the model; None for all.
-        cpu_offload: whether parameters and optimizer lie on the host.
-        gradient_checkpointing: whether activations are computed again in the backward pass.
-        max_tokens_per_micro_batch: tokens that go through the model at once.
-        betas, eps, weight_decay: AdamW's.
-        clip_grad: largest norm of the whole gradient; 0 for no clipping.
-        seed: of random weights.
+        param_dtype: dtype of the computation, float32 or bfloat16.
+        reduce_dtype: dtype in which gradients are reduced.
+        shard_size: number of ranks that share one replica of the model; None for all.
+        cpu_offload: whether to keep parameters and optimizer state in host memory.
+        gradient_checkpointing: whether to recompute activations in the backward pass.
+        max_tokens_per_micro_batch: maximum number of tokens per forward pass, including padding.
+        betas, eps, weight_decay: of AdamW.
+        clip_grad: maximum norm of the whole gradient; 0 disables clipping.
+        seed: seed of random weights.
         trust_remote_code: whether code that comes with the weights may run.
 
     Raises:
-        ValueError: a combination that does not work.
+        ValueError: ``param_dtype`` is float16.
     """
 
     param_dtype: torch.dtype = torch.float32
@@ -57,26 +57,28 @@ class FSDPOptions:
 
     def __post_init__(self) -> None:
         if self.param_dtype is torch.float16:
-            raise ValueError("param_dtype='fp16' needs a scaled loss, which FSDP here does not have: use 'bf16'")
+            raise ValueError(
+                "param_dtype='fp16' needs loss scaling, which the FSDP backend does not support; use 'bf16'"
+            )
 
 
 class FSDPTrainModel(TrainModel):
     """See `TrainModel`. Every rank is a data-parallel rank.
 
-    torch.distributed must be initialised, on CUDA with a CPU backend too (``"cpu:gloo,cuda:nccl"``).
+    torch.distributed must be initialized; on CUDA, with a backend for the CPU as well (``"cpu:gloo,cuda:nccl"``).
 
     Args:
         hf_config: the Hugging Face config.
         role: "actor" or "critic".
-        device: of this rank.
+        device: device of this rank.
         options: see `FSDPOptions`.
-        folder: Hugging Face folder, or name on the hub, of the weights to begin with; None for random ones.
+        folder: Hugging Face folder, or model name on the hub, of the initial weights; None for random weights.
     """
 
     def __init__(
         self, hf_config: Any, role: str, device: torch.device, options: FSDPOptions, folder: str | None = None
     ) -> None:
-        # Nothing here writes into what the model returns.
+        # The warning concerns writes to the model's outputs, and there are none.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.hf_config, self.role, self.options, self.device = hf_config, role, options, device
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
@@ -93,7 +95,7 @@ class FSDPTrainModel(TrainModel):
             weight_decay=options.weight_decay,
             foreach=True,
         )
-        self._checkpoints = Checkpoints(self.module, self._optimizer)
+        self._checkpoints = FSDPCheckpoints(self.module, self._optimizer)
 
     # --- running ----------------------------------------------------------------------------------------
 
@@ -127,14 +129,14 @@ class FSDPTrainModel(TrainModel):
     ) -> StepReport:
         """See `TrainModel`."""
         self.module.train()
-        self._optimizer.zero_grad(set_to_none=True)  # of a step that failed
+        self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
         sums: dict[str, torch.Tensor] = {}
         parts = self._cut(data)
         with self._running():
             for part in parts:
                 here = part.to(self.device)
                 total, reported = loss(self._outputs(here, temperature, entropy), here)
-                # FSDP takes the mean of the ranks' gradients; the loss of a step is their sum.
+                # FSDP averages gradients over the ranks, but the loss of a step is the sum over the ranks.
                 (total * dist.get_world_size()).backward()
                 for name, value in {"loss": total, **reported}.items():
                     sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
@@ -147,7 +149,7 @@ class FSDPTrainModel(TrainModel):
         return StepReport(self._summed(sums), norm)
 
     def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
-        # Padding is on the right: the causal mask, which the model makes itself, hides it from real tokens.
+        # Padding is on the right, so the model's own causal mask hides it from real tokens.
         logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
         before = logits[:, :-1]
         if self.role == "critic":
@@ -157,17 +159,17 @@ class FSDPTrainModel(TrainModel):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """A pass that breaks off leaves the model's parts gathered: they are let go, for the weights must not be read
-        or written like that."""
+        """Reshard the model after a pass that raised: it leaves parameters unsharded, and they must not be read or
+        written in that state."""
         try:
             yield
         except BaseException:
-            with suppress(AttributeError):  # of a torch before 2.13, or before the first pass
+            with suppress(AttributeError):  # torch before 2.13, or before the first pass
                 self.module.reset_iter_state()
             raise
 
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
-        """Micro-batches, as many on every rank: they gather the model's parts together."""
+        """Return the micro-batches, the same number on every rank, because each pass is a collective."""
         most = self.options.max_tokens_per_micro_batch
         parts = cut_by_tokens(data, most)
         count = torch.tensor(len(parts), device=self.device)
@@ -198,7 +200,7 @@ class FSDPTrainModel(TrainModel):
         for name, parameter in self.module.named_parameters():
             yield name, _local(parameter.detach())
         for name, buffer in self.module.named_buffers():
-            if name in saved:  # a router's bias, say
+            if name in saved:  # for example a router's bias
                 yield name, buffer
 
     def weights_changed(self) -> None:
@@ -214,7 +216,7 @@ class FSDPTrainModel(TrainModel):
                     yield _local(value)
 
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainModel`: rank 0 has them all."""
+        """See `TrainModel`: rank 0 yields all pairs."""
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
         for name, value in self.module.state_dict(keep_vars=True).items():
@@ -225,7 +227,7 @@ class FSDPTrainModel(TrainModel):
                 yield name, whole.to(self.options.param_dtype) if isinstance(value, torch.nn.Parameter) else whole
 
     def _reshard(self) -> None:
-        # After a forward pass the outermost part is whole, and changes to the parts would not count.
+        # After a forward pass the outermost module stays unsharded, and changes to its shards would have no effect.
         self.module.reshard()
 
     # --- files ------------------------------------------------------------------------------------------
@@ -259,18 +261,18 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """From the parts of all ranks; every rank calls it."""
+    """Gather a tensor from the shards of all ranks. Every rank calls it."""
     whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 
 
 def _first_tokens(attention_mask: torch.Tensor) -> torch.Tensor:
-    """(B, T) bool, true at the first real token of each row, which nothing predicts."""
+    """Return (B, T) bool, true at the first real token of each row, which nothing predicts."""
     real = attention_mask.bool().cpu()
     return real & (real.cumsum(1) == 1)
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
-        raise TypeError("an actor has log-probabilities, a critic has values")
+        raise TypeError("the model has another role: log_probs() needs an actor, values() needs a critic")
     return tensor

@@ -10,13 +10,13 @@ from workers.device import every_backend, take_device
 from workers.distributed import initialize_distributed
 from workers.dtypes import dtype_of
 from workers.fsdp.train_model import FSDPOptions, FSDPTrainModel
+from workers.train.args import TrainArgsError
 from workers.train.policy import PolicyTrainWorker
-from workers.train.read_args import TrainArgsError
 
 
 class FSDPTrainWorker(PolicyTrainWorker):
-    """See `TrainWorker`. Every rank is a data-parallel rank; the model is cut over all of them, or over
-    ``args.fsdp_shard_size`` and repeated (HSDP)."""
+    """See `TrainWorker`. Every rank is a data-parallel rank. The model is sharded over all of them, or over
+    groups of ``args.fsdp_shard_size`` ranks with one replica each (HSDP)."""
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
@@ -59,7 +59,3 @@ class FSDPTrainWorker(PolicyTrainWorker):
         """See `TrainWorker.get_parallel_config`."""
         shard = self.args.fsdp_shard_size or self.world_size
         return {**super().get_parallel_config(), "shard_size": shard, "replicas": self.world_size // shard}
-
-    def _leave_process(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""Megatron: workers that stand where Megatron put them, layers cut over tensor-parallel ranks, whole decoders."""
+"""Megatron-core backends: workers that report megatron's layout, tensor-parallel layers, and whole language models."""

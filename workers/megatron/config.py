@@ -1,20 +1,19 @@
-"""Megatron's configurations from what users have: a few keys of OmegaConf, or a Hugging Face config.
+"""Megatron configs, from a Hugging Face config or from a few OmegaConf keys.
 
-What megatron-core cannot do as it is installed here is refused in this file, with the reason.
+Combinations that the installed megatron-core does not support are refused here, with the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workers.device import has_cuda
 from workers.dtypes import dtype_of
 from workers.extras import require
-from workers.megatron.activations import activation
-from workers.megatron.checks import check_names
 
 if TYPE_CHECKING:
     import torch
@@ -22,23 +21,23 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 RANK_KEYS = ("pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_rank")
-"""Keys that say where a rank stands. Megatron's parallel state knows it; they are taken and not needed."""
+"""Keys that name a rank's coordinates. They are accepted and ignored: megatron's parallel state has them."""
 
 SUPPORTED_MODELS = ("llama", "qwen2")
 
 
 def init_model_parallel_config(config: Mapping[str, Any]) -> ModelParallelConfig:
-    """Megatron's `ModelParallelConfig` for layers that are used by themselves, such as `ParallelLlamaMLP`.
+    """Make megatron's `ModelParallelConfig` for stand-alone layers such as `ParallelLlamaMLP`.
 
     Args:
-        config: an OmegaConf or any mapping with the keys sequence_parallel, param_dtype ("fp32", "bf16", "fp16"),
-            tensor_model_parallel_size, pipeline_model_parallel_rank, pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_rank, virtual_pipeline_model_parallel_size, all of them optional, and any
-            other field of ``ModelParallelConfig``. Sizes are by default those that megatron was initialised with.
+        config: an OmegaConf or any mapping. All keys are optional: sequence_parallel, param_dtype ("fp32", "bf16",
+            "fp16"), tensor_model_parallel_size, pipeline_model_parallel_rank, pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_rank, virtual_pipeline_model_parallel_size, and any other field of
+            ``ModelParallelConfig``. Sizes default to those that megatron was initialised with.
 
     Raises:
-        ValueError: an unknown key, a size that is not the one megatron was initialised with, or a combination that
-            megatron-core cannot do here.
+        ValueError: an unknown key, a size that differs from the one megatron was initialised with, or a combination
+            that megatron-core does not support here.
         ImportError: megatron-core is not installed.
     """
     require("megatron.core", extra="megatron")
@@ -50,29 +49,29 @@ def init_model_parallel_config(config: Mapping[str, Any]) -> ModelParallelConfig
     check_names("init_model_parallel_config()", given, [*known, "param_dtype", *RANK_KEYS])
     sizes = _parallel_sizes()
     _check_sizes(given, sizes)
-    made = ModelParallelConfig(**{**_for_this_machine(dtype), **sizes, **given})
-    refuse_impossible(made)
+    made = ModelParallelConfig(**{**_machine_fields(dtype), **sizes, **given})
+    refuse_unsupported(made)
     return made
 
 
 def transformer_config(
     hf_config: Any, param_dtype: Any = "fp32", overrides: Mapping[str, Any] | None = None
 ) -> TransformerConfig:
-    """Megatron's `TransformerConfig` of a Hugging Face ``LlamaConfig`` or ``Qwen2Config``. Megatron's model parallelism
-    must be initialised: its sizes are taken from there.
+    """Make megatron's `TransformerConfig` from a Hugging Face ``LlamaConfig`` or ``Qwen2Config``.
 
-    Fusions that need Transformer Engine or Apex are off, so that the numbers are those of the Hugging Face model.
+    Parallel sizes are those that megatron was initialised with. Fusions that need Transformer Engine or Apex are off,
+    so that the results match the Hugging Face model.
 
     Args:
         hf_config: the Hugging Face config.
         param_dtype: as in `init_model_parallel_config`.
-        overrides: fields of ``TransformerConfig`` to set. What names and shapes of weights hang on is the Hugging Face
-            config's to say, and parallel sizes are those that megatron was initialised with.
+        overrides: fields of ``TransformerConfig`` to set. Fields that determine the names and shapes of the weights
+            come from the Hugging Face config and cannot be overridden; neither can parallel sizes.
 
     Raises:
-        ValueError: a model that cannot be built or cut in this way, an override that is no field or contradicts the
-            Hugging Face config or the parallel sizes, or a combination that megatron-core cannot do here; the message
-            has the reason.
+        ValueError: the model is not supported or not divisible by the parallel sizes, an override is unknown or
+            contradicts the Hugging Face config or the parallel sizes, or megatron-core does not support the
+            combination here.
         ImportError: megatron-core is not installed.
     """
     require("megatron.core", extra="megatron")
@@ -82,12 +81,17 @@ def transformer_config(
     check_names("transformer_config(overrides=)", overrides, [f.name for f in dataclasses.fields(TransformerConfig)])
     _refuse_model(hf_config)
     sizes = _parallel_sizes()
-    _check_divides(hf_config, sizes)
+    _check_divisible(hf_config, sizes)
     _check_sizes(overrides, sizes)
     structure = _structure(hf_config)
-    _check_structure(overrides, structure)
+    for name, value in overrides.items():
+        if name in structure and value != structure[name]:
+            raise ValueError(
+                f"{name}={value!r} contradicts the Hugging Face config, which has {structure[name]!r}; remove the "
+                "override, or change the Hugging Face config"
+            )
     fields = {
-        **_for_this_machine(dtype_of(param_dtype)),
+        **_machine_fields(dtype_of(param_dtype)),
         **structure,
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "activation_func": activation(hf_config.hidden_act),
@@ -104,35 +108,38 @@ def transformer_config(
         **sizes,
     }
     made = TransformerConfig(**fields)
-    refuse_impossible(made)
+    refuse_unsupported(made)
     return made
 
 
-def refuse_impossible(config: ModelParallelConfig) -> None:
-    """Refuse what megatron-core cannot do as it is installed here.
+def refuse_unsupported(config: ModelParallelConfig) -> None:
+    """Refuse combinations that the installed megatron-core does not support.
 
     Raises:
-        ValueError: with the reason and the way out.
+        ValueError: with the reason and what to change.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         if config.sequence_parallel:
             raise ValueError(
-                "sequence_parallel=True needs Transformer Engine, which is not installed: megatron-core's own layer "
-                "spec refuses it; set sequence_parallel=False"
+                "sequence_parallel=True needs Transformer Engine, which is not installed: megatron-core's local layer "
+                "spec rejects it; set sequence_parallel=False"
             )
         if config.context_parallel_size > 1:
             raise ValueError(
                 f"context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
-                "installed: megatron-core's own attention sees only its part of the sequence; use 1"
+                "installed: megatron-core's local attention sees only this rank's shard of the sequence; use 1"
             )
     virtual = config.virtual_pipeline_model_parallel_size or 1
-    told_apart = config.overlap_p2p_comm and not config.batch_p2p_comm
-    if config.pipeline_model_parallel_size == 2 and virtual > 1 and not told_apart:
+    unbatched = config.overlap_p2p_comm and not config.batch_p2p_comm
+    if config.pipeline_model_parallel_size == 2 and virtual > 1 and not unbatched:
         raise ValueError(
-            f"pipeline_model_parallel_size=2 with virtual_pipeline_model_parallel_size={virtual} is silently wrong "
-            "with batched point-to-point communication, where the next and the previous stage are the same rank; set "
-            "overlap_p2p_comm=True and batch_p2p_comm=False"
+            f"pipeline_model_parallel_size=2 with virtual_pipeline_model_parallel_size={virtual} silently gives wrong "
+            "results with batched point-to-point communication, because the next and the previous stage are the same "
+            "rank; set overlap_p2p_comm=True and batch_p2p_comm=False"
         )
+
+
+# --- facts of a Hugging Face config ---------------------------------------------------------------------
 
 
 def key_value_heads(hf_config: Any) -> int:
@@ -146,19 +153,69 @@ def head_dim(hf_config: Any) -> int:
 
 
 def has_qkv_bias(hf_config: Any) -> bool:
-    """Whether queries, keys and values have a bias: always in Qwen2, by choice in Llama."""
+    """Whether queries, keys and values have a bias: always in Qwen2, configurable in Llama."""
     return hf_config.model_type == "qwen2" or bool(getattr(hf_config, "attention_bias", False))
 
 
+def tied(hf_config: Any) -> bool:
+    """Whether embedding and output layer share their weight."""
+    return bool(getattr(hf_config, "tie_word_embeddings", False))
+
+
+def padded_vocab_size(hf_config: Any) -> int:
+    """The vocabulary size, rounded up to a multiple of the tensor-parallel size."""
+    tp = _parallel_sizes()["tensor_model_parallel_size"]
+    return -(-int(hf_config.vocab_size) // tp) * int(tp)
+
+
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """rope_theta, rope_type and what belongs to it, from configs of transformers 4 and 5."""
+    """rope_theta, rope_type and the parameters of that type, from configs of transformers 4 and 5."""
     found = getattr(hf_config, "rope_parameters", None)
     if not found:
         found = {"rope_theta": hf_config.rope_theta, **(getattr(hf_config, "rope_scaling", None) or {})}
     return {"rope_type": "default", **found}
 
 
-def _for_this_machine(dtype: torch.dtype) -> dict[str, Any]:
+def activation(name: str) -> Callable[..., Any]:
+    """An activation function by its name in ``transformers.activations``; "silu" and "swish" work without transformers.
+
+    Raises:
+        ValueError: transformers has no activation of this name.
+        ImportError: transformers is not installed.
+    """
+    import torch.nn.functional as F
+
+    if name in ("silu", "swish"):
+        return F.silu
+    require("transformers", extra="hf")
+    from transformers.activations import ACT2FN
+
+    if name not in ACT2FN:
+        close = difflib.get_close_matches(str(name), ACT2FN, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(sorted(ACT2FN))}"
+        raise ValueError(f"hidden_act={name!r} is not an activation function of transformers; {hint}")
+    function: Callable[..., Any] = ACT2FN[name]
+    return function
+
+
+def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Check that every given name is known.
+
+    Raises:
+        ValueError: a name is unknown; the message suggests the closest known one.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{where}: unknown name {name!r}{hint}")
+
+
+# --- helpers --------------------------------------------------------------------------------------------
+
+
+def _machine_fields(dtype: torch.dtype) -> dict[str, Any]:
     import torch
 
     return {
@@ -166,7 +223,7 @@ def _for_this_machine(dtype: torch.dtype) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
-        # The whole weight is drawn on the CPU and cut, so that one seed gives one layer at every tp.
+        # The whole weight is drawn on the CPU and then split, so one seed gives the same layer at every tp.
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,  # needs Apex
         "batch_p2p_sync": has_cuda(),
@@ -190,13 +247,13 @@ def _check_sizes(given: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in sizes and (value or 1) != (sizes[name] or 1):
             raise ValueError(
-                f"{name}={value}, but megatron was initialised with {sizes[name]}; leave it out, or initialise "
-                "megatron with it"
+                f"{name}={value}, but megatron was initialised with {sizes[name]}; remove it, or initialise megatron "
+                "with this size"
             )
 
 
 def _structure(hf_config: Any) -> dict[str, Any]:
-    """The fields of ``TransformerConfig`` that the names and shapes of the weights hang on."""
+    """The fields of ``TransformerConfig`` that determine the names and shapes of the weights."""
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
@@ -208,7 +265,7 @@ def _structure(hf_config: Any) -> dict[str, Any]:
         "gated_linear_unit": True,
         "add_bias_linear": bool(getattr(hf_config, "attention_bias", False)),
         "add_qkv_bias": has_qkv_bias(hf_config),
-        # What no Llama or Qwen2 has.
+        # Features that no Llama or Qwen2 has.
         "attention_output_gate": False,
         "multi_latent_attention": False,
         "num_moe_experts": None,
@@ -217,36 +274,37 @@ def _structure(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _check_structure(overrides: Mapping[str, Any], structure: Mapping[str, Any]) -> None:
-    for name, value in overrides.items():
-        if name in structure and value != structure[name]:
-            raise ValueError(
-                f"{name}={value!r}, but the Hugging Face config decides it, and gives {structure[name]!r}; "
-                "leave it out, or change the Hugging Face config"
-            )
-
-
 def _refuse_model(hf_config: Any) -> None:
     kind = getattr(hf_config, "model_type", None)
     if kind not in SUPPORTED_MODELS:
-        raise ValueError(f"model_type {kind!r}: a LlamaConfig or Qwen2Config is needed ({', '.join(SUPPORTED_MODELS)})")
+        raise ValueError(f"model_type {kind!r} is not supported; use one of {', '.join(SUPPORTED_MODELS)}")
     rope = rope_parameters(hf_config)
     if rope["rope_type"] not in ("default", "llama3"):
-        raise ValueError(f"rope_type {rope['rope_type']!r}: megatron-core's GPTModel has 'default' and 'llama3'")
+        raise ValueError(
+            f"rope_type {rope['rope_type']!r} is not supported: megatron-core's GPTModel supports only 'default' and "
+            "'llama3'"
+        )
     if rope["rope_type"] == "llama3":
         built_in = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         for key, value in built_in.items():
             if rope.get(key, value) != value:
-                raise ValueError(f"rope_parameters[{key!r}]={rope[key]}: megatron-core's llama3 scaling has {value}")
+                raise ValueError(
+                    f"rope_parameters[{key!r}]={rope[key]} is not supported: megatron-core's llama3 scaling always "
+                    f"uses {value}"
+                )
     if bool(getattr(hf_config, "attention_bias", False)) != bool(getattr(hf_config, "mlp_bias", False)):
         raise ValueError(
-            "attention_bias and mlp_bias differ: megatron-core has biases on all linear layers, or on none"
+            "attention_bias and mlp_bias differ, but megatron-core adds biases to all linear layers or to none; set "
+            "both to the same value"
         )
     if getattr(hf_config, "use_sliding_window", False):
-        raise ValueError("use_sliding_window=True: megatron-core's own attention has no window here")
+        raise ValueError(
+            "use_sliding_window=True is not supported: megatron-core's local attention has no sliding window; set "
+            "use_sliding_window=False"
+        )
 
 
-def _check_divides(hf_config: Any, sizes: Mapping[str, Any]) -> None:
+def _check_divisible(hf_config: Any, sizes: Mapping[str, Any]) -> None:
     tp = sizes.get("tensor_model_parallel_size", 1)
     stages = sizes.get("pipeline_model_parallel_size", 1) * (sizes.get("virtual_pipeline_model_parallel_size") or 1)
     counts = {
@@ -256,9 +314,9 @@ def _check_divides(hf_config: Any, sizes: Mapping[str, Any]) -> None:
     }
     for name, count in counts.items():
         if count % tp:
-            raise ValueError(f"{name}={count} cannot be cut over tensor_model_parallel_size={tp}")
+            raise ValueError(f"{name}={count} is not divisible by tensor_model_parallel_size={tp}")
     if hf_config.num_hidden_layers % stages:
         raise ValueError(
-            f"num_hidden_layers={hf_config.num_hidden_layers} cannot be cut over {stages} pipeline stages "
+            f"num_hidden_layers={hf_config.num_hidden_layers} is not divisible by {stages} pipeline stages "
             "(pipeline_model_parallel_size times virtual_pipeline_model_parallel_size)"
         )

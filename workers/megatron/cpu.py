@@ -1,9 +1,12 @@
-"""Megatron on a machine without CUDA: everything that is needed for it, in this file.
+"""Everything that Megatron needs to run on a machine without CUDA.
 
-Megatron asks `torch.cuda` for the current device and for random states, and writes ``device="cuda"`` in its schedules
-and its optimizer. Where there is no CUDA, `install` lets those questions be answered for the CPU, and `rewrite_thread`
-puts a mode on a thread under which "cuda" means "cpu". No source of megatron is changed. Where there is CUDA, both do
-nothing.
+Megatron asks `torch.cuda` for the current device and for random states, and has ``device="cuda"`` in its schedules and
+its optimizer. Without CUDA, `install` makes those functions answer for the CPU, once in the process, and
+`rewrite_thread` enters a mode on the calling thread in which "cuda" means "cpu". Megatron's sources are not changed.
+With CUDA, both do nothing.
+
+This module starts no thread and has no lock: `install` runs while a worker is constructed, before other threads run its
+methods, and `_thread` is local to each thread.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ _WARNINGS_ABOUT_GPUS = (
     "Apex is not installed. Falling back to Torch Norm",
     "full scope is deprecated",
 )
-"""Megatron's advice that helps nobody without CUDA."""
+"""Beginnings of megatron's warnings that only concern GPUs."""
 
 
 @cache
 def quiet() -> None:
-    """Leave out megatron's advice about GPUs where there is none. Most of it comes while megatron is imported: call
-    this before."""
+    """Without CUDA, filter megatron's warnings about GPUs. Call it before importing megatron, which emits most of
+    them."""
     if not has_cuda():
         for about_gpus in _WARNINGS_ABOUT_GPUS:
             warnings.filterwarnings("ignore", message=about_gpus)
@@ -43,10 +46,10 @@ def quiet() -> None:
 
 @cache
 def install() -> bool:
-    """Let Megatron find a CPU where it looks for its CUDA device. Once in a process.
+    """Patch `torch.cuda` and megatron's random states for the CPU, once per process.
 
     Returns:
-        Whether anything was done, which is whether there is no CUDA.
+        Whether the patches are needed, which is whether there is no CUDA.
     """
     if has_cuda():
         return False
@@ -73,9 +76,10 @@ def install() -> bool:
 
 
 def rewrite_thread() -> None:
-    """From here on, "cuda" means "cpu" for the torch functions that this thread calls. Only after `install`.
+    """From now on, "cuda" means "cpu" in the torch functions that this thread calls; includes `install`.
 
-    torch keeps such modes for each thread, and so does ``torch.set_default_device``, which works the same way.
+    torch's function modes are per thread, so every thread that runs a worker's methods calls this. The mode is never
+    exited: it ends with the thread.
     """
     if getattr(_thread, "rewritten", False) or not install():
         return
@@ -115,12 +119,13 @@ def _mode_class() -> type[Any]:
 
 
 def _type_name(name: str, asked_by: str) -> str:
-    """Megatron's optimizers take parameters of torch.cuda types only, and ask for the name; nobody else is told so."""
+    """Megatron's optimizers accept only parameters whose type name begins with torch.cuda; other callers get the real
+    name."""
     return name.replace("torch.", "torch.cuda.", 1) if asked_by.startswith("megatron.") else name
 
 
 def _cpu_tracker(random: Any) -> type[Any]:
-    """Megatron's tracker of random states, on the CPU's generator. The original warns when that one moves."""
+    """Megatron's tracker of random states on the CPU's generator. The original warns when that generator advances."""
     import torch
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
@@ -128,8 +133,8 @@ def _cpu_tracker(random: Any) -> type[Any]:
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
             if name not in self.states_:
                 raise RuntimeError(
-                    f"the random state {name!r} is not known: call "
-                    "tensor_parallel.model_parallel_cuda_manual_seed(seed) after initialising megatron"
+                    f"there is no random state {name!r}; call tensor_parallel.model_parallel_cuda_manual_seed(seed) "
+                    "after initialising megatron"
                 )
             outside = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
@@ -154,7 +159,7 @@ def _use_gloo_for_nccl() -> None:
                 kwargs["backend"] = "gloo"
             else:
                 return make(*args, **kwargs)
-            logger.warning("no CUDA device here: torch.distributed uses gloo where nccl was asked for")
+            logger.warning("no CUDA device is available: torch.distributed uses gloo instead of nccl")
             kwargs.pop("device_id", None)
             return make(*arguments, **kwargs)
 

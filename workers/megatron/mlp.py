@@ -1,4 +1,4 @@
-"""ParallelLlamaMLP: the gated MLP of a Llama layer, cut over the tensor-parallel ranks."""
+"""ParallelLlamaMLP: the gated MLP of a Llama layer, sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from workers.extras import require
-from workers.megatron.activations import activation
-from workers.megatron.checks import check_state_dict
-from workers.megatron.config import refuse_impossible
-from workers.megatron.tensors import gather, join_gate_up, own_part, split_gate_up
+from workers.megatron.config import activation, refuse_unsupported
+from workers.megatron.weights import check_state_dict, gather, join_gate_up, own_shard, split_gate_up
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
@@ -21,19 +19,19 @@ if TYPE_CHECKING:
 class ParallelLlamaMLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` on megatron's column- and row-parallel layers.
 
-    Gate and up are one column-parallel layer, ``gate_up_proj``: its rows on a rank are the rank's rows of the gate,
-    then its rows of up. ``down_proj`` is row-parallel, so that the output is whole, and equal, on every
-    tensor-parallel rank. From one seed the layer starts with the same weights at every tensor-parallel size.
+    Gate and up are one column-parallel layer, ``gate_up_proj``: a rank holds its rows of the gate, then its rows of
+    up. ``down_proj`` is row-parallel, so the whole output is available, and equal, on every tensor-parallel rank. One
+    seed gives the same initial weights at every tensor-parallel size.
 
     Args:
-        config: an OmegaConf, a Hugging Face config or any object or mapping with hidden_size, intermediate_size and
-            hidden_act (a name that transformers knows; by default "silu"), and if need be mlp_bias (False) and
+        config: an OmegaConf, a Hugging Face config or any object or mapping with hidden_size and intermediate_size,
+            and optionally hidden_act (a name known to transformers; "silu"), mlp_bias (False) and
             initializer_range (0.02).
-        megatron_config: as `init_model_parallel_config` makes it.
+        megatron_config: from `init_model_parallel_config`.
 
     Raises:
-        ValueError: intermediate_size cannot be cut over the tensor-parallel ranks, an unknown hidden_act, a size that
-            is missing, or a combination that megatron-core cannot do here.
+        ValueError: intermediate_size is not divisible by the tensor-parallel size, hidden_act is unknown, a size is
+            missing, or megatron-core does not support the combination here.
         RuntimeError: megatron's model parallelism is not initialised.
     """
 
@@ -45,16 +43,18 @@ class ParallelLlamaMLP(nn.Module):
         super().__init__()
         if not parallel_state.is_initialized():
             raise RuntimeError(
-                "megatron's model parallelism is not initialised: call self.initialize_model_parallel(...) of the "
-                "MegatronWorker, or megatron's own, before making the layer"
+                "megatron's model parallelism is not initialised; call MegatronWorker.initialize_model_parallel(), or "
+                "megatron's own function, before you create the layer"
             )
-        refuse_impossible(megatron_config)
+        refuse_unsupported(megatron_config)
         self.hidden_size = int(_value(config, "hidden_size"))
         self.intermediate_size = int(_value(config, "intermediate_size"))
         self.activation = activation(_value(config, "hidden_act", "silu"))
         tp = parallel_state.get_tensor_model_parallel_world_size()
         if self.intermediate_size % tp:
-            raise ValueError(f"intermediate_size={self.intermediate_size} cannot be cut over tp={tp} ranks")
+            raise ValueError(
+                f"ParallelLlamaMLP: intermediate_size={self.intermediate_size} is not divisible by tp={tp}"
+            )
         bias = bool(_value(config, "mlp_bias", False))
         deviation = float(_value(config, "initializer_range", 0.02))
 
@@ -70,14 +70,7 @@ class ParallelLlamaMLP(nn.Module):
             self.to(torch.cuda.current_device())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output.
-
-        Args:
-            x: (..., hidden_size), the same on every tensor-parallel rank; the usual order is sequence, batch, hidden.
-
-        Returns:
-            (..., hidden_size), the same on every tensor-parallel rank.
-        """
+        """(..., hidden_size) -> (..., hidden_size); input and output are the same on every tensor-parallel rank."""
         gate_up, _ = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)
         y: torch.Tensor = self.down_proj(self.activation(gate) * up)[0]
@@ -85,27 +78,27 @@ class ParallelLlamaMLP(nn.Module):
 
     @torch.no_grad()
     def load_hf_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Take the weights of a Hugging Face ``LlamaMLP``; each rank keeps its part.
+        """Load the weights of a Hugging Face ``LlamaMLP``; each rank copies its shards.
 
         Args:
             state_dict: gate_proj.weight and up_proj.weight (intermediate_size, hidden_size), down_proj.weight
-                (hidden_size, intermediate_size), and their biases if the layer has them.
+                (hidden_size, intermediate_size), and their biases if the layer has any.
 
         Raises:
-            ValueError: a key is missing or unknown, or a tensor has another shape. Nothing was changed then.
+            ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
         """
         check_state_dict("load_hf_state_dict()", state_dict, self._shapes())
         for kind in self._kinds():
             gate_up = [state_dict[f"{name}_proj.{kind}"] for name in ("gate", "up")]
             getattr(self.gate_up_proj, kind).copy_(join_gate_up(gate_up))
-        self.down_proj.weight.copy_(own_part(state_dict["down_proj.weight"], dim=1))
+        self.down_proj.weight.copy_(own_shard(state_dict["down_proj.weight"], dim=1))
         if "bias" in self._kinds():
             self.down_proj.bias.copy_(state_dict["down_proj.bias"])
 
     @torch.no_grad()
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole weights as a Hugging Face ``LlamaMLP`` names them, on the CPU. Every tensor-parallel rank calls
-        this and gets them."""
+        """The whole weights under the names of a Hugging Face ``LlamaMLP``, on the CPU. All tensor-parallel ranks call
+        this together and get the same."""
         state = {}
         for kind in self._kinds():
             state[f"gate_proj.{kind}"], state[f"up_proj.{kind}"] = split_gate_up(getattr(self.gate_up_proj, kind))

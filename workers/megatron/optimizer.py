@@ -1,4 +1,4 @@
-"""Megatron's optimizer, and the wrapping of a model that it needs."""
+"""Megatron's optimizer, and the data-parallel wrapper that it needs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-from workers.megatron.checks import check_names
+from workers.megatron.config import check_names
 from workers.train.optimizer_settings import own_settings
 
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Adam with decoupled weight decay, as Megatron's optimizer runs it.
+    """Options of Megatron's Adam with decoupled weight decay.
 
     Attributes:
         lr: learning rate.
-        betas: decay of the two moments.
+        betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: decoupled; Megatron leaves biases and norms out of it.
-        clip_grad: largest norm of the gradient of the whole model; 0 for no clipping.
-        distributed: whether optimizer states are cut over the dp ranks.
+        weight_decay: decoupled; Megatron does not apply it to biases and norms.
+        clip_grad: maximum norm of the whole model's gradient; 0 for no clipping.
+        distributed: whether the optimizer's state is sharded over the dp ranks.
 
     Raises:
-        ValueError: a number that makes no sense.
+        ValueError: a value is out of range.
     """
 
     lr: float = 1e-5
@@ -39,16 +39,16 @@ class AdamOptions:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay", "clip_grad"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer: {name}={getattr(self, name)!r} is not a number from 0")
+                raise ValueError(f"optimizer: {name}={getattr(self, name)!r} must be at least 0")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer: betas={self.betas!r} are not two numbers from 0 to below 1")
+            raise ValueError(f"optimizer: betas={self.betas!r} must be two numbers, at least 0 and below 1")
 
     @classmethod
     def of(cls, given: AdamOptions | Mapping[str, Any] | None) -> AdamOptions:
-        """From a mapping of the attributes.
+        """Make options from a mapping of the attributes.
 
         Raises:
-            ValueError: one that does not exist.
+            ValueError: an unknown attribute, or a value out of range.
         """
         if isinstance(given, AdamOptions):
             return given
@@ -59,17 +59,18 @@ class AdamOptions:
         return cls(**options)
 
 
-def reduced(config: Any, chunks: Sequence[Any], distributed: bool) -> list[Any]:
-    """The chunks of a rank in Megatron's DistributedDataParallel. Gradients are kept in float32 in buffers, and are
-    summed over the dp ranks; what divides them is up to `finalize_model_grads`."""
+def data_parallel(config: Any, chunks: Sequence[Any], distributed: bool) -> list[Any]:
+    """Wrap a rank's chunks in Megatron's DistributedDataParallel.
+
+    Gradients are accumulated in float32 buffers and summed over the dp ranks; the loss function normalizes them.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    reducing = DistributedDataParallelConfig(
+    ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=False
     )
     wrapped = [
-        DistributedDataParallel(config, reducing, chunk, disable_bucketing=number > 0)
-        for number, chunk in enumerate(chunks)
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
         chunk.broadcast_params()
@@ -77,12 +78,12 @@ def reduced(config: Any, chunks: Sequence[Any], distributed: bool) -> list[Any]:
 
 
 def make_optimizer(options: AdamOptions, config: Any, chunks: Sequence[Any]) -> Any:
-    """Megatron's optimizer of chunks that are `reduced`. It is made known to the config, for the schedules.
+    """Make Megatron's optimizer and register it in the config, where the schedules find it.
 
     Args:
-        options: see there.
+        options: see `AdamOptions`.
         config: the chunks' ``TransformerConfig``.
-        chunks: of this rank.
+        chunks: this rank's, wrapped by `data_parallel`.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -99,7 +100,7 @@ def make_optimizer(options: AdamOptions, config: Any, chunks: Sequence[Any]) -> 
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
-        initial_loss_scale=2.0**16,  # of fp16; from megatron's own 2^32 the first dozen steps overflow
+        initial_loss_scale=2.0**16,  # for fp16: with megatron's default of 2^32 the first dozen steps overflow
     )
     optimizer = get_megatron_optimizer(adam, list(chunks))
     config.finalize_model_grads_func = finalize_model_grads
@@ -110,12 +111,10 @@ def make_optimizer(options: AdamOptions, config: Any, chunks: Sequence[Any]) -> 
 
 
 def finite_step(optimizer: Any) -> float:
-    """One step of Megatron's optimizer, unless the gradient is not finite: Megatron itself leaves it out for float16
-    alone.
+    """Take an optimizer step unless the gradient is not finite. Megatron itself skips such steps for float16 only.
 
     Returns:
-        The norm of the gradient of the whole model before clipping, on every rank; where it is not finite, no step was
-        made.
+        The norm of the whole model's gradient before clipping, on every rank. If it is not finite, no step was taken.
     """
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
@@ -124,10 +123,10 @@ def finite_step(optimizer: Any) -> float:
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return norm
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        parameters = one.get_parameters()
-        if one.config.clip_grad and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=one.config.clip_grad, total_norm=norm)
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = inner.get_parameters()
+        if inner.config.clip_grad and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=inner.config.clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
     return norm
 
@@ -135,35 +134,36 @@ def finite_step(optimizer: Any) -> float:
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """The torch optimizers inside one of Megatron's."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [one.optimizer for one in chained if one.optimizer is not None]
+    return [inner.optimizer for inner in chained if inner.optimizer is not None]
 
 
 def allocate_state(optimizer: Any) -> None:
-    """Give every parameter the state that torch's Adam begins with, where it has none: megatron's distributed optimizer
-    can be loaded only if there is some."""
-    for one in inner_optimizers(optimizer):
-        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
-            if not one.state[parameter]:
+    """Give every parameter without Adam state the initial one. Megatron's distributed optimizer can only load into
+    existing state."""
+    for inner in inner_optimizers(optimizer):
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            if not inner.state[parameter]:
                 moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-                one.state[parameter] = {"step": torch.tensor(0.0), **moments}
+                inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Take the state that megatron has read from a checkpoint.
+    """Load the state that megatron has read from a checkpoint.
 
-    Where torch's Adam is inside, megatron's distributed optimizer loads one count of steps for all parameters, which
-    torch then counts up once for each, and stumbles over the counts when it loads the moments: both are put right.
+    With torch's Adam inside, megatron's distributed optimizer loads one step count for all parameters, which torch
+    would then increment once per parameter, and fails on the counts when it loads the moments. So each parameter gets
+    a count of its own, and the counts are set aside while the moments load.
     """
     rest = dict(state)
     by_parameter = rest.pop("param_state", None)
     with own_settings(*inner_optimizers(optimizer)):
         optimizer.load_state_dict(rest)
     steps = []
-    for of_one in (of_one for one in inner_optimizers(optimizer) for of_one in one.state.values()):
-        if isinstance(of_one.get("step"), torch.Tensor):
-            steps.append((of_one, of_one.pop("step").clone()))
+    for entry in (entry for inner in inner_optimizers(optimizer) for entry in inner.state.values()):
+        if isinstance(entry.get("step"), torch.Tensor):
+            steps.append((entry, entry.pop("step").clone()))
     if by_parameter is not None:
         (distributed,) = getattr(optimizer, "chained_optimizers", [optimizer])
         distributed.load_parameter_state_from_fully_reshardable(by_parameter)
-    for of_one, step in steps:
-        of_one["step"] = step
+    for entry, step in steps:
+        entry["step"] = step

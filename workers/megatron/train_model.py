@@ -1,46 +1,52 @@
-"""MegatronTrainModel: a Llama or Qwen2 on megatron-core as a TrainModel, cut over tp, pp and dp."""
+"""MegatronTrainModel: a Llama or Qwen2 on megatron-core as a TrainModel, sharded over tp and pp, replicated over dp."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from workers.extras import require
 from workers.megatron.checkpoint import Checkpoints
-from workers.megatron.optimizer import AdamOptions, inner_optimizers
-from workers.megatron.stages import Stages
-from workers.megatron.weights import read_hf
+from workers.megatron.config import transformer_config
+from workers.megatron.gpt import build_models
+from workers.megatron.optimizer import AdamOptions, data_parallel, finite_step, inner_optimizers, make_optimizer
+from workers.megatron.weights import load_hf, read_hf, to_hf
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.train.token_log_probs import token_log_probs
 
-NEEDED = ("input_ids", "attention_mask")
-
 
 class MegatronTrainModel(TrainModel):
-    """See `TrainModel`. Made in a process where megatron's model parallelism is initialised; dp ranks are given rows of
-    their own, the tp and pp ranks of one dp rank the same.
+    """See `TrainModel`. Megatron's model parallelism must be initialised in the process. Each dp rank gets rows of its
+    own; the tp and pp ranks of one dp rank get the same rows.
 
-    Where a rank has one pipeline stage, micro-batches go through the pipeline in the shapes that they have, and
-    the stages tell each other (``variable_seq_lengths``). With virtual pipeline parallelism they do not, since
-    megatron confuses the shapes at pp=2: there the model runs on micro-batches padded to the largest.
+    With one pipeline stage per rank, micro-batches keep their own shapes, which the stages send to each other
+    (``variable_seq_lengths``). With virtual pipeline parallelism all micro-batches are padded to the largest, because
+    megatron confuses the shapes at pp=2.
 
-    Megatron leaves biases and norms out of weight decay.
+    Megatron applies no weight decay to biases and norms.
 
     Args:
         hf_config: a Hugging Face ``LlamaConfig`` or ``Qwen2Config``.
-        role: "actor", or "critic" with a value head: a linear layer from hidden to 1, with a bias, as in Hugging Face's
+        role: "actor", or "critic" with a value head: a linear layer from hidden to 1 with a bias, as in Hugging Face's
             ``...ForTokenClassification``.
         param_dtype: "fp32", "bf16" or "fp16".
-        optimizer: `AdamOptions` or a mapping of them; None for a model that does not train.
+        optimizer: `AdamOptions` or a mapping of them; None for a model that is not trained.
         max_tokens_per_micro_batch: see `cut_by_tokens`.
-        overrides: fields of megatron's ``TransformerConfig`` to set.
+        overrides: fields of megatron's ``TransformerConfig`` to set, see `transformer_config`.
+
+    Attributes:
+        config: megatron's ``TransformerConfig``.
+        models: this rank's GPTModels; several with virtual pipeline parallelism.
+        max_tokens: tokens of a micro-batch; may be changed between calls.
 
     Raises:
-        ValueError: what cannot be built or cut like this; the message has the reason.
+        ValueError: the model is not supported or not divisible by the parallel sizes; the message has the reason.
     """
 
     def __init__(
@@ -53,26 +59,49 @@ class MegatronTrainModel(TrainModel):
         max_tokens_per_micro_batch: int,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
+        require("megatron.core", extra="megatron")
         if role not in ("actor", "critic"):
-            raise ValueError(f"MegatronTrainModel: role={role!r}; it is 'actor' or 'critic'")
+            raise ValueError(f"MegatronTrainModel: role={role!r}; use 'actor' or 'critic'")
+        options = None if optimizer is None else AdamOptions.of(optimizer)
         self.role = role
         self.hf_config = hf_config
         self.max_tokens = max_tokens_per_micro_batch
-        self.stages = Stages(
-            hf_config, param_dtype=param_dtype, optimizer=optimizer, overrides=overrides, critic=role == "critic"
-        )
-        self.stages.config.variable_seq_lengths = not self.stages.interleaved
-        self._checkpoints = Checkpoints(self.stages, role)
+        self.config = transformer_config(hf_config, param_dtype, overrides)
+        # Loss functions return their share of a sum: the schedule must not divide by the number of micro-batches.
+        self.config.calculate_per_token_loss = True
+        self.models = build_models(hf_config, self.config, critic=role == "critic")
+        self._interleaved = len(self.models) > 1
+        self.config.variable_seq_lengths = not self._interleaved
+        self._chunks = self._wrapped()
+        self._optimizer: Any = None
+        if options is not None:
+            self._chunks = data_parallel(self.config, self._chunks, options.distributed)
+            self._optimizer = make_optimizer(options, self.config, self._chunks)
+        distributed = options is not None and options.distributed
+        self._checkpoints = Checkpoints(role, self.models, self._optimizer, distributed)
+
+    def _wrapped(self) -> list[Any]:
+        """What the schedule runs: the models themselves, or modules that cast their inputs and outputs."""
+        from megatron.core.transformer.module import Float16Module
+
+        if self.config.bf16 or self.config.fp16:
+            return [Float16Module(self.config, model) for model in self.models]
+        return list(self.models)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return torch.device(torch.cuda.current_device())
 
     # --- running ----------------------------------------------------------------------------------------
 
     def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor | None:
-        self._must_be("actor", "log_probs")
-        return self._evaluate(data, lambda part, output: self._outputs(part, output, temperature, False).log_probs)
+        self._require_role("actor", "log_probs")
+        return self._evaluate(data, lambda batch, output: self._outputs(batch, output, temperature, False).log_probs)
 
     def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        self._must_be("critic", "values")
-        return self._evaluate(data, lambda part, output: self._outputs(part, output, 1.0, False).values)
+        self._require_role("critic", "values")
+        return self._evaluate(data, lambda batch, output: self._outputs(batch, output, 1.0, False).values)
 
     def train_step(
         self,
@@ -83,127 +112,182 @@ class MegatronTrainModel(TrainModel):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> StepReport:
-        def losses(part: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, torch.Tensor]]:
-            part = part.to(output.device)
-            total, sums = loss(self._outputs(part, output, temperature, entropy), part)
-            kept = {**sums, "loss": total}
-            return total, None, {name: value.detach().double() for name, value in kept.items()}
+        """As in `TrainModel`.
 
-        parts, inputs, shape = self._cut(data)
-        kept, grad_norm = self.stages.step(parts, inputs, losses, shape, lr)
-        return StepReport(self._over_ranks(kept), grad_norm)
+        Raises:
+            RuntimeError: the model was made without an optimizer.
+            ValueError: a token is not in the vocabulary.
+        """
+        micro_batches = self._cut(data)
+        if self._optimizer is None:
+            raise RuntimeError("this model was created without an optimizer; pass optimizer={'lr': ...} to train it")
+        for chunk in self._chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
 
+        def finish(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            batch = batch.to(output.device)
+            total, sums = loss(self._outputs(batch, output, temperature, entropy), batch)
+            if not total.requires_grad:  # no token counts here, but the other stages wait for gradients
+                total = total + output.flatten()[:0].sum()
+            report = {name: value.detach().double() for name, value in {**sums, "loss": total}.items()}
+            # The schedule divides the loss it is given in place, so it gets a copy; 0 tokens means "do not divide".
+            return total.clone(), torch.zeros([], dtype=torch.int, device=output.device), report
+
+        reports = self._run_pipeline(micro_batches, finish, forward_only=False)
+        grad_norm = finite_step(self._optimizer)
+        return StepReport(self._sum_over_ranks(reports), grad_norm)
+
+    @torch.no_grad()
     def _evaluate(
-        self, data: Mapping[str, torch.Tensor], keep: Callable[[MicroBatch, torch.Tensor], Any]
+        self, data: Mapping[str, torch.Tensor], compute: Callable[[MicroBatch, torch.Tensor], Any]
     ) -> torch.Tensor | None:
-        parts, inputs, shape = self._cut({name: data[name] for name in NEEDED})
-        kept = self.stages.run(parts, inputs, keep, shape)
-        if not self.stages.last:
+        micro_batches = self._cut({name: data[name] for name in ("input_ids", "attention_mask")})
+        for chunk in self._chunks:
+            chunk.eval()
+
+        def finish(batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = True) -> Any:
+            return compute(batch, output)
+
+        outputs = self._run_pipeline(micro_batches, finish, forward_only=True)
+        if not _is_last_stage():
             return None
         rows, tokens = data["input_ids"].shape
-        return restore([tensor.cpu() for tensor in kept], parts, (rows, tokens))
+        return restore([tensor.cpu() for tensor in outputs], micro_batches, (rows, tokens))
 
-    def _cut(self, data: Mapping[str, torch.Tensor]) -> tuple[list[MicroBatch], Callable[..., Any], tuple[int, int]]:
-        """The micro-batches, what the model takes of one, and the shape in which they go through the pipeline."""
+    def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         ids, vocab_size = data["input_ids"], int(self.hf_config.vocab_size)
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            # Megatron's embedding would take them for tokens of another rank, and give zeros.
+            # Megatron's embedding would treat them as another rank's tokens and return zeros.
             raise ValueError(
-                f"input_ids has tokens from {int(ids.min())} to {int(ids.max())}; vocab_size is {vocab_size}"
+                f"input_ids has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size is {vocab_size}"
             )
-        parts = cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=self.stages.multiple_of)
-        shapes = [part.input_ids.shape for part in parts]
-        shape = (max(rows for rows, _ in shapes), max(tokens for _, tokens in shapes))
+        multiple_of = int(self.config.microbatch_group_size_per_vp_stage) if self._interleaved else 1
+        return cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of)
 
-        def inputs(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            ids = part.input_ids.to(self.stages.device)
-            if self.stages.interleaved:
+    def _run_pipeline(
+        self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        """Run micro-batches through megatron's schedule.
+
+        Args:
+            micro_batches: one at least.
+            finish: called on the last stage with a micro-batch and the output layer's output, (b, s, ...). Returns
+                what the schedule expects: with ``forward_only`` any value, else (loss, number of tokens, any value).
+            forward_only: whether there is no backward pass.
+
+        Returns:
+            The values by micro-batch on the last stage; an empty list on the others.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        shapes = [batch.input_ids.shape for batch in micro_batches]
+        most_rows, most_tokens = max(rows for rows, _ in shapes), max(tokens for _, tokens in shapes)
+
+        def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(iterator)
+            ids = batch.input_ids.to(self.device)
+            if self._interleaved:
                 rows, tokens = ids.shape
-                ids = torch.nn.functional.pad(ids, (0, shape[1] - tokens, 0, shape[0] - rows))
+                ids = torch.nn.functional.pad(ids, (0, most_tokens - tokens, 0, most_rows - rows))
             rows, tokens = ids.shape
             positions = torch.arange(tokens, device=ids.device).expand(rows, tokens)
-            later = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=ids.device).triu(1)
-            return ids, positions, later  # padding is on the right: real tokens never see it
+            # Padding is on the right, so the causal mask hides it from real tokens.
+            hidden = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=ids.device).triu(1)
+            return chunk(ids, positions, hidden), partial(finish, batch)
 
-        return parts, inputs, shape
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(micro_batches) for _ in self._chunks],
+            model=self._chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=most_tokens,
+            micro_batch_size=most_rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
 
-    def _outputs(self, part: MicroBatch, output: torch.Tensor, temperature: float, entropy: bool) -> TokenOutputs:
-        """What the output layer gave, of the tokens that it is about: what follows token t - 1 stands at t."""
+    def _outputs(self, batch: MicroBatch, output: torch.Tensor, temperature: float, entropy: bool) -> TokenOutputs:
+        """The model's output, moved to the token it is about: the output after token t - 1 goes to position t."""
         from megatron.core import parallel_state
 
-        rows, tokens = part.input_ids.shape
+        rows, tokens = batch.input_ids.shape
         before = output[:rows, : tokens - 1]
 
-        def placed(values: torch.Tensor | None) -> torch.Tensor | None:
+        def shifted(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else torch.nn.functional.pad(values, (1, 0))
 
         if self.role == "critic":
-            return TokenOutputs(values=placed(before[..., 0].float()))
-        ids = part.input_ids[:, 1:].to(output.device)
-        found = token_log_probs(
+            return TokenOutputs(values=shifted(before[..., 0].float()))
+        log_probs, entropies = token_log_probs(
             before,
-            ids,
+            batch.input_ids[:, 1:].to(output.device),
             temperature=temperature,
             entropy=entropy,
             vocab_size=int(self.hf_config.vocab_size),
             group=parallel_state.get_tensor_model_parallel_group(),
         )
-        return TokenOutputs(log_probs=placed(found[0]), entropy=placed(found[1]))
+        return TokenOutputs(log_probs=shifted(log_probs), entropy=shifted(entropies))
 
-    def _over_ranks(self, kept: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Sums of all micro-batches and dp ranks, told to every stage."""
+    def _sum_over_ranks(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Sums over all micro-batches and dp ranks, broadcast to every stage."""
         from megatron.core import parallel_state as state
 
-        told: list[Any] = [None]
-        if self.stages.last:
+        sums: list[Any] = [None]
+        if _is_last_stage():
             group = state.get_data_parallel_group(with_context_parallel=True)
-            of_ranks: list[Any] = [None] * group.size()
-            mine = _sum([{name: value.item() for name, value in one.items()} for one in kept])
-            torch.distributed.all_gather_object(of_ranks, mine, group)
-            told = [_sum(of_ranks)]
-        torch.distributed.broadcast_object_list(
-            told, state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
+            by_rank: list[Any] = [None] * group.size()
+            own = _sum([{name: value.item() for name, value in report.items()} for report in reports])
+            dist.all_gather_object(by_rank, own, group)
+            sums = [_sum(by_rank)]
+        dist.broadcast_object_list(
+            sums, state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
         )
-        sums: dict[str, float] = told[0]
-        return sums
+        result: dict[str, float] = sums[0]
+        return result
 
-    def _must_be(self, role: str, what: str) -> None:
+    def _require_role(self, role: str, method: str) -> None:
         if self.role != role:
-            raise ValueError(f"{what}(): this model has the role {self.role!r}; only the role {role!r} has {what}")
+            raise ValueError(f"{method}() needs a model with the role {role!r}; this model has the role {self.role!r}")
 
     # --- weights ----------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, model in enumerate(self.stages.models):
+        for number, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 yield f"{number}.{name}", parameter.detach()
 
     def weights_changed(self) -> None:
-        self.stages.weights_changed()
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """One flat tensor for each storage, over all of it: parameters, Megatron's buffers of parameters and gradients,
-        the optimizer's float32 parameters and its state."""
+        """As in `TrainModel`: one flat tensor over each storage. Covers parameters, Megatron's buffers of parameters
+        and gradients, the optimizer's float32 parameters and its state."""
         seen = set()
         for tensor in self._held():
             storage = tensor.untyped_storage()
-            if tensor.device.type == self.stages.device.type and storage._cdata not in seen:
+            if tensor.device.type == self.device.type and storage._cdata not in seen:
                 seen.add(storage._cdata)
                 yield torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
 
     def _held(self) -> Iterator[torch.Tensor]:
-        for model in self.stages.models:
+        for model in self.models:
             yield from model.parameters()
             yield from model.buffers()
-        if self.stages.optimizer is None:
+        if self._optimizer is None:
             return
-        for chunk in self.stages.chunks:
+        for chunk in self._chunks:
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                 yield from (tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None)
-        for group in self.stages.optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             yield from group["params"]
-        for one in inner_optimizers(self.stages.optimizer):
-            for state in one.state.values():
+        for inner in inner_optimizers(self._optimizer):
+            for state in inner.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,18 +298,18 @@ class MegatronTrainModel(TrainModel):
             return
         if state.get_data_parallel_rank(with_context_parallel=True):
             return
-        for name, tensor in self.stages.to_hf():
+        for name, tensor in to_hf(self.models, self.hf_config):
             if not state.get_tensor_model_parallel_rank():
                 yield name, tensor
 
     def _from_every_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, on every rank: each pipeline stage in turn tells the others its own."""
+        """All weights, on every rank: the pipeline stages broadcast theirs in turn."""
         from megatron.core import parallel_state as state
 
         group = state.get_pipeline_model_parallel_group()
         for source in dist.get_process_group_ranks(group):
             own = source == dist.get_rank()
-            pairs = self.stages.to_hf() if own else iter(())
+            pairs = to_hf(self.models, self.hf_config) if own else iter(())
             while True:
                 name, tensor = next(pairs, ("", None))
                 about: list[Any] = [None if tensor is None else (name, tensor.shape, tensor.dtype)]
@@ -233,39 +317,55 @@ class MegatronTrainModel(TrainModel):
                 if about[0] is None:
                     break
                 name, shape, dtype = about[0]
-                device = torch.device(torch.cuda.current_device())
-                whole = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
+                whole = torch.empty(shape, dtype=dtype, device=self.device) if tensor is None else tensor.contiguous()
                 dist.broadcast(whole, src=source, group=group)
                 yield name, whole
 
     def load_hf(self, folder: str) -> None:
-        self.stages.load_hf(read_hf(folder))
+        self.load_hf_state_dict(read_hf(folder))
+
+    def load_hf_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Load the whole Hugging Face model's weights; each rank copies its shards.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
+        """
+        load_hf(self.models, self.hf_config, state_dict, critic=self.role == "critic")
+        self.weights_changed()
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
     def save(self, folder: Path, *, background: bool) -> None:
-        """As in `TrainModel`; the ranks' states are written by torch.distributed.checkpoint in the layout of megatron's
-        distributed checkpoints. In the background a thread of each rank writes copies in host memory, and the threads
-        agree in a process group of their own; the checkpoint is complete when they end, whether anybody waits or
-        not."""
+        """As in `TrainModel`, by torch.distributed.checkpoint in the layout of megatron's distributed checkpoints.
+
+        In the background a thread of each rank writes copies in host memory, and the threads synchronize in a process
+        group of their own. The checkpoint is complete when they end, whether or not anything waits for it.
+        """
         self._checkpoints.save(Path(folder), background=background)
 
     def wait_for_save(self) -> None:
         self._checkpoints.wait()
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """As in `TrainModel`, on any tp, pp and dp.
+        """As in `TrainModel`, at any tp, pp and dp.
 
         Raises:
-            ValueError: the checkpoint is of the other role, or of a model without an optimizer, or its optimizer
-                was distributed and this one is not, or the other way round.
+            FileNotFoundError: there is no complete checkpoint.
+            ValueError: the checkpoint is of the other role, has no optimizer, or its optimizer was distributed and
+                this one is not, or the reverse.
         """
         self._checkpoints.load(Path(folder), optimizer=optimizer)
 
 
-def _sum(of: list[dict[str, float]]) -> dict[str, float]:
+def _is_last_stage() -> bool:
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def _sum(reports: list[dict[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
-    for one in of:
-        for name, value in one.items():
+    for report in reports:
+        for name, value in report.items():
             total[name] = total.get(name, 0.0) + value
     return total

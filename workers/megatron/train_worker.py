@@ -1,4 +1,4 @@
-"""MegatronTrainWorker: a rank of training on megatron-core, over tp, pp and dp."""
+"""MegatronTrainWorker: one rank of training on megatron-core, over tp, pp and dp."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from workers.device import every_backend
 from workers.megatron.train_model import MegatronTrainModel
 from workers.megatron.worker import MegatronWorker
+from workers.train.args import TrainArgsError
 from workers.train.policy import PolicyTrainWorker
-from workers.train.read_args import TrainArgsError
 
 
 class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
-    """See `TrainWorker`. The ranks are cut by ``args.tensor_model_parallel_size`` and
-    ``args.pipeline_model_parallel_size``; what is left is data parallelism."""
+    """See `TrainWorker`. ``args.tensor_model_parallel_size`` and ``args.pipeline_model_parallel_size`` set tp and pp;
+    the remaining factor of the number of ranks is dp."""
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
@@ -23,7 +23,8 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         if ranks % (tp * pp):
             raise TrainArgsError(
                 f"tensor_model_parallel_size={tp} times pipeline_model_parallel_size={pp} does not divide the group's "
-                f"{ranks} ranks; actor_num_nodes * actor_num_gpus_per_node (for a critic: its own) is a multiple of it"
+                f"{ranks} ranks; make actor_num_nodes * actor_num_gpus_per_node (for a critic: critic_num_nodes * "
+                "critic_num_gpus_per_node) a multiple of it"
             )
 
     def begin(self) -> None:
@@ -46,7 +47,7 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         """See `ModelWorker.seed`."""
         from megatron.core import parallel_state, tensor_parallel
 
-        number += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron does it
+        number += 100 * parallel_state.get_pipeline_model_parallel_rank()  # megatron's own rule
         super().seed(number)
         tensor_parallel.model_parallel_cuda_manual_seed(number, force_reset_rng=True)
 

@@ -1,4 +1,7 @@
-"""MegatronWorker: a worker that stands where Megatron put it, on CUDA with nccl and on CPU with gloo."""
+"""MegatronWorker: a worker that reports megatron's layout, on CUDA with nccl and on CPU with gloo.
+
+Megatron has never been run on CUDA by this project; the CPU path is tested.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,24 @@ if TYPE_CHECKING:
     import torch
 
 PARALLEL_STATE = "megatron.core.parallel_state"
-SAID_BY_HAND = object()
+REGISTERED_BY_HAND = object()
+AXES = {"dp": "data", "cp": "context", "tp": "tensor_model", "pp": "pipeline_model"}
+"""Axis of the layout -> its name in megatron's getters."""
 
 
 class MegatronWorker(Worker):
     """Subclass this for a model on megatron-core.
 
-    The worker tells its group where it stands (dp, tp, pp, cp, ep, and how many virtual pipeline stages) as soon as
-    megatron knows, by megatron's own getters, whichever way megatron was initialised: by `initialize_model_parallel`
-    here, or by ``torch.distributed.init_process_group()`` and ``parallel_state.initialize_model_parallel(...)`` in the
-    constructor or in any later method.
+    As soon as megatron is initialised, the worker registers its layout with the group: its coordinates on dp, tp, pp,
+    cp and ep, and the number of virtual pipeline stages, all from megatron's own getters. You may initialise megatron
+    with `initialize_model_parallel`, or with ``torch.distributed.init_process_group()`` and
+    ``parallel_state.initialize_model_parallel(...)``, in the constructor or in any later method.
 
-    Where there is no CUDA, "cuda" means the CPU and "nccl" means gloo for what the worker's methods call, so that code
-    which is written for GPUs runs (see `workers.megatron.cpu`).
+    Without CUDA, "cuda" means the CPU and "nccl" means gloo in the worker's methods, so code written for GPUs runs
+    (see `workers.megatron.cpu`).
 
     Raises:
-        ImportError: megatron-core is not installed; the message says what to install.
+        ImportError: megatron-core is not installed.
     """
 
     _reported: object
@@ -54,12 +59,12 @@ class MegatronWorker(Worker):
 
     @cached_property  # a subclass may set its own
     def device(self) -> torch.device:
-        """The device of this rank: its CUDA device, or the CPU where there is none."""
+        """The device of this rank: its CUDA device, or the CPU without CUDA."""
         return device(self.local_rank, self.device_ids)
 
     def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
-        """As `Worker.register_layout`. What is said here counts from then on, whatever megatron says."""
-        self._reported = SAID_BY_HAND
+        """As `Worker.register_layout`. From then on megatron's own layout is ignored."""
+        self._reported = REGISTERED_BY_HAND
         super().register_layout(sizes, **axes)
 
     def initialize_model_parallel(
@@ -71,31 +76,34 @@ class MegatronWorker(Worker):
         backend: str | None = None,
         **options: Any,
     ) -> torch.device:
-        """Take a device, initialise torch.distributed (unless it is) and megatron's model parallelism, and seed.
+        """Select the device, initialise torch.distributed (if needed) and megatron's model parallelism, and seed.
 
-        Python's, numpy's and torch's generators get ``seed + 100 * pp rank``, and megatron's tracker of random states
-        is derived from the same number: ranks that differ in dp alone start alike.
+        Python's, numpy's and torch's generators are seeded with ``seed + 100 * pp rank``, and megatron's tracker of
+        random states from the same number. So data-parallel replicas draw the same numbers.
 
         Args:
             tensor_model_parallel_size: tp.
             pipeline_model_parallel_size: pp.
             seed: see above.
             backend: of torch.distributed; by default nccl with CUDA, gloo without.
-            options: further keywords of ``megatron.core.parallel_state.initialize_model_parallel``, such as
-                ``context_parallel_size`` and ``order``. One that this megatron-core does not have is left out, with
-                a warning that names it.
+            options: further keyword arguments of ``megatron.core.parallel_state.initialize_model_parallel``, such as
+                ``context_parallel_size`` and ``order``. Those that this megatron-core does not have are ignored with
+                a warning.
 
         Returns:
             The device of this rank.
 
         Raises:
-            RuntimeError: megatron is initialised already, or the sizes do not divide the number of ranks.
-            TypeError: a keyword that is almost one of megatron's.
+            RuntimeError: megatron is already initialised, or the sizes do not divide the number of ranks.
+            TypeError: a keyword looks like a misspelling of one of megatron's.
         """
         from megatron.core import parallel_state
 
         if parallel_state.is_initialized():
-            raise RuntimeError("megatron's model parallelism is initialised already in this process")
+            raise RuntimeError(
+                "megatron's model parallelism is already initialised in this process; call "
+                "parallel_state.destroy_model_parallel() first"
+            )
         initialize: Callable[..., None] = parallel_state.initialize_model_parallel
         options = _known(initialize, options)
         mine = self._taken = take_device(self.local_rank, self.device_ids)
@@ -114,32 +122,23 @@ class MegatronWorker(Worker):
             parallel_state.destroy_model_parallel()
 
     def _report(self) -> Any:
-        if self._reported is SAID_BY_HAND:
+        if self._reported is REGISTERED_BY_HAND:
             return super()._report()
         parallel_state: Any = sys.modules.get(PARALLEL_STATE)
-        # The group of all model-parallel ranks is made anew with each initialisation, and None before and after.
+        # Each initialisation makes a new group object of all model-parallel ranks; without one it is None.
         found = parallel_state.get_model_parallel_group(check_initialized=False) if parallel_state is not None else None
         if found is not self._reported and (found is None or parallel_state.is_initialized()):
             self._reported = found
-            self._say_where(parallel_state)
+            self._register(parallel_state)
         return super()._report()
 
-    def _say_where(self, state: Any) -> None:
+    def _register(self, state: Any) -> None:
         if self._reported is None:
             self.forget_layout()
             return
-        sizes = {
-            "dp": state.get_data_parallel_world_size(),
-            "cp": state.get_context_parallel_world_size(),
-            "tp": state.get_tensor_model_parallel_world_size(),
-            "pp": state.get_pipeline_model_parallel_world_size(),
-        }
-        ranks = {
-            "dp": state.get_data_parallel_rank(),
-            "cp": state.get_context_parallel_rank(),
-            "tp": state.get_tensor_model_parallel_rank(),
-            "pp": state.get_pipeline_model_parallel_rank(),
-        }
+        names = {axis: f"get_{name}_parallel" for axis, name in AXES.items()}
+        sizes = {axis: getattr(state, f"{name}_world_size")() for axis, name in names.items()}
+        ranks = {axis: getattr(state, f"{name}_rank")() for axis, name in names.items()}
         if state.get_expert_model_parallel_world_size() > 1:
             sizes["ep"] = state.get_expert_model_parallel_world_size()
             ranks["ep"] = state.get_expert_model_parallel_rank()
@@ -150,7 +149,7 @@ class MegatronWorker(Worker):
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators and megatron's tracker of random states, anew."""
+    """Seed Python's, numpy's and torch's generators, and reset megatron's tracker of random states."""
     import numpy
     import torch
     from megatron.core import tensor_parallel
@@ -177,10 +176,10 @@ REMOVED = frozenset(
 
 
 def _known(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a function takes.
+    """The options that a function accepts; the others are dropped with a warning.
 
     Raises:
-        TypeError: one that it does not take is almost one that it does: a misspelling.
+        TypeError: an option looks like a misspelling of an accepted one.
     """
     accepted = inspect.signature(function).parameters
     unknown = [name for name in options if name not in accepted]
@@ -190,7 +189,8 @@ def _known(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str
             raise TypeError(f"initialize_model_parallel() has no keyword {name!r}; did you mean {close[0]!r}?")
     if unknown:
         warnings.warn(
-            f"this megatron-core's initialize_model_parallel() has no {', '.join(map(repr, unknown))}: left out",
+            "initialize_model_parallel() of this megatron-core does not accept the keywords "
+            f"{', '.join(map(repr, unknown))}; they are ignored",
             stacklevel=3,
         )
     return {name: value for name, value in options.items() if name in accepted}

@@ -1,0 +1,96 @@
+"""The part of a Llama or Qwen2 that this rank holds, as megatron GPTModels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from workers.megatron.config import padded_vocab_size, rope_parameters, tied
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+
+def build_models(hf_config: Any, config: TransformerConfig, *, critic: bool) -> list[GPTModel]:
+    """Build this rank's pipeline stages with random weights, on the rank's device.
+
+    Args:
+        hf_config: the Hugging Face config.
+        config: megatron's config of the same model.
+        critic: whether the last stage has a `ValueHead` instead of the output layer.
+
+    Returns:
+        One GPTModel; several with virtual pipeline parallelism.
+    """
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages = [None] if virtual is None else list(range(virtual))
+    return [_build_stage(hf_config, config, critic, stage) for stage in stages]
+
+
+def _build_stage(hf_config: Any, config: TransformerConfig, critic: bool, stage: int | None) -> GPTModel:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    rope = rope_parameters(hf_config)
+    model: GPTModel = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization=config.normalization),
+        vocab_size=padded_vocab_size(hf_config),
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        share_embeddings_and_output_weights=tied(hf_config) and not critic,
+        position_embedding_type="rope",
+        rotary_base=rope["rope_theta"],
+        rope_scaling=rope["rope_type"] == "llama3",
+        rope_scaling_factor=rope.get("factor", 8.0),
+        vp_stage=stage,
+    )
+    if model.pre_process:
+        _freeze_padding_token(model.embedding.word_embeddings, hf_config)
+    if critic and model.post_process:
+        model.output_layer = ValueHead(config)
+    return model.cuda()
+
+
+class ValueHead(nn.Module):
+    """A critic's output layer: linear from hidden to 1 with a bias, as in Hugging Face's ``...ForTokenClassification``
+    with one label.
+
+    It is called like megatron's output layer and computes in float32. Every tensor-parallel rank holds all of it, with
+    the same initial weights.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        self.weight = nn.Parameter((drawn * config.init_method_std).to(config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+
+    def forward(self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: Any = None) -> Any:
+        """(tokens, rows, hidden) -> (tokens, rows, 1) float32, and None for the bias that megatron adds later."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
+
+
+def _freeze_padding_token(embedding: Any, hf_config: Any) -> None:
+    """Stop gradients to the embedding of ``pad_token_id``, as ``padding_idx`` does in Hugging Face's models.
+
+    The embedding is not trained even where the padding token occurs as a real token. A tied output layer still
+    learns its row.
+    """
+    pad = getattr(hf_config, "pad_token_id", None)
+    if pad is None:
+        return
+    pad = int(pad) % int(hf_config.vocab_size)  # -1 is the last token
+
+    def mask_gradient(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if output.requires_grad:
+            is_pad = (inputs[0] == pad)[..., None]
+            output.register_hook(lambda gradient: gradient.masked_fill(is_pad, 0.0))
+
+    embedding.register_forward_hook(mask_gradient)
