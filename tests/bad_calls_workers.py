@@ -1,4 +1,4 @@
-"""Workers that bad calls are made on: one method for each dispatch mode, and every way to fail that we know of."""
+"""The workers for the table of bad calls: one method per dispatch mode, and one per way to fail."""
 
 import asyncio
 import gc
@@ -16,16 +16,16 @@ NO_SUCH_RANK = Execute.register("BAD_CALLS_NO_SUCH_RANK", lambda world_size: (wo
 
 
 def as_told(group, made):
-    """A dispatch_fn that returns what the driver passes: so a row of the table can return anything."""
+    """A dispatch_fn that returns what the driver passes, so that a row of the table can return anything."""
     return made
 
 
-def collect_badly(group, answers):
-    raise LookupError("collect_fn looked in vain")
+def collect_badly(group, results):
+    raise LookupError("collect_fn found nothing")
 
 
 class HoldsLock(Exception):
-    """Does not pickle."""
+    """Cannot be pickled."""
 
     def __init__(self, message):
         super().__init__(message)
@@ -33,14 +33,14 @@ class HoldsLock(Exception):
 
 
 class NeedsTwo(Exception):
-    """Pickles, and does not unpickle: its constructor takes two arguments, pickle passes one."""
+    """Can be pickled but not unpickled: its constructor needs two arguments, and pickle passes one."""
 
     def __init__(self, code, text):
         super().__init__(f"{code}: {text}")
 
 
 class Mute(Exception):
-    """Has no text: asking for it raises."""
+    """Its `str` and `repr` raise."""
 
     def __str__(self):
         raise RuntimeError("no text today")
@@ -48,24 +48,24 @@ class Mute(Exception):
     __repr__ = __str__
 
 
-def someone_elses_death(message):
-    """What a worker catches that had an actor of its own."""
+def actor_error_of_its_own(message):
+    """The error that a worker gets from an actor that it started itself."""
     return ray.exceptions.RayActorError(error_msg=message)
 
 
-class OpensOnlyAtHome:
-    """Pickles anywhere, and unpickles only in the process that made it."""
+class UnpicklesOnlyInItsProcess:
+    """Pickles anywhere, but unpickles only in the process that created it."""
 
     def __init__(self):
         self.home = os.getpid()
 
     def __setstate__(self, state):
         if state["home"] != os.getpid():
-            raise ModuleNotFoundError("No module named 'only_at_home'")
+            raise ModuleNotFoundError("No module named 'only_here'")
 
 
 class Kit(Worker):
-    """`seen` counts the calls that reached the rank, so that a test can tell that a refused one did not."""
+    """Counts the calls that reached the rank in `seen`, so that a test can check that a rejected call did not."""
 
     def __init__(self, start=0, guard=None):
         super().__init__()
@@ -96,7 +96,7 @@ class Kit(Worker):
 
     @property
     def expensive(self):
-        raise AssertionError("nobody asked for this property")
+        raise AssertionError("the group must not read properties of the worker")
 
     # --- one method for each mode ----------------------------------------------------------------------
 
@@ -177,9 +177,9 @@ class Kit(Worker):
     # --- coordinates -----------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
-    def stand(self, axes, ranks=None):
+    def set_layout(self, axes, ranks=None):
         if ranks is None or self.rank in ranks:
-            self.register_layout(**{axis: places[self.rank] for axis, places in axes.items()})
+            self.register_layout(**{axis: coordinates[self.rank] for axis, coordinates in axes.items()})
 
     @register(Dispatch.ONE_TO_ALL)
     def join_mesh(self, name, dp_ranks, collects, ranks=None):
@@ -218,7 +218,7 @@ class Kit(Worker):
         def deeper():
             return deeper()
 
-        gc.disable()  # in the driver's own process, other people's finalizers would fail at this depth
+        gc.disable()  # in the driver's own process, other finalizers would fail at this depth
         try:
             return deeper()
         finally:
@@ -233,8 +233,8 @@ class Kit(Worker):
         return (row for row in range(3))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def open_only_at_home(self, batch):
-        return [OpensOnlyAtHome() for _ in batch]
+    def return_unpicklable_elsewhere(self, batch):
+        return [UnpicklesOnlyInItsProcess() for _ in batch]
 
     @register(Dispatch.ONE_TO_ALL)
     def leave(self, how, ranks=None):
@@ -257,7 +257,7 @@ class Kit(Worker):
 
 
 class Starts(Worker):
-    """Its constructor fails as it is told."""
+    """Its constructor fails when told to."""
 
     def __init__(self, how=None, rank=None, mark=""):
         super().__init__()
@@ -278,7 +278,7 @@ class Starts(Worker):
 
 
 class Quiet(Worker):
-    """Registers nothing."""
+    """Registers no method."""
 
     def train(self):
         return self.rank

@@ -1,14 +1,13 @@
-"""Kill processes at random moments, many times, and see that nothing hangs and nothing stays.
+"""Kill processes at random moments, many times, and check that nothing hangs and nothing is leaked.
 
     python tests/chaos.py --rounds 50          # the long run, some ten minutes
-    python tests/chaos.py --churn 100          # a group made and closed a hundred times
+    python tests/chaos.py --churn 100          # create and close a group a hundred times
 
-A round makes a group, kills -9 one of its ranks, its driver or its node at a random moment (during start-up, idle, in a
-call, in a collective, during a restart), and then asks three things: was the driver told within its time, did the group
-come back, and is the cluster as it was before. The moments are drawn from a seed, which is printed.
+A round creates a group and sends SIGKILL to one of its ranks, its driver or its node at a random moment: during start,
+idle, in a call, in a collective, during a restart. It then checks that the driver got the error in time, that the group
+works again, and that the cluster is as it was before. The moments are drawn from a seed, which is printed.
 
-It starts a Ray of its own, with logical GPUs, of which every group takes its fractions, and with one node more where a
-node is to die.
+It starts its own Ray with logical GPUs. A round that kills a node adds that node first.
 """
 
 import argparse
@@ -47,11 +46,11 @@ from single_controller import (  # noqa: E402
 
 RANKS = 3
 TOLD = 5.0
-"""Seconds within which a driver hears of a rank's death."""
+"""Seconds within which a call must report a rank's death."""
 NODE_TOLD = 5.0
-"""Seconds within which it hears of a node's, with the health checks of a Ray that this library starts."""
+"""Seconds within which it must report a node's death, with the health checks of a Ray that this library starts."""
 ROUND = 120
-"""Seconds that a round may take: more is a hang."""
+"""Timeout of a round in seconds; a longer round is a hang."""
 HEALTH = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -61,7 +60,7 @@ HEALTH = {
 
 
 class Slow(Fragile):
-    """Takes its time to be made."""
+    """Its constructor takes a while, so that a kill can happen during it."""
 
     def __init__(self):
         super().__init__()
@@ -73,24 +72,24 @@ class Slow(Fragile):
 
 
 class Round:
-    """One kill. Every method raises AssertionError when a promise is not kept."""
+    """One kill. Every method raises AssertionError when a check fails."""
 
     def __init__(self, rng):
         self.rng = rng
 
     def rank(self, moment):
-        """Kill a rank. Returns the seconds until the driver was told."""
+        """Kill a rank. Returns the seconds until the driver got the error."""
         with RayResourcePool([RANKS]) as pool:
             if moment == "start-up":
                 group, told = self._kill_while(lambda: RayWorkerGroup(pool, RayClassWithInitArgs(Slow)), set())
             else:
                 group = RayWorkerGroup(pool, RayClassWithInitArgs(Slow))
                 told = self._kill_started(group, moment)
-            if group is None:  # it never came to be: make it again
+            if group is None:  # its start failed: start another
                 group = RayWorkerGroup(pool, RayClassWithInitArgs(Slow))
             elif group.broken is not None:
                 group.restart()
-            assert group.ping() == list(range(RANKS)), "the group did not come back"
+            assert group.ping() == list(range(RANKS)), "the group did not recover"
             pids = group.pid()
             group.close()
         wait(lambda: not any(map(runs, pids)), 10, "processes of a closed group live on")
@@ -116,7 +115,7 @@ class Round:
         return seconds_until_told(call, killed)
 
     def _kill_while(self, make, known, group=None):
-        """Run something that starts processes, and kill one of them on its way."""
+        """Run something that starts processes, and kill one of them meanwhile."""
         found = threading.Event()
         killed = []
 
@@ -133,17 +132,17 @@ class Round:
         try:
             made = make()
         except SingleControllerError as error:
-            assert killed, f"it raised although nobody was killed: {error}"
+            assert killed, f"the call raised although no process was killed: {error}"
             told = time.monotonic() - killed[0]
-            assert told < TOLD, f"told {told:.1f} s after the kill"
+            assert told < TOLD, f"reported {told:.1f} s after the kill"
             assert "died" in str(error), error
             return group, told
-        found.wait(20)  # the kill came when everything was up: then the next call says so
+        found.wait(20)  # the kill came when everything had started, so the next call reports it
         group = made or group
         return group, seconds_until_told(group.ping)
 
     def driver(self, moment):
-        """Kill a driver of its own process. Returns the seconds until nothing of it was left."""
+        """Kill a driver in its own process. Returns the seconds until nothing of it was left."""
         code = {
             "start-up": "say(); RayWorkerGroup(pool, RayClassWithInitArgs(Slow))",
             "idle": "g = RayWorkerGroup(pool, RayClassWithInitArgs(Slow)); say(); time.sleep(60)",
@@ -163,7 +162,7 @@ class Round:
             {code}
         """)
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        assert process.stdout.readline() == b"ready\n", "the driver did not get so far"
+        assert process.stdout.readline() == b"ready\n", "the driver did not start its group"
         time.sleep(self.rng.uniform(0, 1.2))
         process.kill()
         process.wait()
@@ -171,7 +170,7 @@ class Round:
         return 0.0
 
     def node(self, moment, cluster):
-        """Kill the node of a group, while another group lives on the head."""
+        """Kill the node of a group, while another group runs on the head node."""
         node = cluster.add_node(num_cpus=4, resources={"side": 4})
         wait(lambda: ray.cluster_resources().get("side") == 4, 20, "the node did not join")
         with (
@@ -185,13 +184,13 @@ class Round:
             killed = time.monotonic()
             cluster.remove_node(node, allow_graceful=False)
 
-            def ping_on():  # its processes may answer once more before they notice that their node is gone
+            def ping_on():  # its processes may return a last result before they notice that their node is gone
                 while time.monotonic() < killed + 2 * NODE_TOLD:
                     group.ping()
                     time.sleep(0.05)
 
             told = seconds_until_told(ping_on if future is None else future.result, [killed], NODE_TOLD)
-            assert other.ping() == [0], "a group on another node does not answer"
+            assert other.ping() == [0], "a group on another node does not respond"
         # Until Ray counts the node as dead, the next driver may be sent to it.
         wait(lambda: sum(found["Alive"] for found in ray.nodes()) == 1, 20, "the node is not counted as dead")
         return told
@@ -201,12 +200,12 @@ OUT = sys.stdout
 
 
 def say(line):
-    """Print a line of ours."""
+    """Print to the real standard output, even if it is redirected."""
     print(line, file=OUT, flush=True)
 
 
 def wait(condition, seconds, what):
-    """Wait until it holds, or raise."""
+    """Wait until the condition holds, or raise."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what
@@ -214,7 +213,7 @@ def wait(condition, seconds, what):
 
 
 def started(known):
-    """pids of living actors, without some."""
+    """pids of living actors, except the known ones."""
     from ray._private.state import actors
 
     pids = [info["Pid"] for info in actors().values() if info["State"] == "ALIVE"]
@@ -222,7 +221,7 @@ def started(known):
 
 
 def kill_later(pid, seconds):
-    """Kill a process in a while. The list gets the time at which it was done."""
+    """Kill a process after some seconds. Returns a list that receives the time of the kill."""
     killed = []
 
     def kill():
@@ -242,7 +241,7 @@ def seconds_until_told(call, killed=None, limit=TOLD):
     except (WorkerDiedError, GroupBrokenError) as error:
         told = time.monotonic() - (killed[0] if killed else begun)
         assert "died" in str(error) or "unavailable" in str(error), error
-        assert told < limit, f"told {told:.1f} s after the kill"
+        assert told < limit, f"reported {told:.1f} s after the kill"
         return told
     raise AssertionError("the call did not raise")
 
@@ -251,18 +250,18 @@ MOMENTS = ("start-up", "idle", "call", "collective", "restart")
 
 
 def hangs(*_):
-    """A round takes too long."""
+    """Handle SIGALRM: a round took too long."""
     raise AssertionError(f"a round has not ended after {ROUND} s: something hangs")
 
 
 def draw(rng, nodes):
-    """Who dies, and when."""
+    """Draw what is killed, and when."""
     who = rng.choices(("rank", "driver", "node"), (6, 3, 1 if nodes else 0))[0]
     return who, rng.choice(("idle", "call") if who == "node" else MOMENTS)
 
 
 def run(rounds, seed, nodes):
-    """Some rounds; 0 if all promises were kept."""
+    """Run some rounds. Returns the exit status."""
     rng = random.Random(seed)
     signal.signal(signal.SIGALRM, hangs)
     say(f"{rounds} rounds, seed {seed}")
@@ -287,7 +286,7 @@ def run(rounds, seed, nodes):
 
 
 def churn(times):
-    """A group made and closed many times; 0 if nothing grows."""
+    """Create and close a group many times, and check that nothing grows. Returns the exit status."""
     with cluster_of_one(), RayResourcePool([1], use_gpu=False) as pool:
         with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
             group.ping()
@@ -307,7 +306,7 @@ def churn(times):
 
 
 def processes_of_ray():
-    """How many processes run workers of Ray on this machine."""
+    """The number of processes on this machine that run Ray workers."""
     count = 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as line:
@@ -317,7 +316,7 @@ def processes_of_ray():
 
 @contextlib.contextmanager
 def cluster_of_one():
-    """A Ray of our own, with health checks as in one that this library starts."""
+    """A Ray cluster of one node, with the health checks of a Ray that this library starts."""
     os.environ["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     head = {
         "num_cpus": 16,
@@ -332,7 +331,7 @@ def cluster_of_one():
         with (
             open(os.devnull, "w") as nowhere,
             contextlib.redirect_stdout(nowhere),
-        ):  # Ray is wordy about deaths
+        ):  # Ray logs a lot about deaths
             yield cluster
     finally:
         ray.shutdown()

@@ -1,6 +1,16 @@
-"""One local Ray for the whole test session."""
+"""Suite-wide setup: one local Ray per process, tests left out, tests that run alone, and the budget of each file.
 
+``make test`` runs the files in two processes (pytest-xdist), each with its own Ray. All tests of a file run in one
+process; so do all files of a folder whose conftest.py shares worker groups among them.
+"""
+
+import fcntl
 import os
+import shutil
+import tempfile
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,8 +23,151 @@ _FOLDERS = [
 ]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])
 
-import pytest  # noqa: E402  (Ray reads the variables when it is imported)
+import budgets  # noqa: E402  (Ray reads the variables when it is imported)
+import depth  # noqa: E402
+import pytest  # noqa: E402
 from folder_scope import leave_folders  # noqa: E402
+from fork_workers import forked_workers  # noqa: E402
+
+LEFT_OUT = pytest.StashKey[Counter]()
+LOCKS = pytest.StashKey[Path]()
+durations = budgets.Durations()
+"""Durations of this run. Complete only in the reporting process, which runs no tests itself under pytest-xdist."""
+
+FOLDERS_IN_ONE_PROCESS = ("tests/megatron/", "tests/train/backends/")
+"""Their conftest.py shares worker groups among files."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run everything: `make test-all`")
+
+
+def pytest_configure(config):
+    depth.full = config.getoption("--full")
+    config.stash[LEFT_OUT] = Counter()
+
+
+# --- Tests left out ------------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.stash[LEFT_OUT].update(item.get_closest_marker("full").args[0] for item in left_out)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if addresses:
+        raise pytest.UsageError(
+            f"{addresses[0]}: the id of a test must not hold an address; the processes of pytest-xdist have to agree"
+        )
+    if is_worker(config):  # longest first, so that both processes end at about the same time
+        items.sort(key=lambda item: -budget_of_unit(unit_of(item.nodeid)))
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    if is_worker(config):
+        config.workeroutput["left_out"] = dict(config.stash[LEFT_OUT])
+    elif over_budget(config):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Every process collects all tests, so the last process's counts are used."""
+    found = getattr(node, "workeroutput", {}).get("left_out", {})
+    if found:
+        node.config.stash[LEFT_OUT] = Counter(found)
+
+
+# --- One file in one process, and tests that run alone -------------------------------------------------------
+
+
+def is_worker(config):
+    """Whether this is one of pytest-xdist's processes."""
+    return hasattr(config, "workerinput")
+
+
+def unit_of(nodeid):
+    """What runs in one process: the file of a test, or its folder."""
+    file = nodeid.split("::")[0]
+    return next((folder for folder in FOLDERS_IN_ONE_PROCESS if file.startswith(folder)), file)
+
+
+def budget_of_unit(unit):
+    files = [budget for file, budget in budgets.BUDGETS.items() if unit_of(file) == unit]
+    return sum(files) or budgets.DEFAULT
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class LongestUnitsFirst(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False  # keep the order of pytest_collection_modifyitems
+    return LongestUnitsFirst(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Give pytest-xdist's processes a folder for their shared locks."""
+    if LOCKS not in node.config.stash:
+        node.config.stash[LOCKS] = Path(tempfile.mkdtemp(prefix="single-controller-tests-"))
+    node.workerinput["locks"] = str(node.config.stash[LOCKS])
+
+
+def pytest_unconfigure(config):
+    if LOCKS in config.stash:
+        shutil.rmtree(config.stash[LOCKS], ignore_errors=True)
+
+
+def runs_alone(item):
+    return item is not None and item.get_closest_marker("alone") is not None
+
+
+kept = []
+"""The machine's lock, between two tests that run alone. Otherwise each of them would wait for another test to end."""
+
+
+@contextmanager
+def turn(item, nextitem):
+    """Hold the lock that a test needs: exclusive with ``@pytest.mark.alone``, else shared.
+
+    A test that waits for the machine holds the gate, so that no new test of another process starts before it. Both
+    locks are acquired outside pytest-timeout, so that waiting does not count.
+    """
+    if not is_worker(item.config):
+        yield
+        return
+    folder = Path(item.config.workerinput["locks"])
+    machine = kept.pop() if kept else acquired(folder, fcntl.LOCK_EX if runs_alone(item) else fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        if runs_alone(item) and runs_alone(nextitem):
+            kept.append(machine)
+        else:
+            fcntl.flock(machine, fcntl.LOCK_UN)  # closing is not enough if a process that a test forked has a copy
+            os.close(machine)
+
+
+def acquired(folder, how):
+    machine = os.open(folder / "machine", os.O_RDWR | os.O_CREAT)
+    with open(folder / "gate", "w") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(machine, how)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+    return machine
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    with turn(item, nextitem):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -23,19 +176,55 @@ def pytest_runtest_teardown(nextitem):
     leave_folders(None if nextitem is None else nextitem.path)
 
 
+# --- Budgets and the summary ---------------------------------------------------------------------------------
+
+
+def pytest_runtest_logreport(report):
+    durations.add(report)
+
+
+def over_budget(config):
+    """The files that took too long. Budgets are for `make test`: with ``--full`` there are none."""
+    return [] if config.getoption("--full") else durations.over_budget()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    too_long = over_budget(config)
+    if too_long:
+        terminalreporter.stats["over budget"] = too_long
+        terminalreporter.section("files over their budget", red=True)
+        terminalreporter.line("\n".join(too_long))
+        terminalreporter.line("Make them faster; tests/budgets.py says what a budget is.")
+    slowest = sorted(durations.seconds().items(), key=lambda item: -item[1])[:10]
+    if len(slowest) > 1:
+        terminalreporter.section("slowest files")
+        for file, seconds in slowest:
+            terminalreporter.line(f"{seconds:7.1f} s  {file}")
+    left_out = config.stash[LEFT_OUT]
+    if left_out:
+        terminalreporter.section("left out")
+        for reason, count in sorted(left_out.items()):
+            terminalreporter.line(f"{count:4d} tests: {reason}")
+        terminalreporter.line("Property tests ran on few examples, at up to 512 ranks.")
+        terminalreporter.line("`make test-all` runs everything; `pytest --full FILE` runs all of a file.")
+
+
 @pytest.fixture(scope="session")
-def ray_cluster():
-    """A Ray of this session's own: 16 logical CPUs, 8 crates for the tests of pools, no GPU, no dashboard."""
+def ray_cluster(pytestconfig):
+    """This process's own Ray: 16 logical CPUs, 8 crates for the tests of pools, no GPU, no dashboard."""
     import ray
 
-    ray.init(
-        "local",
-        num_cpus=16,
-        num_gpus=0,
-        resources={"crate": 8},
-        include_dashboard=False,
-        object_store_memory=2 * 1024**3,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with nullcontext() if pytestconfig.getoption("--full") else forked_workers() as start_server:
+        ray.init(
+            "local",
+            num_cpus=16,
+            num_gpus=0,
+            resources={"crate": 8},
+            include_dashboard=False,
+            object_store_memory=2 * 1024**3,
+            log_to_driver=False,
+        )
+        if start_server is not None:
+            start_server()
+        yield
+        ray.shutdown()

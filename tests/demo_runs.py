@@ -1,8 +1,8 @@
-"""Runs of the demo, as a user starts them; their rewards are read from TensorBoard's files.
+"""Runs of the demo, as a user starts them. Rewards are read from TensorBoard's files.
 
-python tests/demo_runs.py            # FSDP and Megatron, colocated and not, five seeds each: a quarter of an hour
+python tests/demo_runs.py            # FSDP and Megatron, colocated and separate, five seeds each: fifteen minutes
 python tests/demo_runs.py --seeds 1
-python tests/demo_runs.py --resume   # one run killed at step 20 of 40, and gone on with on 2 ranks and on 1
+python tests/demo_runs.py --resume   # one run killed at step 20 of 40, and resumed on 2 ranks and on 1
 """
 
 import argparse
@@ -30,12 +30,12 @@ WAYS = {
 
 
 def command(folder, *given):
-    """What a user types; ``folder`` takes what the run writes."""
+    """The command that a user types. The run writes into ``folder``."""
     return [sys.executable, str(SCRIPT), f"tensorboard_dir={folder}/log", f"out={folder}/curve.png", *given]
 
 
 def environment():
-    """A user's: without the paths that tests need."""
+    """A user's environment, without the paths that tests need."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**kept, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
 
@@ -44,7 +44,7 @@ def run(folder, *given, timeout=240):
     """The rewards of a whole run, by rollout.
 
     Raises:
-        RuntimeError: it failed, or took too long; with what it said, and where its threads stood then.
+        RuntimeError: the run failed or took too long. The message has its output and its threads' stacks.
     """
     driver, said = start(folder, *given)
     how = "ended"
@@ -56,7 +56,7 @@ def run(folder, *given, timeout=240):
         with contextlib.suppress(subprocess.TimeoutExpired):
             driver.wait(30)
     finally:
-        driver.kill()  # if something else came in between
+        driver.kill()  # if something else was raised meanwhile
         driver.wait()
     if driver.returncode:
         raise RuntimeError(f"{' '.join(given)} {how} with {driver.returncode}:\n{said.read_text()[-8000:]}")
@@ -64,14 +64,14 @@ def run(folder, *given, timeout=240):
 
 
 def start(folder, *given):
-    """A driver, and the file that takes what it says."""
+    """A driver process, and the file that receives its output."""
     said = Path(folder) / "said"
     with open(said, "w") as out:
         return subprocess.Popen(command(folder, *given), env=environment(), stdout=out, stderr=out), said
 
 
 def scalars(folder, name="reward"):
-    """step -> value, of what has been logged so far."""
+    """step -> value, of the metrics logged so far."""
     log = Path(folder) / "log"
     if not log.exists():
         return {}
@@ -83,7 +83,7 @@ def scalars(folder, name="reward"):
 
 
 def run_until_killed(folder, step, *given, timeout=240):
-    """Start a run, and kill its driver with SIGKILL once it has logged a step. The rewards so far."""
+    """Start a run, and kill its driver with SIGKILL once it has logged a step. Returns the rewards so far."""
     driver, said = start(folder, *given)
     end = time.monotonic() + timeout
     try:
@@ -98,10 +98,10 @@ def run_until_killed(folder, step, *given, timeout=240):
 
 
 def run_resumed(folder, rollouts, save_interval, kill_at, *given, ranks=(2, 1)):
-    """A whole run on two ranks; one that is killed; and one from its last checkpoint on each of these numbers of ranks.
+    """Run to the end on two ranks, run until killed, and resume from the last checkpoint on each number of ranks.
 
     Returns:
-        Rewards by step: of the whole, of the killed until then, and by number of ranks of those that went on.
+        Rewards by step: of the whole run, of the killed run, and of the resumed runs by number of ranks.
     """
     common = (f"num_rollout={rollouts}", f"save_interval={save_interval}", *given)
     folders = {name: Path(folder) / str(name) for name in ("whole", "killed", *ranks)}
@@ -115,7 +115,7 @@ def run_resumed(folder, rollouts, save_interval, kill_at, *given, ranks=(2, 1)):
 
 
 def report_resumed(ranks, *given):
-    """Run `run_resumed` at the size of the demo, and print how far the rewards lie apart."""
+    """Run `run_resumed` at the demo's size, and print how far the rewards differ."""
     with tempfile.TemporaryDirectory() as folder:
         whole, before, after = run_resumed(folder, 40, 10, 20, *given, ranks=ranks)
     print(f"killed after step {max(before)}; up to there it was {_apart(whole, before):.4f} from the whole run at most")

@@ -1,7 +1,7 @@
-"""What the tests of a folder share, for as long as they run.
+"""Resources shared by the tests of a folder, closed after the last of them.
 
-pytest's own scope for that needs packages, and a package called like one of these folders would hide a library. Idle
-processes are no small matter here: each process group of gloo has a thread that wakes up a hundred times a second.
+pytest's own package scope needs packages, and a package named like one of these folders would hide a library. Closing
+early matters: each idle gloo process group has a thread that wakes a hundred times a second.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,7 +20,7 @@ _open: dict[Path, _Folder] = {}
 
 
 def shared(conftest: str, name: Hashable, make: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """What ``make`` gives, entered once and left after the last test in the folder of a ``conftest.py``."""
+    """The value of the context manager from ``make``, which exits after the last test in the folder of ``conftest``."""
     folder = _open.setdefault(Path(conftest).parent, _Folder())
     if name not in folder.values:
         folder.values[name] = folder.stack.enter_context(make())
@@ -28,6 +28,6 @@ def shared(conftest: str, name: Hashable, make: Callable[[], AbstractContextMana
 
 
 def leave_folders(next_test: Path | None) -> None:
-    """Close what belongs to folders that the next test is not in."""
+    """Close the resources of every folder that does not contain the next test."""
     for folder in [folder for folder in _open if next_test is None or folder not in next_test.parents]:
         _open.pop(folder).stack.close()

@@ -1,15 +1,18 @@
-"""The demo, as a user runs it: it learns on both backends, colocated and not; and it goes on after it was killed."""
+"""The demo, as a user runs it: it learns on both backends, colocated and separate, and resumes after being killed."""
 
 import json
 
 import pytest
 from demo_runs import WAYS, run, run_resumed, scalars
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.full("the demo on both backends, colocated and separate, with a critic, and killed and resumed"),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_learns(way, tmp_path):
+def test_demo_learns(way, tmp_path):
     rewards = run(tmp_path, *WAYS[way], "num_rollout=30")
     assert sorted(rewards) == list(range(30))
     assert rewards[0] < 0.1
@@ -38,12 +41,12 @@ def test_ppo_learns_with_a_critic(tmp_path):
     assert values[33] < values[0]
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
+def test_resumed_run_matches_an_uninterrupted_one(tmp_path):
     """On the same number of ranks, and on another."""
     whole, before, after = run_resumed(tmp_path, 14, 4, 9, "lr_decay_style=cosine")
     assert before == pytest.approx({step: whole[step] for step in before}, abs=1e-3)
     for rewards in after.values():
         begin = min(rewards)
         assert begin in (8, 12)  # after the last checkpoint before it was killed
-        # The same prompts and seeds; what another number of ranks changes in the last digit may change a token.
+        # The prompts and seeds are the same, but another number of ranks changes rounding, which may change a token.
         assert rewards == pytest.approx({step: whole[step] for step in range(begin, 14)}, abs=0.02)

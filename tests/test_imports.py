@@ -1,14 +1,15 @@
-"""What importing costs and refuses, and what a type checker sees."""
+"""What importing costs, and which imports are rejected."""
 
 import importlib
 import importlib.metadata
-import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from import_graph import cycles, import_graph
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,7 +20,7 @@ def python(code, cwd=None, **kwargs):
     )
 
 
-def test_import_pulls_in_neither_torch_nor_transformers():
+def test_import_loads_neither_torch_nor_transformers():
     done = python("""
         import sys
         import single_controller
@@ -28,23 +29,24 @@ def test_import_pulls_in_neither_torch_nor_transformers():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_import_takes_under_three_tenths_of_a_second():
-    """Ray's own import not counted. The best of three: the machine is noisy."""
+@pytest.mark.alone
+def test_import_takes_under_300_ms():
+    """In CPU time, without Ray's own import. The best of three runs, because the machine is noisy."""
     times = []
     for _ in range(3):
         done = python("""
             import time
             import ray, ray.actor, ray.cloudpickle, ray.exceptions, ray.util.placement_group
-            begin = time.perf_counter()
+            begin = time.process_time()
             import single_controller
-            print(time.perf_counter() - begin)
+            print(time.process_time() - begin)
         """)
         times.append(float(done.stdout))
     assert min(times) < 0.3
 
 
 @pytest.mark.parametrize("name", ["dispatch", "workers"])
-def test_a_folder_of_the_users_that_hides_ours_is_reported(tmp_path, name):
+def test_user_folder_that_hides_a_package_is_reported(tmp_path, name):
     (tmp_path / name).mkdir()
     theirs = tmp_path / name / "__init__.py"
     theirs.write_text("register = None\n")
@@ -72,61 +74,72 @@ def test_base_never_imports_ray():
     assert done.stdout.strip() == "fine", done.stderr
 
 
-def test_the_engine_in_this_process_starts_no_ray_and_is_imported_when_asked_for():
+def test_local_engine_starts_no_ray_and_is_imported_lazily():
     done = python("""
         import sys
         import single_controller
         print("ray" in sys.modules, "single_controller.local" in sys.modules)
         from single_controller import LocalWorkerGroup
-        import ray
-        print(ray.is_initialized(), "torch" in sys.modules, "single_controller.ray.group" in sys.modules)
+        print("ray" in sys.modules, "torch" in sys.modules)
     """)
-    assert done.stdout.split() == ["False", "False", "False", "False", "False"], done.stderr
+    assert done.stdout.split() == ["False", "False", "False", "False"], done.stderr
 
 
-def test_only_local_and_who_uses_it_know_of_it():
-    for folder in ("base", "ray"):
-        for file in (ROOT / "single_controller" / folder).glob("*.py"):
-            assert "single_controller.local" not in file.read_text(), file
+def test_there_are_no_import_cycles():
+    """Including imports inside functions and under `if TYPE_CHECKING`."""
+    assert [sorted(cycle) for cycle in cycles(import_graph())] == [], "these files import each other"
 
 
-def test_the_wheel_has_exactly_the_three_packages():
+MAY_IMPORT = {
+    "dispatch": set(),
+    "single_controller.base": {"dispatch"},
+    "single_controller.local": {"dispatch", "single_controller.base"},
+    "single_controller.ray": {"dispatch", "single_controller.base"},
+    "workers": {"dispatch", "single_controller", "single_controller.base", "single_controller.ray"},
+}
+"""layer -> the layers below it. The package `single_controller` itself only re-exports names from all of its layers."""
+
+
+def layer(module):
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "single_controller" and len(parts) > 1 else parts[0]
+
+
+def test_imports_go_down_only():
+    found = {
+        (layer(module), layer(other)): f"{module} imports {other}"
+        for module, imported in import_graph().items()
+        for other in sorted(imported)
+    }
+    upward = {
+        pair: example
+        for pair, example in found.items()
+        if pair[0] in MAY_IMPORT and pair[1] not in {pair[0], *MAY_IMPORT[pair[0]]}
+    }
+    assert set(upward.values()) == set()
+
+
+def test_only_the_ray_engine_and_higher_layers_import_ray():
+    folders = ("dispatch", "single_controller/base", "single_controller/local")
+    found = {
+        str(file.relative_to(ROOT))
+        for folder in folders
+        for file in (ROOT / folder).rglob("*.py")
+        if re.search(r"^\s*(import ray\b|from ray\b)", file.read_text(), re.MULTILINE)
+    }
+    assert found == set()
+
+
+def test_wheel_contains_exactly_three_packages():
     top = importlib.metadata.distribution("single-controller").read_text("top_level.txt")
     assert set(top.split()) == {"dispatch", "single_controller", "workers"}
     assert all((ROOT / name / "py.typed").exists() for name in top.split())
 
 
-def test_a_type_checker_still_knows_a_registered_method(tmp_path):
-    script = tmp_path / "driver.py"
-    script.write_text(
-        textwrap.dedent("""
-        from single_controller import Dispatch, Worker, register
-
-        class Mine(Worker):
-            @register(Dispatch.ONE_TO_ALL)
-            def add(self, x: int, y: str = "") -> float:
-                return 1.0
-
-        reveal_type(Mine().add)
-        Mine().add("wrong")
-        """)
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), str(script)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "MYPYPATH": str(ROOT)},
-        timeout=120,
-    )
-    assert "def (x: int, y: str =) -> float" in done.stdout
-    assert 'incompatible type "str"; expected "int"' in done.stdout
-
-
 @pytest.mark.parametrize(
     "package", ["single_controller", "single_controller.local", "single_controller.ray", "workers"]
 )
-def test_every_name_that_a_package_promises_can_be_imported(package):
+def test_every_exported_name_can_be_imported(package):
     module = importlib.import_module(package)
     assert set(module.__all__) == set(module._HOMES) <= set(dir(module))
     assert all(getattr(module, name).__name__ == name or name in ("Dispatch", "Execute") for name in module.__all__)

@@ -1,63 +1,193 @@
-"""The README's Python blocks run as they are written, in order, in one script on a Ray of its own."""
+"""The README and docs/: Python blocks run as written, tables are complete, links are valid."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+import unicodedata
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 import single_controller
 import workers
+from benchmarks import summary
 from single_controller import Dispatch
 from single_controller.base.engine import Engine
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-CONTRIBUTING = README.parent / "CONTRIBUTING.md"
+ROOT = Path(__file__).resolve().parent.parent
+README, CHINESE, CONTRIBUTING = ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "CONTRIBUTING.md"
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [README, CHINESE, CONTRIBUTING, *DOCS]
 
 BLOCK = re.compile(r"(?P<skip><!-- no-run -->\s*)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
-STATED = re.compile(r"^(?P<call>\w\S*\(.*\)) +# (?P<answer>\[.*\])$", re.MULTILINE)
-"""A call with its answer beside it: ``group.add(10)   # [10, 11, 12, 13]``."""
+STATED = re.compile(r"^(?P<call>\w\S*\(.*\)) +# (?P<result>\[.*\]|\d+)$", re.MULTILINE)
+"""A call with its result in a comment: ``group.add(10)  # [10, 11, 12, 13]``."""
+
+RUNNER = """
+import json, sys, time
+from fork_workers import forked_workers
+from single_controller.ray.runtime import ensure_ray
+
+with forked_workers() as start_server:
+    ensure_ray()
+    start_server()
+    for page, code in json.loads(sys.stdin.read()):
+        begun = time.perf_counter()
+        # Every page is a script of its own; Ray and its idle workers are shared.
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+        print(f"{page}: {time.perf_counter() - begun:.1f} s", flush=True)
+"""
 
 
-def blocks():
-    return [match["code"] for match in BLOCK.finditer(README.read_text()) if not match["skip"]]
+def script(page):
+    """Return a page's blocks as one script, with the page's line numbers. Results given in comments become
+    assertions."""
+    text, lines = page.read_text(), []
+    for match in BLOCK.finditer(text):
+        if match["skip"]:
+            continue
+        code = STATED.sub(r"assert \g<call> == \g<result>, 'not as stated'", match["code"])
+        first = text.count("\n", 0, match.start("code"))
+        lines += [""] * (first - len(lines)) + code.splitlines()
+    return "\n".join(lines)
 
 
-@pytest.mark.timeout(180)
-def test_every_python_block_runs_and_gives_what_it_says(tmp_path):
-    code, stated = STATED.subn(r"assert \g<call> == \g<answer>, 'not \g<answer>'", "\n".join(blocks()))
-    assert stated >= 1
-    script = tmp_path / "readme.py"
-    script.write_text(code)
-    # PYTHONPATH is for the other tests' workers; a reader of the README has none.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+@pytest.mark.timeout(440)
+def test_python_blocks_run_and_give_the_documented_results(tmp_path):
+    scripts = [(str(page.relative_to(ROOT)), script(page)) for page in [README, *DOCS]]
+    scripts = [(page, code) for page, code in scripts if code]
+    assert sum(code.count("not as stated") for _, code in scripts) >= 15
+    runner = tmp_path / "run_pages.py"
+    runner.write_text(RUNNER)
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(runner)],
+        input=json.dumps(scripts),
         cwd=tmp_path,
-        env={**environment, "RAY_ADDRESS": "local"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "RAY_ADDRESS": "local"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=420,
     )
+    print(done.stdout[-4000:])
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("page", [README, CONTRIBUTING], ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)\)", page.read_text())
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def test_chinese_readme_has_the_same_code():
+    assert FENCE.findall(CHINESE.read_text()) == FENCE.findall(README.read_text())
 
 
-def test_every_mode_and_error_is_in_the_readme():
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 200
+
+
+def test_benchmark_picture_matches_the_table():
+    assert summary.PICTURE.read_text() == summary.draw(summary.read_table(summary.TABLE.read_text()))
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+
+def test_every_mode_is_in_its_table():
     modes = [name for name in Dispatch.__annotations__ if not name.startswith("_")]  # other tests add to Dispatch
-    text = README.read_text()
+    text = (ROOT / "docs" / "dispatch-modes.md").read_text()
+    assert [name for name in modes if f"`{name}`" not in text] == []
+
+
+def test_every_error_is_in_its_table():
+    text = (ROOT / "docs" / "failures.md").read_text()
     errors = [name for package in (single_controller, workers) for name in package.__all__ if name.endswith("Error")]
-    assert [name for name in [*modes, *errors] if f"`{name}`" not in text] == []
+    assert [name for name in errors if f"`{name}`" not in text] == []
 
 
-def test_the_table_of_an_engines_methods_is_complete():
-    table = re.findall(r"^\| `(\w+)", CONTRIBUTING.read_text(), re.MULTILINE)
+def test_table_of_engine_methods_is_complete():
+    table = re.findall(r"^\| `(\w+)", (ROOT / "docs" / "extending.md").read_text(), re.MULTILINE)
     assert set(table) == set(Engine.__abstractmethods__)
+
+
+def test_every_public_name_is_in_the_api_reference():
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+    assert {*single_controller.__all__, *workers.__all__} - listed == set()
+
+
+# --- links ----------------------------------------------------------------------------------------------------
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and MkDocs create them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFKC", heading)).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_are_valid(page):
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if "://" in link:
+            assert well_formed(link), f"{link} is not a valid URL"
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
+
+
+def well_formed(address):
+    """Whether the URL of another site is well formed; nothing is fetched."""
+    parts = urlsplit(address)
+    return parts.scheme in ("http", "https") and "." in (parts.hostname or "") and not re.search(r"\s", address)
+
+
+class Site(HTMLParser):
+    """What one page of the built site links to, and which anchors it has."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.links, self.ids = [], set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.ids |= {given[key] for key in ("id", "name") if given.get(key)}
+        self.links += [given[key] for key in ("href", "src") if given.get(key)]
+
+
+@pytest.mark.full("the documentation site")
+@pytest.mark.timeout(300)
+def test_site_builds_strictly_and_its_links_are_valid(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    pages = {page: Site(page) for page in site.rglob("*.html")}
+    assert len(pages) >= len(DOCS)
+    dead = []
+    for page, content in pages.items():
+        for link in content.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                if not (parts.scheme in ("data", "mailto") or well_formed(link)):
+                    dead.append((page.name, link))
+                continue
+            if page.name == "404.html":  # its links are relative to the site's root, wherever that is
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            target = target / "index.html" if target.is_dir() else target
+            known = pages[target].ids if target in pages else ()
+            if not target.exists() or (parts.fragment and unquote(parts.fragment) not in known):
+                dead.append((str(page.relative_to(site)), link))
+    assert dead == []

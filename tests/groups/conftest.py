@@ -1,28 +1,30 @@
-"""Groups that several test files share; none of them changes its worker's processes.
+"""Worker groups that several test files share; no test changes their processes.
 
-A test of what any group does runs on every engine: Ray, and the driver's own process with and without threads. Which
-ones, its file says in ENGINES, or the test with ``@pytest.mark.engines``; without either it is a test of Ray.
+Tests of behavior common to all groups run on every engine: Ray, and the driver's own process with and without threads.
+A file lists its engines in ENGINES, a test with ``@pytest.mark.engines``; the default is Ray alone.
 """
 
 import group_workers as workers
 import pytest
-import ray
 
-from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 
 
 def pytest_generate_tests(metafunc):
     if "engine" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("engines")
         names = mark.args if mark else getattr(metafunc.module, "ENGINES", ("ray",))
+        if metafunc.definition.get_closest_marker("ray_when_full"):
+            left_out = pytest.mark.full("tests on Ray that also run in process")
+            names = [pytest.param(name, marks=left_out) if name == "ray" else name for name in names]
         metafunc.parametrize("engine", names, indirect=True, scope="session")
 
 
 class Engine:
-    """Makes groups."""
+    """Creates groups."""
 
     def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
-        """A group of one class; it is closed by whoever asked for it."""
+        """Return a group of one class. The caller closes it."""
         return self.group(RayClassWithInitArgs(cls, *args, **kwargs), world_size, **(group_options or {}))
 
 
@@ -34,6 +36,8 @@ class OnRay(Engine):
         self.pools = []
 
     def group(self, made, world_size=4, **options):
+        from single_controller import RayResourcePool, RayWorkerGroup
+
         pool = self.pool
         if world_size != 4:
             pool = RayResourcePool([world_size], use_gpu=False)
@@ -41,6 +45,8 @@ class OnRay(Engine):
         return RayWorkerGroup(pool, made, **options)
 
     def get(self, refs):
+        import ray
+
         return ray.get(refs)
 
     def close(self):
@@ -66,7 +72,7 @@ class InThisProcess(Engine):
 
 @pytest.fixture(scope="session")
 def engine(request):
-    """What makes the groups of a test, and opens their references."""
+    """Creates the groups of a test and resolves their references."""
     if request.param == "ray":
         kit = OnRay(request.getfixturevalue("pool"))
     else:
@@ -79,20 +85,22 @@ def engine(request):
 @pytest.fixture(scope="session")
 def pool(ray_cluster):
     """Four CPU slots, for the whole session."""
+    from single_controller import RayResourcePool
+
     with RayResourcePool([4], use_gpu=False) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def counters(engine):
-    """Four counters. Tests leave their values as they found them."""
+    """Four counters. Tests leave their values unchanged."""
     with engine.make(workers.Counter, start=100) as group:
         yield group
 
 
 @pytest.fixture
 def make_group(engine):
-    """Makes groups of four that are closed after the test."""
+    """Creates groups of four that are closed after the test."""
     groups = []
 
     def make(cls, *args, **kwargs):

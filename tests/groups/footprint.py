@@ -1,4 +1,4 @@
-"""What a driver has in a Ray cluster and on its machine: to be compared before and after."""
+"""What a driver holds in a Ray cluster and on its machine, to compare before and after a test."""
 
 import os
 import socket
@@ -10,11 +10,11 @@ import ray
 
 @dataclass(frozen=True)
 class Footprint:
-    """What is there now.
+    """What exists now.
 
     Attributes:
         actors: ids of the actors that are not dead, with their names.
-        processes: pids of the processes that Ray says run those actors, and that the operating system has.
+        processes: pids of the processes that Ray lists for those actors and that still run.
         placement_groups: ids of those that are not removed.
         resources: what is free: CPU, GPU and custom resources.
         shared_memory: the files in /dev/shm.
@@ -47,8 +47,8 @@ class Footprint:
         )
 
     def left_behind(self, later: "Footprint") -> str:
-        """What is there later and was not here, or is no longer free, in words; empty if nothing. What has gone in the
-        meantime is somebody else's."""
+        """Describe what is new in `later`, or no longer free; empty if nothing. What has disappeared since belongs to
+        somebody else and is ignored."""
         parts = []
         for name in ("actors", "processes", "placement_groups", "shared_memory"):
             new = getattr(later, name) - getattr(self, name)
@@ -63,7 +63,7 @@ class Footprint:
         """Wait until nothing is left behind.
 
         Raises:
-            AssertionError: something is; the message says what.
+            AssertionError: something was left behind; the message says what.
         """
         end = time.monotonic() + seconds
         while True:
@@ -76,7 +76,7 @@ class Footprint:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process of this number runs; a zombie does not."""
+    """Whether a process with this pid is running; a zombie is not."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
@@ -85,7 +85,7 @@ def runs(pid: int) -> bool:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether nobody listens on the port. Connections that the kernel keeps for a while after their end don't count."""
+    """Whether nothing listens on the port. Connections in TIME_WAIT do not count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""Worker classes that the group tests run on Ray."""
+"""Worker classes for the group tests."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from single_controller import (
 
 
 class Counter(Worker):
-    """State that starts at its rank, and one method for most of the modes."""
+    """State that starts at the rank, and one method for most of the modes."""
 
     kind = "counter"
 
@@ -139,7 +139,7 @@ class Counter(Worker):
 
 
 class Own:
-    """A batch type of the driver's script, registered only there."""
+    """A batch type that only the driver's script registers."""
 
     def __init__(self, rows):
         self.rows = list(rows)
@@ -175,7 +175,7 @@ def _repeat_pair(group, args, kwargs):
 
 @ray.remote
 class RemoteCounter(Worker):
-    """The same under @ray.remote."""
+    """A `Counter` under @ray.remote."""
 
     def __init__(self, start=0):
         super().__init__()
@@ -188,7 +188,7 @@ class RemoteCounter(Worker):
 
 
 class Log(Worker):
-    """Remembers the order of its calls."""
+    """Records the order of its calls."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ class Log(Worker):
 
 
 class Gate(Worker):
-    """One ordinary method that waits until a concurrent one opens the gate."""
+    """A regular method that waits until a concurrent one opens the gate."""
 
     def __init__(self):
         super().__init__()
@@ -237,23 +237,23 @@ class Gate(Worker):
 
 
 class Grid(Worker):
-    """Reports made-up coordinates, given by rank."""
+    """Registers the coordinates that the test gives, one per rank."""
 
     def __init__(self, axes=None, late=False, silent=()):
         super().__init__()
         self.axes = axes or {}
         self.seen = None
         if self.axes and not late and self.rank not in silent:
-            self.stand()
+            self.set_layout()
 
     @register(Dispatch.ONE_TO_ALL)
-    def stand(self):
+    def set_layout(self):
         self.register_layout(**{axis: places[self.rank] for axis, places in self.axes.items()})
 
     @register(Dispatch.ONE_TO_ALL)
     def move(self, axes):
         self.axes = axes
-        self.stand()
+        self.set_layout()
 
     @register(Dispatch.ONE_TO_ALL)
     def join_mesh(self, name, dp_ranks, collects):
@@ -361,7 +361,7 @@ class Fragile(Worker):
 
 
 class OnMeshes(Worker):
-    """Joins the named meshes that a test asks for, over the ranks of one process group on gloo."""
+    """Joins the named meshes that a test requests, over the ranks of one gloo process group."""
 
     def __init__(self):
         super().__init__()
@@ -372,7 +372,7 @@ class OnMeshes(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def join_device_mesh(self, name, shape, axes, data_axes="dp"):
-        """Returns this rank's place, as torch says it."""
+        """Return this rank's mesh coordinates, as torch reports them."""
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
@@ -381,7 +381,7 @@ class OnMeshes(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def join_part(self, name, ranks):
-        """A mesh of some of the ranks alone."""
+        """Register a mesh of only some of the ranks."""
         from torch.distributed.device_mesh import DeviceMesh
 
         self.register_device_mesh(name, DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)))
@@ -412,7 +412,7 @@ class OnMeshes(Worker):
 
 
 class Awkward(Worker):
-    """Methods whose names resemble what the library calls its own."""
+    """Methods whose names resemble the library's internal names."""
 
     @register(Dispatch.ONE_TO_ALL)
     def kept(self):
@@ -424,7 +424,7 @@ class Awkward(Worker):
 
 
 class OnDevices(Worker):
-    """Methods whose arguments are moved. torch has the device "meta" everywhere; it keeps shapes and no data."""
+    """Methods whose arguments are moved to a device. "meta" exists everywhere; it keeps shapes and no data."""
 
     @register(Dispatch.DP_COMPUTE_METRIC, device="meta")
     def arrive(self, batch, whole=None):
@@ -445,7 +445,7 @@ class OnDevices(Worker):
 
 
 class Actor(Worker):
-    """One of two classes that share a process; the other has methods of the same names."""
+    """One of two classes that share a process; both have methods of the same names."""
 
     def __init__(self, start=0, fail=False):
         super().__init__()
@@ -473,7 +473,7 @@ class Actor(Worker):
         return self.value
 
     @register(Dispatch.ONE_TO_ALL)
-    def stand(self, dp, tp):
+    def set_layout(self, dp, tp):
         self.register_layout(dp=dp[self.rank], tp=tp[self.rank])
 
     @register(Dispatch.MEGATRON_COMPUTE)
@@ -495,16 +495,16 @@ class Actor(Worker):
 
 
 class Critic(Actor):
-    """The same names, and a method that reaches into the other worker of its process."""
+    """The same methods, and one that calls the other worker in its process."""
 
     @register(Dispatch.ONE_TO_ALL)
     def take(self):
-        neighbour = self.neighbour("actor")
-        return (neighbour.value, self.get_fused_worker_by_name("actor") is neighbour, type(neighbour).__name__)
+        actor = self.role_worker("actor")
+        return (actor.value, self.get_fused_worker_by_name("actor") is actor, type(actor).__name__)
 
     @register(Dispatch.ONE_TO_ALL)
     def missing(self):
-        return self.neighbour("aktor")
+        return self.role_worker("aktor")
 
     @register(Dispatch.ONE_TO_ALL)
     def twice(self, x):
@@ -512,11 +512,11 @@ class Critic(Actor):
 
 
 class Early(Worker):
-    """Asks for its neighbour in its constructor."""
+    """Requests the worker of another role in its constructor."""
 
     def __init__(self, role):
         super().__init__()
-        self.found = type(self.neighbour(role)).__name__
+        self.found = type(self.role_worker(role)).__name__
 
     @register(Dispatch.ONE_TO_ALL)
     def say(self):
@@ -524,7 +524,7 @@ class Early(Worker):
 
 
 class Model(Worker):
-    """State that a restart has to bring back."""
+    """State that a restart must restore."""
 
     def __init__(self, size):
         super().__init__()
@@ -550,7 +550,7 @@ class Model(Worker):
 
 
 class Drives(Worker):
-    """Drives another group."""
+    """Calls another group."""
 
     def __init__(self, group=None):
         super().__init__()
@@ -558,5 +558,4 @@ class Drives(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def drive(self, group, x):
-        answers = (self.group if group is None else group).echo([self.rank, x])
-        return answers
+        return (self.group if group is None else group).echo([self.rank, x])

@@ -1,4 +1,4 @@
-"""A worker that says where it is, by what Ray and the operating system say rather than this library."""
+"""A worker that reports its placement as Ray and the operating system see it, independently of this library."""
 
 import os
 import re
@@ -31,7 +31,7 @@ class Placed(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def said(self):
-        """What this library says."""
+        """What this library reports."""
         return {
             "rank": self.rank,
             "local": (self.local_rank, self.local_world_size),
@@ -43,7 +43,7 @@ class Placed(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def index(self):
-        """torch's index of the device, were there that many."""
+        """The index that torch would use for the device."""
         from workers.device import visible_index
 
         return visible_index(self.device_ids[0], os.environ)

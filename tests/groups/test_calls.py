@@ -22,37 +22,38 @@ from single_controller import (
     update_dispatch_mode,
 )
 from single_controller import Worker as BaseWorker
-from single_controller.local.answers import LocalRef
+from single_controller.local.engine import LocalRef
 
 ENGINES = ("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
-"""For a test whose ranks or calls have to be under way at the same time."""
+"""For a test whose ranks or calls must run at the same time."""
 START = 100
 
 
-def test_the_example_of_the_readme(make_group):
+def test_readme_example(make_group):
     group = make_group(Counter)
     assert group.add(10) == [10, 11, 12, 13]
     assert group.add(x=0) == [10, 11, 12, 13]
 
 
-def test_methods_may_have_names_like_the_librarys_own(make_group):
+@pytest.mark.ray_when_full
+def test_methods_may_be_named_like_library_internals(make_group):
     group = make_group(Awkward)
     assert group.kept() == group.kept.remote().result() == [("kept", rank) for rank in range(4)]
     assert group.call(x=1) == group.call.remote(1).result() == [("call", rank, 1) for rank in range(4)]
 
 
 @pytest.mark.engines("ray")
-def test_so_may_those_of_an_actor(make_group):
+def test_actor_methods_may_be_named_like_library_internals(make_group):
     assert ray.get(make_group(Awkward).workers[2].kept.remote()) == ("kept", 2)
 
 
-def test_a_class_under_ray_remote(make_group):
+def test_class_under_ray_remote(make_group):
     group = make_group(RemoteCounter, start=5)
     assert group.add(10) == [15, 16, 17, 18]
 
 
-def test_a_class_of_the_main_script(make_group):
+def test_class_of_the_main_script(make_group):
     class Local(BaseWorker):
         @register(Dispatch.ONE_TO_ALL)
         def rank_plus(self, x):
@@ -91,13 +92,13 @@ def test_modes(counters, call, expected):
     assert call(counters) == expected
 
 
-def test_a_batch_reaches_the_ranks_in_order_and_comes_back_joined(counters):
+def test_batch_reaches_the_ranks_in_order_and_is_joined(counters):
     batch = TensorDict({"ids": torch.arange(12).reshape(12, 1), "mask": torch.ones(12, dtype=torch.bool)}, [12])
     rows = counters.apply(lambda worker, td: torch.cat([td["ids"], torch.full((len(td), 1), worker.rank)], 1), batch)
     assert rows.tolist() == [[i, i // 3] for i in range(12)]
 
 
-def test_tensordicts_come_back_joined(counters):
+def test_tensordicts_are_joined(counters):
     batch = TensorDict({"a": torch.arange(10.0), "nested": {"b": torch.arange(10)}}, [10])
     out = counters.padded(batch)
     assert out.batch_size == (10,)
@@ -105,11 +106,11 @@ def test_tensordicts_come_back_joined(counters):
 
 
 @pytest.mark.engines("ray")
-def test_object_refs_are_resolved_like_rays_own(counters):
+def test_object_refs_are_resolved_as_in_ray(counters):
     assert counters.echo(ray.put("stored")) == ["stored"] * 4
 
 
-def test_a_remote_method_looks_like_the_workers(counters):
+def test_remote_method_has_the_workers_signature_and_docstring(counters):
     assert str(inspect.signature(counters.double)) == "(batch, factor=2)"
     assert counters.add.__doc__ == "Add x to the value."
     page = pydoc.plain(pydoc.render_doc(counters.add))
@@ -127,19 +128,19 @@ class TestExecute:
         assert counters.execute_all_sync("plain", [0, 1, 2, 3], y=[0, 0, 0, 10]) == [100, 102, 104, 116]
         assert counters.execute_all_sync("plain", [0, 1, 2, 3], Broadcast(10)) == [110, 112, 114, 116]
 
-    def test_async_gives_plain_refs(self, engine, counters):
+    def test_async_returns_plain_refs(self, engine, counters):
         kind = ray.ObjectRef if engine.name == "ray" else LocalRef
         for refs in (counters.execute_all_async("plain", 1), counters.execute_all("plain", 1)):
             assert type(refs) is list and all(isinstance(ref, kind) for ref in refs)
             assert engine.get(refs) == [START + 1 + r for r in range(4)]
-            assert counters.echo(refs[1]) == [START + 2] * 4  # as an argument it is its value
+            assert counters.echo(refs[1]) == [START + 2] * 4  # passed as an argument, it becomes its value
 
     def test_rank_zero(self, engine, counters):
         assert counters.execute_rank_zero_sync("plain", 1) == START + 1
         assert engine.get(counters.execute_rank_zero_async("plain", 1)) == START + 1
         assert engine.get(counters.execute_rank_zero("plain", [1] and 1)) == START + 1
 
-    def test_async_errors_reach_whoever_gets_the_refs(self, engine, counters):
+    def test_async_errors_are_raised_by_get(self, engine, counters):
         with pytest.raises(TypeError):
             engine.get(counters.execute_all_async("plain", "text"))
 
@@ -151,7 +152,7 @@ class TestExecute:
 
 class TestOrder:
     @overlapping
-    def test_calls_run_in_the_order_in_which_they_were_sent(self, make_group):
+    def test_calls_run_in_the_order_they_were_sent(self, make_group):
         group = make_group(Log)
         futures = [
             group.note.remote("slow", 0.3),
@@ -164,20 +165,21 @@ class TestOrder:
         assert group.read() == [["slow", "async", "fast", "last"]] * 4
 
     @overlapping
-    def test_a_task_left_behind_goes_on_between_calls(self, make_group):
+    @pytest.mark.ray_when_full
+    def test_background_task_continues_between_calls(self, make_group):
         group = make_group(Log)
         group.leave_task()
         group.note("after", 0.6)
         assert group.read() == [["task", "after"]] * 4
 
     @overlapping
-    def test_a_concurrent_method_overtakes(self, make_group):
+    def test_concurrent_method_overtakes(self, make_group):
         group = make_group(Gate)
         waiting = group.wait.remote(20)
         assert group.open() == [True] * 4
         assert waiting.result(10) == [True] * 4
 
-    def test_threads_of_a_driver_never_cross_the_ranks(self, make_group):
+    def test_concurrent_driver_threads_keep_the_same_order_on_all_ranks(self, make_group):
         group = make_group(Log)
 
         def send(name):
@@ -210,36 +212,39 @@ class TestLayouts:
         assert group.compute_rows(torch.arange(5)).tolist() == [0, 10, 20, 30, 40]
         assert [t.tolist() for t in group.last_seen()] == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
 
-    def test_the_last_stage_answers(self, make_group):
+    @pytest.mark.ray_when_full
+    def test_last_stage_collects(self, make_group):
         group = make_group(Grid, TP2_PP2)
         assert group.compute(["a"]) == [(2, "a")]
         assert group.compute_pp(["a", "b"]) == [(0, "a"), (2, "b")]
         assert group.last_seen() == ["a", "a", "b", "b"]
 
-    def test_a_layout_that_comes_late_and_changes(self, make_group):
+    def test_late_and_changed_layout(self, make_group):
         group = make_group(Grid, DP2_TP2, late=True)
         with pytest.raises(DispatchError, match=r"compute\(\).*register_layout"):
             group.compute(["a", "b"])
-        group.stand()
+        group.set_layout()
         assert group.compute(["a", "b"]) == [(0, "a"), (2, "b")]
         group.move({"dp": [0, 1, 0, 1], "tp": [0, 0, 1, 1]})
         assert group.compute(["a", "b"]) == [(0, "a"), (1, "b")]
         assert group.layout.size("tp") == 2
 
-    def test_whoever_waits_for_the_references_of_a_move_has_the_next_call_cut_for_it(self, engine, make_group):
+    def test_next_call_uses_a_new_layout_once_its_references_are_ready(self, engine, make_group):
         group = make_group(Grid, DP2_TP2)
         ways = ({"dp": [0, 1, 0, 1], "tp": [0, 0, 1, 1]}, [(0, "a"), (1, "b")]), (DP2_TP2, [(0, "a"), (2, "b")])
-        for axes, answers in ways * 5:
+        for axes, results in ways * 5:
             future = group.move.remote(axes)
             engine.get(future.refs)
-            assert group.compute(["a", "b"]) == answers
+            assert group.compute(["a", "b"]) == results
 
-    def test_ranks_that_do_not_say_are_named(self, make_group):
+    @pytest.mark.ray_when_full
+    def test_error_names_ranks_without_a_layout(self, make_group):
         group = make_group(Grid, DP2_TP2, silent=(1, 3))
         with pytest.raises(DispatchError, match=r"ranks \[1, 3\]"):
             group.compute(["a", "b"])
         assert group.last_seen() == [None] * 4
 
+    @pytest.mark.ray_when_full
     def test_two_meshes_over_the_same_ranks(self, make_group):
         group = make_group(Grid)
         group.join_mesh("actor", [0, 1, 2, 3], [True] * 4)
@@ -249,7 +254,8 @@ class TestLayouts:
         assert [t.tolist() for t in group.last_seen()] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def test_a_mode_of_ones_own(engine, make_group):
+@pytest.mark.ray_when_full
+def test_custom_mode(engine, make_group):
     name = f"REVERSED_TEST_{engine.name.upper()}".replace("-", "_")
     mode = register_dispatch_mode(
         name, lambda group, x: (([x[-1 - r] for r in range(group.world_size)],), {}), lambda group, out: out
@@ -266,21 +272,23 @@ def test_a_mode_of_ones_own(engine, make_group):
     assert group.get([1, 2, 3, 4]) == 10
 
 
-def test_blocking_false_gives_a_future(counters):
+def test_blocking_false_returns_a_future(counters):
     future = counters.add.options(blocking=False)(0)
     assert isinstance(future, WorkerFuture)
     assert future.result() == [100, 101, 102, 103]
     assert counters.padded_later.options(blocking=True)([1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_another_group_of_the_same_class(engine, counters):
+@pytest.mark.ray_when_full
+def test_two_groups_of_one_class_are_independent(engine, counters):
     with engine.make(Counter, 7) as other:
         assert other.add(0) == [7, 8, 9, 10]
         assert counters.add(0) == [100, 101, 102, 103]
 
 
 @overlapping
-def test_a_mesh_that_a_call_under_way_is_about_to_register(make_group):
+@pytest.mark.ray_when_full
+def test_call_waits_for_a_mesh_that_a_running_call_registers(make_group):
     group = make_group(Nested)
     group.join_mesh_later("early", 0)
     assert group.on_early([1, 2, 3, 4]) == [1, 2, 3, 4]
@@ -288,12 +296,14 @@ def test_a_mesh_that_a_call_under_way_is_about_to_register(make_group):
     assert group.on_late([1, 2, 3, 4]) == [1, 2, 3, 4]
 
 
-def test_an_error_of_ours_that_the_workers_own_code_raised_names_the_rank(make_group):
+@pytest.mark.ray_when_full
+def test_library_error_raised_by_the_worker_names_the_rank(make_group):
     with pytest.raises(WorkerError, match=r"refuse\(\) raised dispatch\.errors\.DispatchError on rank \d"):
         make_group(Nested).refuse()
 
 
-def test_signatures_do_not_show_what_ray_adds(make_group):
+@pytest.mark.ray_when_full
+def test_signatures_hide_rays_extra_parameter(make_group):
     group = make_group(RemoteCounter)
     assert str(inspect.signature(group.add)) == "(x)"
     with pytest.raises(TypeError, match="_ray_trace_ctx"):

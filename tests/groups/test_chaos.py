@@ -1,4 +1,4 @@
-"""A short run of tests/chaos.py, which kills processes at random moments. The long one is a command of its own."""
+"""A short run of tests/chaos.py, which kills processes at random moments. `make chaos` is the long run."""
 
 import os
 import subprocess
@@ -23,11 +23,15 @@ def chaos(*options):
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.alone
+@pytest.mark.full("chaos: processes killed at random moments, many groups created and closed")
 @pytest.mark.timeout(180)
 def test_kills_at_random_moments():
     assert chaos("--rounds", "8", "--seed", "5").startswith("all 8 rounds kept: told of a rank's death within")
 
 
+@pytest.mark.alone
+@pytest.mark.full("chaos: processes killed at random moments, many groups created and closed")
 @pytest.mark.timeout(180)
-def test_groups_made_and_closed_one_after_the_other_leave_everything_flat():
+def test_creating_and_closing_groups_leaks_nothing():
     assert chaos("--churn", "10").startswith("10 groups made and closed")

@@ -25,7 +25,7 @@ from single_controller import (
 
 ENGINES = ("ray", "local", "local-threads")
 on_ray = pytest.mark.engines("ray")
-"""For a test of processes."""
+"""For a test that depends on processes."""
 
 
 def both(**actor):
@@ -38,19 +38,19 @@ def group(engine):
         yield group
 
 
-def test_methods_of_one_name_do_not_clash(group):
+def test_equal_method_names_do_not_clash(group):
     assert group.actor.add(1) == [2] * 4 and group.critic.add(1) == [101] * 4
     assert group.actor.add(0) == [2] * 4 and group.critic.add(0) == [101] * 4
     assert group.roles == ("actor", "critic")
 
 
 @on_ray
-def test_the_roles_share_their_processes(group):
+def test_roles_share_their_processes(group):
     assert group.actor.pid() == group.critic.pid() and len(set(group.actor.pid())) == 4
     assert group.world_size == group.actor.world_size == 4
 
 
-def test_a_worker_reaches_its_neighbours(group):
+def test_worker_reaches_the_other_roles_of_its_process(group):
     value = group.actor.add(0)[0]
     assert group.critic.take() == [(value, True, "Actor")] * 4
     with pytest.raises(WorkerError, match=r"(?s)critic\.missing\(\) raised LookupError.*'aktor'.*actor, critic"):
@@ -67,13 +67,13 @@ def test_batches_async_methods_and_futures(group):
     assert group.critic.score(future).tolist() == [10 * row + k // 2 for k, row in enumerate(once)]
 
 
-def test_each_role_stands_where_it_says(group):
-    group.actor.stand(dp=[0, 0, 1, 1], tp=[0, 1, 0, 1])
-    group.critic.stand(dp=[0, 1, 2, 3], tp=[0, 0, 0, 0])
+def test_each_role_has_its_own_layout(group):
+    group.actor.set_layout(dp=[0, 0, 1, 1], tp=[0, 1, 0, 1])
+    group.critic.set_layout(dp=[0, 1, 2, 3], tp=[0, 0, 0, 0])
     assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (2, "b")]
     assert group.critic.on_dp(list("abcd")) == list(enumerate("abcd"))
     assert (group.actor.dp_size, group.critic.dp_size) == (2, 4)
-    group.actor.stand(dp=[0, 1, 0, 1], tp=[0, 0, 1, 1])  # said anew by one role: heard by that role
+    group.actor.set_layout(dp=[0, 1, 0, 1], tp=[0, 0, 1, 1])  # one role's new layout does not affect the other
     assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (1, "b")]
 
 
@@ -92,14 +92,14 @@ def test_errors_name_the_role(group):
         group.critic.twice()
 
 
-def test_what_is_no_method_is_explained(group):
-    with pytest.raises(AttributeError, match=r"several workers in a process.*group\.critic\.twice"):
+def test_unknown_attributes_are_explained(group):
+    with pytest.raises(AttributeError, match=r"several workers per process.*group\.critic\.twice"):
         group.twice(1)
     with pytest.raises(AttributeError, match=r"group\.actor\.execute_\* or group\.critic\.execute_\*"):
         group.execute_all_sync("unregistered")
     with pytest.raises(AttributeError, match="did you mean 'actor'"):
         group.aktor  # noqa: B018
-    with pytest.raises(AttributeError, match="has no method 'twyce', nor has Critic; did you mean 'twice'"):
+    with pytest.raises(AttributeError, match="has no method 'twyce', and neither has Critic; did you mean 'twice'"):
         group.critic.twyce(1)
     assert {"actor", "critic"} <= set(dir(group)) and "twice" in dir(group.critic)
 
@@ -116,28 +116,28 @@ def test_unregistered_methods_handles_and_stats(group):
     assert "twice" not in group.actor.stats().methods
 
 
-def test_the_whole_groups_stats_and_layout(group):
+def test_stats_and_layout_of_the_whole_group(group):
     group.critic.twice(1)
     assert group.stats().methods["critic.twice"].calls == group.critic.stats().methods["twice"].calls
     assert "critic.twice" in str(group.stats())
-    with pytest.raises(DispatchError, match=r"a layout of its own: ask group\.actor, group\.critic"):
+    with pytest.raises(DispatchError, match=r"its own layout: use group\.actor\.layout, group\.critic\.layout"):
         group.layout  # noqa: B018
-    with pytest.raises(DispatchError, match="a layout of its own"):
+    with pytest.raises(DispatchError, match="its own layout"):
         group.tp_size  # noqa: B018
 
 
-def test_a_worker_is_copied_without_its_neighbours(group):
+def test_copied_worker_has_no_other_roles(group):
     def copies(worker):
         import copy
         import pickle
 
         one, other = pickle.loads(pickle.dumps(worker)), copy.deepcopy(worker)
-        return worker.rank == one.rank == other.rank, len(one._neighbours), len(other._neighbours)
+        return worker.rank == one.rank == other.rank, len(one._role_workers), len(other._role_workers)
 
     assert group.actor.execute_with_func_generator(copies) == [(True, 0, 0)] * 4
 
 
-def test_a_watcher_of_a_role_looks_after_the_whole(pool):
+def test_watching_one_role_watches_the_whole_group(pool):
     with RayWorkerGroup(pool, colocate(both())) as group:
         told = []
         watcher = group.critic.watch(told.append, interval=0.05)
@@ -151,7 +151,7 @@ def test_a_watcher_of_a_role_looks_after_the_whole(pool):
         assert told[0].ranks == (1,)
 
 
-def test_verls_names(group):
+def test_verl_names(group):
     assert isinstance(create_colocated_worker_cls(both()), type(colocate(both())))
     spawned = group.spawn({"actor", "critic"})
     assert set(spawned) == {"actor", "critic"} and spawned["critic"].twice(3) == [6] * 4
@@ -163,16 +163,17 @@ def test_verls_names(group):
     assert tuple(fused.roles) == ("a", "b")
 
 
-def test_a_group_of_one_class_has_no_roles(counters):
-    with pytest.raises(DispatchError, match=r"has no roles; make it of colocate"):
+def test_group_of_one_class_has_no_roles(counters):
+    with pytest.raises(DispatchError, match=r"has no roles; create the group with colocate"):
         counters.spawn({"actor"})
     assert counters.roles == ()
 
 
-def test_neighbours_are_made_in_order(engine):
+@pytest.mark.ray_when_full
+def test_roles_are_created_in_order(engine):
     late = {"early": RayClassWithInitArgs(Early, "counter"), "counter": RayClassWithInitArgs(Counter)}
     with pytest.raises(
-        StartError, match=r"(?s)early\.__init__\(\) raised LookupError.*no neighbour 'counter'"
+        StartError, match=r"(?s)early\.__init__\(\) raised LookupError.*no worker of the role 'counter'"
     ) as caught:
         engine.group(colocate(late))
     assert caught.value.role == "early"
@@ -180,13 +181,14 @@ def test_neighbours_are_made_in_order(engine):
         assert group.early.say() == ["Counter"] * 4
 
 
-def test_a_role_whose_constructor_raises_is_named(engine):
+@pytest.mark.ray_when_full
+def test_error_names_the_role_whose_constructor_raised(engine):
     with pytest.raises(StartError, match=r"actor\.__init__\(\) raised RuntimeError on rank 1.*cannot begin") as caught:
         engine.group(colocate(both(fail=True)))
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
 
 
-def test_a_death_ends_all_roles_and_restart_brings_them_back(pool):
+def test_death_ends_all_roles_and_restart_restores_them(pool):
     with RayWorkerGroup(pool, colocate(both())) as group:
         actor, critic = group.actor, group.critic
         critic.add(5)
@@ -204,24 +206,24 @@ def test_a_death_ends_all_roles_and_restart_brings_them_back(pool):
 @pytest.mark.parametrize(
     ("roles", "error", "message"),
     [
-        ([], TypeError, "takes a dict of roles"),
+        ([], TypeError, r"takes a dict \{"),
         ({}, ValueError, "at least one role"),
-        ({"a b": RayClassWithInitArgs(Actor)}, ValueError, "named like an attribute"),
-        ({"_a": RayClassWithInitArgs(Actor)}, ValueError, "named like an attribute"),
+        ({"a b": RayClassWithInitArgs(Actor)}, ValueError, "name must be an identifier"),
+        ({"_a": RayClassWithInitArgs(Actor)}, ValueError, "name must be an identifier"),
         ({"a": Actor}, TypeError, "RayClassWithInitArgs"),
     ],
 )
-def test_what_cannot_be_colocated(roles, error, message):
+def test_invalid_roles_are_rejected(roles, error, message):
     with pytest.raises(error, match=message):
         colocate(roles)
 
 
-def test_a_role_of_a_name_that_the_group_needs(engine):
-    with pytest.raises(DispatchError, match="'restart' is a name that a group needs"):
+def test_role_name_must_not_hide_a_group_method(engine):
+    with pytest.raises(DispatchError, match="'restart' is a name that a worker group uses"):
         engine.group(colocate({"restart": RayClassWithInitArgs(Actor)}))
 
 
-def test_roles_that_ask_for_different_processes(pool):
+def test_roles_with_conflicting_process_options(pool):
     first, second = RayClassWithInitArgs(Actor), RayClassWithInitArgs(Critic)
     first.update_options({"num_cpus": 0.1})
     second.update_options({"num_cpus": 0.2})

@@ -1,4 +1,4 @@
-"""Workers that outlive their driver, and drivers that find workers which run already."""
+"""Workers that outlive their driver, and drivers that attach to running workers."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ from single_controller import (
 
 @pytest.fixture
 def another_driver(ray_cluster, tmp_path):
-    """Runs a script as another driver of the same Ray and namespace."""
+    """Run a script as another driver of the same Ray and namespace."""
     context = ray.get_runtime_context()
 
     def run(code):
@@ -45,7 +45,7 @@ def another_driver(ray_cluster, tmp_path):
     return run
 
 
-def test_a_group_outlives_its_driver_and_is_found_again(another_driver):
+def test_group_outlives_its_driver_and_is_found_again(another_driver):
     names = another_driver("""
         from group_workers import Counter
         from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -78,7 +78,7 @@ def test_a_group_outlives_its_driver_and_is_found_again(another_driver):
 
 
 def test_attach_by_name_from_another_namespace_and_take_over(another_driver):
-    """The driver that started the workers is gone; another one uses them, and then ends them with their place."""
+    """The driver that started the workers is gone. Another one uses them, then ends them and removes their bundles."""
     another_driver("""
         from group_workers import Actor, Critic
         from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, colocate
@@ -90,12 +90,12 @@ def test_attach_by_name_from_another_namespace_and_take_over(another_driver):
     """)
     with pytest.raises(ValueError, match="namespace 'elsewhere'"):
         attach("handed_on_actor_critic", namespace="elsewhere")
-    with attach("handed_on_actor_critic") as group:  # found in whichever namespace, if there is only one
+    with attach("handed_on_actor_critic") as group:  # found in any namespace if the name is unique
         assert group.actor.add(1) == [7, 7] and group.critic.take() == [(7, True, "Actor")] * 2
         pids = group.actor.pid()
     with pytest.raises(GroupClosedError):
         group.actor.add(1)
-    with attach("handed_on_", namespace="trainers", own=True) as group:  # closing the first one left the workers
+    with attach("handed_on_", namespace="trainers", own=True) as group:  # closing the first one did not end the workers
         assert group.actor.add(0) == [7, 7] and group.actor.pid() == pids
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
     wait_until(lambda: ray.available_resources().get("crate") == 8)
@@ -103,11 +103,11 @@ def test_attach_by_name_from_another_namespace_and_take_over(another_driver):
     assert states <= {"REMOVED"}
 
 
-def test_a_detached_group_restarts_under_its_own_names(ray_cluster):
+def test_detached_group_keeps_its_names_on_restart(ray_cluster):
     with RayResourcePool([2], use_gpu=False, detached=True) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="stays_", detached=True)
         with group:
-            with pytest.raises(ValueError, match=r"'stays_Counter_0' runs already.*attach\('stays_Counter'\)"):
+            with pytest.raises(ValueError, match=r"'stays_Counter_0' is already running.*attach\('stays_Counter'\)"):
                 RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="stays_", detached=True)
             group.add(1)
             names = group.worker_names
@@ -115,7 +115,7 @@ def test_a_detached_group_restarts_under_its_own_names(ray_cluster):
             assert group.worker_names == names and group.add(0) == [5, 6]
 
 
-def test_detached_workers_of_a_dead_driver_that_hang_are_ended_by_name(another_driver, monkeypatch):
+def test_hanging_detached_workers_are_ended_by_name(another_driver, monkeypatch):
     pids = another_driver("""
         import os, signal
         from group_workers import Fragile
@@ -127,7 +127,7 @@ def test_detached_workers_of_a_dead_driver_that_hang_are_ended_by_name(another_d
         os.kill(pids[2], signal.SIGKILL)
         print("answer", *pids)
     """)
-    monkeypatch.setattr("single_controller.ray.attach.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("single_controller.ray.attach.IDENTITY_SECONDS", 1.0)
     with pytest.raises((CallTimeoutError, ValueError), match=r"end_detached|all 3 ranks"):
         attach("stuck_Fragile")
     with pytest.raises(ValueError, match="nowhere in this Ray"):
@@ -137,26 +137,26 @@ def test_detached_workers_of_a_dead_driver_that_hang_are_ended_by_name(another_d
     wait_until(lambda: ray.available_resources().get("crate") == 8)
 
 
-class TestGroupsElsewhere:
-    def test_a_worker_drives_another_group(self, counters, make_group):
-        drivers = make_group(Drives, counters)  # as an argument of the constructor,
+class TestGroupsInOtherProcesses:
+    def test_worker_calls_another_group(self, counters, make_group):
+        drivers = make_group(Drives, counters)  # passed to the constructor,
         assert drivers.drive(None, "x") == [[[rank, "x"]] * 4 for rank in range(4)]
-        assert drivers.drive(counters, "y") == [[[rank, "y"]] * 4 for rank in range(4)]  # and of a call
+        assert drivers.drive(counters, "y") == [[[rank, "y"]] * 4 for rank in range(4)]  # or in a call
         assert counters.add(0) == [100, 101, 102, 103]
 
-    def test_a_task_drives_a_group(self, counters):
+    def test_task_calls_a_group(self, counters):
         @ray.remote(num_cpus=0)
         def use(group):
             batch = group.double(list(range(4)), factor=1)
             with group:
-                pass  # it does not own the workers
+                pass  # the copy does not own the workers
             return batch, group.worker_names, type(group).__name__, group.closed
 
         answer = ray.get(use.remote(counters), timeout=60)
         assert answer == (list(range(4)), counters.worker_names, "RayWorkerGroup", True)
         assert counters.add(0) == [100, 101, 102, 103]
 
-    def test_a_copy_hears_of_deaths_and_cannot_restart(self, make_group):
+    def test_copy_reports_deaths_and_cannot_restart(self, make_group):
         group = make_group(Fragile)
         copy = ray.cloudpickle.loads(ray.cloudpickle.dumps(group))
         assert copy.ping() == [0, 1, 2, 3] and "attached" in copy.name
@@ -167,7 +167,7 @@ class TestGroupsElsewhere:
             copy.ping()
 
 
-def test_attaching_asks_for_all_ranks(counters):
+def test_attaching_requires_all_ranks(counters):
     with pytest.raises(ValueError, match=r"all 4 ranks.*\[0, 1\]"):
         RayWorkerGroup.from_detached(worker_handles=counters.workers[:2])
     with pytest.raises(ValueError, match="exactly one"):
@@ -176,25 +176,25 @@ def test_attaching_asks_for_all_ranks(counters):
         RayWorkerGroup.from_detached(name_prefix="nobody_")
 
 
-def test_a_group_that_is_attached_to_hears_of_a_death(make_group):
+def test_attached_group_reports_a_death(make_group):
     group = make_group(Fragile)
     attached = RayWorkerGroup.from_detached(worker_handles=group.workers)
     pids = attached.pid()
     group.close()
     end = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < end, "the workers of a closed group live on"
+        assert time.monotonic() < end, "the workers of a closed group are still running"
         time.sleep(0.05)
     with pytest.raises(WorkerDiedError):
         attached.ping()
 
 
-def test_a_detached_group_needs_a_detached_pool(pool):
+def test_detached_group_requires_a_detached_pool(pool):
     with pytest.raises(ValueError, match="detached=True too"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Counter), detached=True)
 
 
-def test_a_driver_that_is_killed_takes_its_workers_along(ray_cluster, tmp_path):
+def test_killed_driver_takes_its_workers_with_it(ray_cluster, tmp_path):
     context = ray.get_runtime_context()
     script = tmp_path / "driver.py"
     script.write_text(
@@ -217,7 +217,7 @@ def test_a_driver_that_is_killed_takes_its_workers_along(ray_cluster, tmp_path):
         driver.stdout.close()
     end = time.monotonic() + 15
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < end, "the workers of a dead driver live on"
+        assert time.monotonic() < end, "the workers of a dead driver are still running"
         time.sleep(0.1)
     with RayResourcePool([1], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
         assert group.add(0) == [0]
@@ -249,7 +249,7 @@ def test_ctrl_c_during_the_start_leaves_nothing(ray_cluster, tmp_path):
     assert done.stdout.strip() == "[] False", done.stderr
 
 
-def test_a_prefix_of_several_groups_is_not_guessed(pool):
+def test_ambiguous_prefix_is_rejected(pool):
     with (
         RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="twin"),
         RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="twin_two"),

@@ -1,4 +1,4 @@
-"""Where tensors are when they arrive: on the CPU, unless somebody asks for another device."""
+"""Which device tensors arrive on: the CPU, unless another device is requested."""
 
 import os
 
@@ -32,17 +32,17 @@ def batch():
     return {"x": torch.ones(8, 3), "y": np.ones(8)}
 
 
-def test_arguments_are_moved_to_where_the_method_wants_them(group, batch):
+def test_arguments_are_moved_to_the_methods_device(group, batch):
     whole = Broadcast(torch.ones(2))
     assert group.arrive(batch, whole=whole) == [("meta", (2, 3), "ndarray", "meta")] * 4
 
 
-def test_so_are_futures(group, batch):
+def test_futures_are_moved_to_the_methods_device(group, batch):
     future = group.make.remote(batch)
     assert group.arrive(future) == [("meta", (2, 3), "ndarray", "")] * 4
 
 
-def test_results_come_back_on_the_cpu_unless_asked_otherwise(group, batch):
+def test_results_arrive_on_the_cpu_unless_requested_otherwise(group, batch):
     here, there = group.make(batch), group.make.options(device="meta")(batch)
     assert here["x"].device.type == "cpu" and bool((here["x"] == 2).all())
     assert there["x"].device.type == "meta" and there["x"].shape == (8, 3)
@@ -51,20 +51,20 @@ def test_results_come_back_on_the_cpu_unless_asked_otherwise(group, batch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_the_worker_has_not_is_an_error_of_that_rank(group):
+def test_device_missing_on_the_worker_is_an_error_of_that_rank(group):
     with pytest.raises(WorkerError, match=r"on_cuda\(\)"):
         group.on_cuda(torch.ones(2))
     assert group.make({"x": torch.ones(4, 1), "y": np.ones(4)})["x"].shape == (4, 1)
 
 
 @pytest.mark.parametrize("device", ["", 0, torch.device("cpu")], ids=repr)
-def test_a_device_is_a_name(device):
-    with pytest.raises(ValueError, match="as torch names it"):
+def test_device_must_be_a_string(device):
+    with pytest.raises(ValueError, match="is a torch device string"):
         register(Dispatch.ONE_TO_ALL, device=device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_cuda_tensors_travel(group, batch):
+def test_cuda_tensors_are_sent_and_returned(group, batch):
     batch["x"] = batch["x"].cuda()
     assert group.make(batch)["x"].device.type == "cpu"
     assert group.make.options(device="cuda")(batch)["x"].device.type == "cuda"
@@ -77,8 +77,8 @@ class Sees(Worker):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_without_a_gpu_sees_none():
-    """Ray leaves it all of the node's; nobody has reserved these for it."""
+def test_worker_without_a_gpu_sees_none():
+    """Ray shows such a worker all GPUs of the node, although none is reserved for it."""
     pool = RayResourcePool([1], use_gpu=False)
     for given, found in (({}, ("", "")), ({"CUDA_VISIBLE_DEVICES": "3"}, ("3", ""))):
         with RayWorkerGroup(pool, RayClassWithInitArgs(Sees), worker_env=given) as group:

@@ -1,4 +1,4 @@
-"""Failures, by killing real processes. Every wait here has an upper bound in seconds."""
+"""Failures, caused by killing real processes. Every wait here has an upper bound in seconds."""
 
 import gc
 import os
@@ -24,11 +24,11 @@ from single_controller import (
 
 anywhere = pytest.mark.engines("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
-"""For a test whose ranks have to be at work at the same time."""
+"""For a test whose ranks must run at the same time."""
 
 
 class within:
-    """Asserts that the block ends within some seconds."""
+    """Assert that the block finishes within some seconds."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -52,13 +52,13 @@ def alive(pid):
 def wait_until(condition, seconds=10):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come true in time"
+        assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.05)
 
 
 class TestErrorsOfMethods:
     @anywhere
-    def test_the_first_cause_with_rank_host_and_traceback(self, make_group):
+    def test_first_cause_has_rank_host_and_traceback(self, make_group):
         group = make_group(Fragile)
         with pytest.raises(WorkerError) as caught:
             group.fail([2])
@@ -72,7 +72,8 @@ class TestErrorsOfMethods:
         assert (str(copy), copy.rank, copy.remote_traceback) == (str(error), 2, error.remote_traceback)
 
     @overlapping
-    def test_an_error_is_raised_at_once_and_the_group_answers_when_the_others_end(self, make_group):
+    @pytest.mark.ray_when_full
+    def test_error_is_raised_at_once_and_the_group_stays_usable(self, make_group):
         group = make_group(Fragile)
         with within(1.5):
             with pytest.raises(WorkerError):
@@ -80,7 +81,7 @@ class TestErrorsOfMethods:
         assert group.ping() == [0, 1, 2, 3]
 
     @overlapping
-    def test_ranks_that_do_not_end_after_an_error_break_the_group(self, make_group):
+    def test_ranks_that_keep_running_after_an_error_break_the_group(self, make_group):
         group = make_group(Fragile, group_options={"error_grace": 1.0})
         with pytest.raises(WorkerError):
             group.fail([1], others_sleep=60)
@@ -91,12 +92,12 @@ class TestErrorsOfMethods:
         group.restart()
         assert group.ping() == [0, 1, 2, 3]
 
-    def test_an_error_that_was_raised_is_not_told_of_again(self, make_group, caplog):
-        """Ray tells of errors that nobody has asked for, such as that of the second call."""
+    def test_raised_error_is_not_logged_again(self, make_group, caplog):
+        """Ray logs errors that nobody retrieved, such as that of the second call."""
         group = make_group(Fragile)
         with pytest.raises(WorkerError, match=r"rank [13]"):
             group.fail.remote([1, 3], others_sleep=0.3).result()
-        group.fail.remote([2])  # whose result nobody asks for
+        group.fail.remote([2])  # nobody retrieves its result
         end = time.monotonic() + 20
         while "the true cause on rank 2" not in caplog.text and time.monotonic() < end:
             gc.collect()
@@ -105,7 +106,7 @@ class TestErrorsOfMethods:
         told = [record.getMessage() for record in caplog.records if "Unhandled error" in record.getMessage()]
         assert len(told) == 1 and "the true cause on rank 2" in told[0]
 
-    def test_an_error_beside_a_collective_is_the_cause(self, make_group):
+    def test_error_on_one_rank_wins_over_the_others_collective(self, make_group):
         group = make_group(Fragile, group_options={"error_grace": 1.0})
         group.join_process_group()
         with within(5):
@@ -115,8 +116,8 @@ class TestErrorsOfMethods:
 
 
 class TestDeaths:
-    def test_kill_9_during_an_all_reduce(self, make_group):
-        """The others sit in the collective: the driver hears of the death, not of their broken connections."""
+    def test_sigkill_during_an_all_reduce(self, make_group):
+        """The other ranks wait in the collective: the driver gets the death, not their connection errors."""
         group = make_group(Fragile)
         assert group.join_process_group() == [(rank, 4) for rank in range(4)]
         assert group.all_reduce(3) == [6.0] * 4
@@ -127,7 +128,7 @@ class TestDeaths:
         assert caught.value.host
         assert pickle.loads(pickle.dumps(caught.value)).ranks == (2,)
 
-    def test_kill_9_from_outside_while_the_others_wait_in_a_collective(self, make_group):
+    def test_external_sigkill_while_others_wait_in_a_collective(self, make_group):
         group = make_group(Fragile)
         group.join_process_group()
         victim = group.pid()[1]
@@ -137,7 +138,8 @@ class TestDeaths:
                 group.all_reduce(1, absent=1)
         assert caught.value.rank == 1
 
-    def test_an_idle_death_is_found_by_the_next_call(self, make_group):
+    @pytest.mark.alone
+    def test_next_call_reports_the_death_of_an_idle_rank(self, make_group):
         group = make_group(Fragile)
         os.kill(group.pid()[3], signal.SIGKILL)
         with within(5):
@@ -147,7 +149,7 @@ class TestDeaths:
             with pytest.raises(GroupBrokenError, match=r"rank 3 died.*restart\(\)"):
                 group.ping()
 
-    def test_a_death_is_noticed_by_a_call_that_nobody_waits_for(self, make_group):
+    def test_death_is_noticed_during_a_call_nobody_waits_for(self, make_group):
         group = make_group(Fragile)
         pids = group.pid()
         future = group.sleep.remote(60)
@@ -158,7 +160,7 @@ class TestDeaths:
             with pytest.raises(WorkerDiedError, match="rank 0"):
                 future.result()
 
-    def test_every_call_under_way_hears_of_it(self, make_group):
+    def test_death_fails_every_running_call(self, make_group):
         group = make_group(Fragile)
         pids = group.pid()
         futures = [group.sleep.remote(30) for _ in range(3)]
@@ -168,7 +170,7 @@ class TestDeaths:
                 with pytest.raises(WorkerDiedError, match="rank 2"):
                     future.result()
 
-    def test_other_groups_go_on_and_restart_begins_anew(self, make_group, counters):
+    def test_other_groups_continue_and_restart_creates_new_workers(self, make_group, counters):
         group = make_group(Fragile)
         before = group.pid()
         os.kill(before[1], signal.SIGKILL)
@@ -185,17 +187,18 @@ class TestDeaths:
 
 class TestTimeouts:
     @overlapping
-    def test_a_call_past_its_timeout_names_the_late_ranks(self, make_group):
+    def test_call_timeout_names_the_late_ranks(self, make_group):
         group = make_group(Fragile)
         with within(3):
             with pytest.raises(CallTimeoutError, match=r"sleep_on\(\).*1 s.*ranks 1, 3") as caught:
                 group.sleep_on.options(timeout=1)([1, 3], 60)
         assert caught.value.ranks == (1, 3) and not caught.value.call_goes_on
-        with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) passed its timeout"):
+        with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) exceeded its timeout"):
             group.ping()
 
     @overlapping
-    def test_the_timeout_of_a_call_that_nobody_waits_for(self, make_group):
+    @pytest.mark.ray_when_full
+    def test_timeout_of_a_call_nobody_waits_for(self, make_group):
         group = make_group(Fragile)
         future = group.sleep.options(timeout=0.5).remote(60)
         wait_until(lambda: group.broken is not None, 3)
@@ -203,33 +206,35 @@ class TestTimeouts:
             future.result()
 
     @anywhere
-    def test_a_call_within_its_timeout(self, make_group):
+    @pytest.mark.ray_when_full
+    def test_call_within_its_timeout(self, make_group):
         group = make_group(Fragile)
         assert group.sleep.options(timeout=30)(0.2) == [0, 1, 2, 3]
 
     @overlapping
+    @pytest.mark.ray_when_full
     def test_late_ranks_are_logged(self, make_group, caplog, monkeypatch):
         monkeypatch.setattr("single_controller.base.call.LATE_LOG_SECONDS", 0.3)
         group = make_group(Fragile)
         group.sleep_on([2], 1.0)
-        assert any("sleep_on() has run" in message and "rank 2" in message for message in caplog.messages)
+        assert any("sleep_on() has been running" in message and "rank 2" in message for message in caplog.messages)
 
 
 class TestStart:
-    def test_a_constructor_that_raises(self, pool):
+    def test_constructor_raises(self, pool):
         with pytest.raises(StartError, match=r"__init__\(\) raised RuntimeError on rank 2.*chosen rank") as caught:
             RayWorkerGroup(pool, RayClassWithInitArgs(Fragile, fail_rank=2), name_prefix="raising_")
         assert caught.value.rank == 2
         assert isinstance(caught.value.__cause__, RuntimeError)
         wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("raising_")])
 
-    def test_a_constructor_that_dies(self, pool):
+    def test_constructor_dies(self, pool):
         with within(10):
             with pytest.raises(WorkerDiedError, match=r"rank 1 died during __init__\(\)"):
                 RayWorkerGroup(pool, RayClassWithInitArgs(Fragile, kill_rank=1), name_prefix="dying_")
         wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("dying_")])
 
-    def test_constructors_that_take_too_long(self, pool):
+    def test_constructor_exceeds_the_start_timeout(self, pool):
         class Slow(Fragile):
             def __init__(self):
                 super().__init__()
@@ -242,7 +247,7 @@ class TestStart:
 
 
 class TestClose:
-    def test_a_closed_group(self, make_group):
+    def test_closed_group(self, make_group):
         group = make_group(Fragile)
         pids = group.pid()
         waiting = group.sleep.remote(60)
@@ -254,18 +259,18 @@ class TestClose:
                     call()
         wait_until(lambda: not any(map(alive, pids)))
 
-    def test_a_context_manager_closes(self, pool):
+    def test_context_manager_closes_the_group(self, pool):
         with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
             pids = group.pid()
         wait_until(lambda: not any(map(alive, pids)))
 
-    def test_a_group_that_is_dropped_ends_its_workers(self, pool):
+    def test_dropped_group_ends_its_workers(self, pool):
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
         pids = [process["pid"] for process in group.process()]
         del group
         wait_until(lambda: not any(map(alive, pids)))
 
-    def test_a_group_that_is_closed_while_it_restarts_leaves_no_workers(self, pool, monkeypatch):
+    def test_group_closed_during_restart_leaves_no_workers(self, pool, monkeypatch):
         from single_controller.ray import group as module
 
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="restarting_")

@@ -1,4 +1,4 @@
-"""Futures: waited for, handed on, cut again, failing."""
+"""Futures: waiting, passing them to other groups, resharding, failures."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ from single_controller import (
 
 ENGINES = ("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
-"""For a test whose ranks or calls have to be under way at the same time."""
+"""For a test whose ranks or calls must run at the same time."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def smaller(engine):
     engine.close()
 
 
-def test_a_future_is_waited_for_once_and_keeps_its_value(engine, counters):
+def test_future_keeps_its_value(engine, counters):
     future = counters.add.remote(0)
     assert future.result() == [100, 101, 102, 103]
     assert future.get() is future.result()
@@ -50,7 +50,7 @@ def test_await(counters):
 
 
 @overlapping
-def test_a_wait_with_a_timeout_ends_only_the_wait(make_group):
+def test_result_timeout_ends_only_the_wait(make_group):
     group = make_group(Fragile)
     future = group.sleep_on.remote([2], 1.5)
     with pytest.raises(CallTimeoutError) as caught:
@@ -64,7 +64,7 @@ def test_a_wait_with_a_timeout_ends_only_the_wait(make_group):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("rows", [30, 60])
-def test_a_chain_to_and_from_another_size(counters, smaller, size, rows):
+def test_chain_between_groups_of_different_sizes(counters, smaller, size, rows):
     batch = torch.arange(rows).reshape(rows, 1)
     there = counters.ragged.remote(batch)
     here = smaller[size].double.remote(there)
@@ -74,7 +74,7 @@ def test_a_chain_to_and_from_another_size(counters, smaller, size, rows):
 
 @pytest.mark.parametrize("uneven", ["pad", "ragged"])
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_a_chain_of_rows_that_do_not_divide(counters, smaller, uneven, rows):
+def test_chain_with_rows_that_do_not_divide(counters, smaller, uneven, rows):
     batch = torch.arange(rows)
     first = counters.double.options(uneven=uneven).remote(batch)
     second = smaller[3].double.options(uneven=uneven).remote(first)
@@ -84,13 +84,13 @@ def test_a_chain_of_rows_that_do_not_divide(counters, smaller, uneven, rows):
 
 @pytest.mark.parametrize(("first", "second"), [(3, 5), (5, 3), (2, 5)])
 @pytest.mark.parametrize("rows", [1, 4, 17])
-def test_a_chain_of_ragged_shards(smaller, first, second, rows):
+def test_chain_of_ragged_shards(smaller, first, second, rows):
     batch = {"x": torch.arange(rows), "y": torch.ones(rows, 2)}
     out = smaller[second].ragged(smaller[first].ragged.remote(batch))
     assert torch.equal(out["x"], batch["x"]) and torch.equal(out["y"], batch["y"])
 
 
-def test_a_future_that_does_not_divide_is_refused_on_every_rank(counters, smaller):
+def test_future_that_does_not_divide_is_rejected_on_every_rank(counters, smaller):
     future = counters.double.remote(torch.arange(8))
     with pytest.raises(DispatchError, match=r"double\(\) has 8 rows.*uneven"):
         smaller[3].double(future)
@@ -106,7 +106,7 @@ def test_dicts_tensordicts_and_lists(counters, smaller):
     assert smaller[3].ragged(counters.ragged.remote(list("abcdef"))) == list("abcdef")
 
 
-def test_list_results_are_cut_by_items(counters, smaller):
+def test_list_results_are_split_by_items(counters, smaller):
     by_rank = counters.add.remote(0)
     assert counters.times_rank(by_rank) == [0, 101, 204, 309]
     assert smaller[2].ragged(by_rank) == [100, 101, 102, 103]
@@ -114,7 +114,7 @@ def test_list_results_are_cut_by_items(counters, smaller):
         smaller[2].times_rank(by_rank)
 
 
-def test_a_future_goes_whole_where_arguments_do(counters, smaller):
+def test_future_is_sent_whole_where_arguments_are(counters, smaller):
     joined = counters.double.remote(torch.arange(4))
     assert all(torch.equal(value, torch.arange(4) * 2) for value in smaller[3].echo(joined))
     assert smaller[3].first(joined)[1].tolist() == [0, 2, 4, 6]
@@ -130,42 +130,45 @@ def test_two_futures_and_a_batch_in_one_call(counters, smaller):
     assert torch.equal(smaller[2].double(a) + smaller[2].double(b), torch.arange(6) * 22)
 
 
-def test_futures_of_different_lengths_are_refused(make_group):
+@pytest.mark.ray_when_full
+def test_futures_of_different_lengths_are_rejected(make_group):
     group = make_group(Counter)
     short, long = group.double.remote(torch.arange(4)), group.double.remote(torch.arange(8))
-    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, another batch of the same call has 4"):
+    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, but another batch of the same call has 4"):
         group.double(short, factor=long)
-    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, another batch of the same call has 4"):
+    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, but another batch of the same call has 4"):
         group.double(torch.arange(4), factor=long)
     assert group.add(0) == [0, 1, 2, 3]
 
 
-def test_one_future_for_two_consumers(counters, smaller):
+def test_one_future_with_two_consumers(counters, smaller):
     future = counters.double.remote(torch.arange(12))
     outs = [smaller[size].double.remote(future) for size in (2, 3)]
     assert all(torch.equal(out.result(), torch.arange(12) * 4) for out in outs)
 
 
-def test_tp_and_pp_on_either_side(make_group, counters):
+@pytest.mark.ray_when_full
+def test_group_with_tp_between_two_groups(make_group, counters):
     grid = make_group(Grid, {"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]})
     mid = grid.compute_rows.remote(counters.double.remote(torch.arange(8)))
     assert torch.equal(counters.double(mid), torch.arange(8) * 40)
     assert [t.tolist() for t in grid.last_seen()] == [[0, 2, 4, 6], [0, 2, 4, 6], [8, 10, 12, 14], [8, 10, 12, 14]]
 
 
-def test_pp_as_the_producer_answers_from_the_last_stage(make_group, counters, smaller):
+@pytest.mark.ray_when_full
+def test_pipeline_producer_collects_from_the_last_stage(make_group, counters, smaller):
     grid = make_group(Grid, {"dp": [0, 0, 1, 1], "pp": [0, 1, 0, 1]})
     mid = grid.compute_rows.remote(torch.arange(8))
     assert len(mid.refs) == 2
     assert torch.equal(smaller[2].double(mid), torch.arange(8) * 20)
 
 
-def test_a_future_may_be_kept_as_it_is(counters, smaller):
+def test_materialize_futures_false_passes_the_future(counters, smaller):
     got = smaller[2].take_future(counters.add.remote(0))
-    assert got == [("PassedFuture", [100, 101, 102, 103])] * 2
+    assert got == [("WorkerFuture", [100, 101, 102, 103])] * 2
 
 
-def test_the_error_of_the_producer_reaches_the_consumer(engine, make_group, counters):
+def test_producer_error_reaches_the_consumer(engine, make_group, counters):
     group = make_group(Fragile)
     failing = group.fail.remote([1])
     with pytest.raises(WorkerError, match=r"fail\(\) raised ValueError on rank 1.*the true cause"):
@@ -177,8 +180,29 @@ def test_the_error_of_the_producer_reaches_the_consumer(engine, make_group, coun
     assert group.ping() == [0, 1, 2, 3]
 
 
+def test_each_raise_is_a_new_exception(make_group):
+    """Otherwise its traceback, which grows with each raise, would keep every waiting caller's arguments alive."""
+    failing = make_group(Fragile).fail.remote([1])
+
+    def wait(batch):
+        failing.result()
+
+    batch = torch.zeros(3)
+    caught = []
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="the true cause") as one:
+            wait(batch)
+        caught.append((one.value, str(one.value), one.value.rank, type(one.value.__cause__), len(one.traceback)))
+        del one
+    assert caught[0][0] is not caught[1][0] and caught[0][1:] == caught[1][1:]
+    freed = weakref.ref(batch)
+    del batch, caught
+    gc.collect()
+    assert freed() is None
+
+
 @overlapping
-def test_a_producer_that_never_ends_does_not_hang_its_consumer(make_group, counters):
+def test_producer_that_never_finishes_does_not_hang_its_consumer(make_group, counters):
     group = make_group(Fragile)
     consumer = make_group(Counter)
     late = group.sleep_on.options(timeout=1).remote([3], 60)
@@ -188,6 +212,7 @@ def test_a_producer_that_never_ends_does_not_hang_its_consumer(make_group, count
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.alone
 @overlapping
 def test_groups_overlap(make_group):
     slow, other = make_group(Fragile), make_group(Fragile)
@@ -197,14 +222,14 @@ def test_groups_overlap(make_group):
     assert time.monotonic() - begin < 1.9
 
 
-def test_a_future_under_broadcast_and_inside_lists(counters):
+def test_future_under_broadcast_and_inside_lists(counters):
     whole = counters.add.remote(0)
     assert counters.items([1, 2, 3, 4], Broadcast(whole)) == [(r, r + 1, [100, 101, 102, 103]) for r in range(4)]
     assert counters.items([whole, 0, 0, 0])[0] == (0, [100, 101, 102, 103], 0)
     assert counters.execute_all_sync("echo", [whole, 1, 2, 3])[0] == [100, 101, 102, 103]
 
 
-def test_a_future_that_ends_in_a_collect_function_is_refused(counters):
+def test_future_with_a_collect_function_is_rejected(counters):
     future = counters.custom.remote(x=[1, 2], y=[5, 6])
     with pytest.raises(DispatchError, match=r"custom\(\).*future\.result\(\)"):
         counters.echo(future)
@@ -212,7 +237,7 @@ def test_a_future_that_ends_in_a_collect_function_is_refused(counters):
 
 
 @overlapping
-def test_a_producer_that_lost_a_rank_does_not_break_its_consumer(make_group):
+def test_failed_producer_rank_does_not_break_the_consumer(make_group):
     """The producer's other ranks are still busy, as they would be in a collective."""
     producer, consumer = make_group(Fragile), make_group(Counter)
     failing = producer.fail.remote([1], others_sleep=20)
@@ -223,21 +248,22 @@ def test_a_producer_that_lost_a_rank_does_not_break_its_consumer(make_group):
     assert consumer.add(0) == [0, 1, 2, 3] and consumer.broken is None
 
 
-def test_a_chain_does_not_keep_what_came_before(counters):
+def test_chain_does_not_keep_earlier_futures(counters):
     future = counters.double.remote(torch.arange(4), 1)
     first = weakref.ref(future)
     for _ in range(3):
         future = counters.double.remote(future, 1)
     assert future.result().tolist() == [0, 1, 2, 3]
     end = time.monotonic() + 5
-    while first() is not None:  # the calls in between are settled by the monitor
+    while first() is not None:  # the monitor settles the calls in between
         assert time.monotonic() < end, "the first future is still held"
         time.sleep(0.05)
         gc.collect()
 
 
+@pytest.mark.alone
 @pytest.mark.engines("ray")
-def test_awaiting_can_be_cancelled_and_does_not_queue(make_group, counters):
+def test_await_can_be_cancelled_and_does_not_queue(make_group, counters):
     group = make_group(Fragile)
 
     async def main():
@@ -257,12 +283,12 @@ async def _value(future):
     return await future
 
 
-def test_the_exception_of_a_result_that_does_not_join(counters):
+def test_exception_of_results_that_cannot_be_joined(counters):
     future = counters.apply.remote(lambda worker, rows: 1.0, [1, 2, 3, 4])
     assert isinstance(future.exception(), ResultError)
 
 
-def test_a_batch_type_of_the_drivers_own_is_known_to_the_workers(make_group):
+def test_drivers_batch_type_is_known_to_the_workers(make_group):
     register_batch_type(
         Own,
         length=lambda own: len(own.rows),

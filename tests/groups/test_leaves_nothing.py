@@ -1,4 +1,4 @@
-"""However a group ends, nothing of it stays: no actor, process, placement group, port, file in /dev/shm, or CPU."""
+"""However a group ends, it leaves nothing: no actor, process, placement group, port, /dev/shm file, or reserved CPU."""
 
 import os
 import signal
@@ -23,12 +23,14 @@ from single_controller import (
     colocate,
 )
 
+pytestmark = pytest.mark.alone  # other tests create files in /dev/shm too
+
 CRATE = {"crate": 1}
 
 
 @pytest.fixture
 def before(ray_cluster):
-    """How it is before the test."""
+    """The footprint before the test."""
     return Footprint.now()
 
 
@@ -47,11 +49,11 @@ def test_close(before):
     group.close()
     pool.close()
     before.wait_same()
-    wait_until(lambda: not any(map(runs, pids)), 5)  # Ray calls an actor dead a moment before its process has ended
-    wait_until(lambda: port_is_free(port), 5)  # a thread of a process that has ended may hold it a moment longer
+    wait_until(lambda: not any(map(runs, pids)), 5)  # Ray reports an actor dead just before its process exits
+    wait_until(lambda: port_is_free(port), 5)  # a thread of the exiting process may hold the port a moment longer
 
 
-def test_an_exception_in_the_drivers_own_code(before):
+def test_exception_in_the_drivers_code(before):
     with pytest.raises(ZeroDivisionError):
         with pool_of(2) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
             group.add(1)
@@ -59,7 +61,7 @@ def test_an_exception_in_the_drivers_own_code(before):
     before.wait_same()
 
 
-def test_an_exception_on_a_worker_and_a_death(before):
+def test_worker_exception_and_death(before):
     with pool_of(2) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
         with pytest.raises(WorkerError):
             group.fail([1])
@@ -70,7 +72,7 @@ def test_an_exception_on_a_worker_and_a_death(before):
 
 
 @pytest.mark.parametrize("how", [{"fail_rank": 1}, {"kill_rank": 0}])
-def test_a_start_that_fails(before, how):
+def test_failed_start(before, how):
     with pool_of(2) as pool:
         with pytest.raises((StartError, WorkerDiedError)):
             RayWorkerGroup(pool, RayClassWithInitArgs(Fragile, **how))
@@ -81,7 +83,7 @@ def test_a_start_that_fails(before, how):
     before.wait_same()
 
 
-def test_everything_that_was_only_dropped(before):
+def test_dropped_objects(before):
     def use():
         group = RayWorkerGroup(pool_of(2), RayClassWithInitArgs(Counter))
         return group.add.remote(0)
@@ -105,7 +107,7 @@ pool = RayResourcePool([2], use_gpu=False, resources={{"crate": 1}})
 
 @pytest.fixture
 def driver(ray_cluster, tmp_path):
-    """Starts another driver of this Ray, and ends it at the end of the test if it still runs."""
+    """Start another driver on this Ray; kill it after the test if it still runs."""
     context = ray.get_runtime_context()
     started = []
 
@@ -136,7 +138,7 @@ def driver(ray_cluster, tmp_path):
     ],
     ids=["start", "collective"],
 )
-def test_a_driver_that_is_killed(before, driver, moment):
+def test_killed_driver(before, driver, moment):
     process = driver(f"threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n{moment}")
     assert process.wait(60) == -signal.SIGKILL
     before.wait_same(30)
@@ -153,15 +155,15 @@ def test_ctrl_c_during_the_start(before, driver):
         time.sleep(60)
     """)
     assert process.stdout.readline() == "interrupted\n"
-    end = time.monotonic() + 15  # the driver and its pool live: only the workers are gone
+    end = time.monotonic() + 15  # the driver and its pool are alive; only the workers must end
     while any(name.startswith("Slow") for _, name in Footprint.now().actors):
-        assert time.monotonic() < end, "the workers of an interrupted start live on"
+        assert time.monotonic() < end, "the workers of an interrupted start are still running"
         time.sleep(0.1)
     process.kill()
     before.wait_same(30)
 
 
-def test_many_groups_one_after_the_other(before):
+def test_many_groups_in_sequence(before):
     with pool_of(1) as pool:
         for turn in range(6):
             with RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:

@@ -1,4 +1,4 @@
-"""What is special about a group in the driver's own process. What it shares with Ray's, the other files test."""
+"""What is specific to `LocalWorkerGroup`. The other files test what it has in common with a group on Ray."""
 
 import asyncio
 import os
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from group_workers import Actor, Counter, Critic, Fragile, Gate, Grid, Log, Model
+from torch.distributed.device_mesh import init_device_mesh
 
 from single_controller import (
     Broadcast,
@@ -34,13 +35,14 @@ from single_controller import (
     colocate,
     register,
 )
+from workers.distributed import initialize_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 BARRIER = threading.Barrier(2)
 
 
 class Probe(Worker):
-    """One method for each thing that is to be found out."""
+    """One method for each thing that a test asks of a worker."""
 
     raised = None
 
@@ -115,25 +117,33 @@ class Probe(Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
-    def join_process_group(self, **options):
-        torch.distributed.init_process_group("gloo", **options)
+    def join_process_group(self):
+        initialize_distributed(self, "gloo")
         total = torch.ones(3)
         torch.distributed.all_reduce(total)
-        return (torch.distributed.get_rank(), torch.distributed.get_world_size(), float(total.sum()))
-
-    @register(Dispatch.ONE_TO_ALL)
-    def join_as_torch_imports_it(self):
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return init_device_mesh("cpu", (self.world_size,)).size()
+        mesh = init_device_mesh("cpu", (self.world_size,))
+        return (torch.distributed.get_rank(), mesh.size(), float(total.sum()))
 
     @register(Dispatch.ONE_TO_ALL)
     async def join_in_a_coroutine(self):
-        torch.distributed.init_process_group("gloo")
+        initialize_distributed(self, "gloo")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_with_torch_alone(self, **options):
+        torch.distributed.init_process_group("gloo", **options)
+        return torch.distributed.get_world_size()
+
+
+class JoinsAtStart(Worker):
+    """Joins a process group in its constructor."""
+
+    def __init__(self):
+        super().__init__()
+        initialize_distributed(self, "gloo")
 
 
 class HasItsOwnGroup(Worker):
-    """Makes a group inside its constructor, and a worker after that."""
+    """Creates a group in its constructor, and then a worker."""
 
     def __init__(self):
         super().__init__()
@@ -146,14 +156,25 @@ class HasItsOwnGroup(Worker):
         return (self.rank, self.inner, self.helper.rank)
 
 
-@pytest.fixture(params=[False, True], ids=["in-turn", "threads"])
+def python(code):
+    """Run a script in a separate process."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["no-threads", "threads"])
 def threads(request):
     return request.param
 
 
 @pytest.fixture
 def make(threads):
-    """Makes groups of Probes, or of something else, that are closed after the test."""
+    """Create groups of Probe, or of another class, that are closed after the test."""
     groups = []
 
     def make(cls=Probe, *args, world_size=4, options=None, **kwargs):
@@ -166,19 +187,19 @@ def make(threads):
         group.close()
 
 
-def ours():
-    """Threads of groups in this process."""
-    return [t.name for t in threading.enumerate() if t.name.startswith(("local-rank", "worker-loop"))]
+def group_threads():
+    """The threads that belong to groups in this process."""
+    return {t for t in threading.enumerate() if t.name.startswith(("local-rank", "worker-loop"))}
 
 
 def until(condition, seconds=5.0):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come true in time"
+        assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.01)
 
 
-# --- A debugger ----------------------------------------------------------------------------------------------
+# --- Debugging -----------------------------------------------------------------------------------------------
 
 SCRIPT = """
 from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
@@ -193,13 +214,13 @@ class Mine(Worker):
 if __name__ == "__main__":
     group = LocalWorkerGroup(2, ClassWithInitArgs(Mine))
     {before}
-    answers = group.work(21)
-    print("answers", answers)
+    results = group.work(21)
+    print("results", results)
 """
 
 
 def debug(tmp_path, commands, inside="pass", before="pass", **environment):
-    """Run the script with a debugger's commands on its standard input."""
+    """Run the script with debugger commands on its standard input."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(inside=inside, before=before))
     return subprocess.run(
@@ -208,28 +229,28 @@ def debug(tmp_path, commands, inside="pass", before="pass", **environment):
         capture_output=True,
         text=True,
         timeout=60,
-        # Ray, which other tests start in this process, takes breakpoint() for its own debugger by this variable.
+        # Ray, which other tests start in this process, points breakpoint() at its own debugger with this variable.
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONBREAKPOINT": "", **environment},
     )
 
 
-def test_a_breakpoint_stops_inside_the_method_below_the_drivers_line(tmp_path):
+def test_breakpoint_stops_inside_the_method_below_the_drivers_line(tmp_path):
     commands = ["p self.rank, x", "next", "p doubled", "where", "continue", "p self.rank", "continue"]
     done = debug(tmp_path, commands, inside="breakpoint()")
     assert done.returncode == 0, done.stderr
     assert "(0, 21)" in done.stdout and "(Pdb) 42" in done.stdout and "(Pdb) 1\n" in done.stdout
-    assert "<module>()\n-> answers = group.work(21)" in done.stdout
-    assert done.stdout.rstrip().endswith("answers [42, 43]")
+    assert "<module>()\n-> results = group.work(21)" in done.stdout
+    assert done.stdout.rstrip().endswith("results [42, 43]")
 
 
-def test_quit_gets_out_of_the_call(tmp_path):
+def test_quit_in_the_debugger_leaves_the_call(tmp_path):
     done = debug(tmp_path, ["quit"], inside="breakpoint()")
     assert done.returncode == 1 and done.stderr.rstrip().endswith("bdb.BdbQuit")
-    assert "WorkerError" not in done.stderr and "answers = group.work(21)" in done.stderr
+    assert "WorkerError" not in done.stderr and "results = group.work(21)" in done.stderr
 
 
 @pytest.mark.parametrize("hook", [False, True], ids=["set_trace", "PYTHONBREAKPOINT"])
-def test_a_step_goes_from_the_drivers_line_into_the_method_of_each_rank(tmp_path, hook):
+def test_step_goes_from_the_driver_into_each_ranks_method(tmp_path, hook):
     name = "single_controller.local.set_trace"
     before = "breakpoint()" if hook else "import single_controller.local; single_controller.local.set_trace()"
     steps = ["step", "p self.rank", "return", "step", "p self.rank", "return", "step", "continue"]
@@ -237,24 +258,24 @@ def test_a_step_goes_from_the_drivers_line_into_the_method_of_each_rank(tmp_path
     assert done.returncode == 0, done.stderr
     stops = [line for line in done.stdout.splitlines() if line.startswith("-> ")]
     assert stops == [
-        "-> answers = group.work(21)",
+        "-> results = group.work(21)",
         "-> @register(Dispatch.ONE_TO_ALL)",
         "-> return doubled + self.rank",
         "-> @register(Dispatch.ONE_TO_ALL)",
         "-> return doubled + self.rank",
-        '-> print("answers", answers)',
+        '-> print("results", results)',
     ]
-    assert "(Pdb) 0\n" in done.stdout and "(Pdb) 1\n" in done.stdout and "answers [42, 43]" in done.stdout
+    assert "(Pdb) 0\n" in done.stdout and "(Pdb) 1\n" in done.stdout and "results [42, 43]" in done.stdout
 
 
-def test_a_break_point_at_a_line_of_the_method(tmp_path):
+def test_breakpoint_at_a_line_of_the_method(tmp_path):
     done = debug(tmp_path, ["break script.py:8", "continue", "p x", "clear 1", "continue"], before="breakpoint()")
     assert done.returncode == 0, done.stderr
-    assert "(Pdb) 21\n" in done.stdout and "answers [42, 43]" in done.stdout
+    assert "(Pdb) 21\n" in done.stdout and "results [42, 43]" in done.stdout
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemError], ids=lambda kind: kind.__name__)
-def test_ctrl_c_gets_out_and_the_group_answers_afterwards(error):
+def test_interrupt_leaves_the_call_and_the_group_stays_usable(error):
     with LocalWorkerGroup(3, ClassWithInitArgs(Probe)) as group:
         expected = error if error is KeyboardInterrupt else WorkerError
         with pytest.raises(expected):
@@ -262,7 +283,7 @@ def test_ctrl_c_gets_out_and_the_group_answers_afterwards(error):
         assert group.sleep(0) == [0, 1, 2]
 
 
-def test_post_mortem_has_the_frames_of_the_method(make):
+def test_error_cause_keeps_its_frames_for_post_mortem_debugging(make):
     with pytest.raises(WorkerError) as caught:
         make().stop(ValueError, [2])
     cause = caught.value.__cause__
@@ -277,54 +298,80 @@ def test_post_mortem_has_the_frames_of_the_method(make):
     assert told[0].startswith("Traceback") and "test_local.py" in told[1] and "in stop" in told[1]
 
 
-def test_it_takes_milliseconds():
-    """The best of three: the machine is noisy."""
+@pytest.mark.alone
+def test_group_and_call_take_milliseconds():
+    """In CPU time; the best of three runs, because the machine is noisy."""
     times = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = time.process_time()
         with LocalWorkerGroup(2, ClassWithInitArgs(Counter, start=1)) as group:
             assert group.add(1) == [2, 3]
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     assert min(times) < 0.05
 
 
-def test_ray_is_not_started_and_the_environment_stays_as_it_was(tmp_path):
-    code = """
+def test_ray_is_not_needed_and_the_environment_is_unchanged():
+    done = python("""
         import os
-        import ray
+        import sys
+        sys.modules["ray"] = None  # import ray raises
         before = dict(os.environ)
-        from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
+        from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerError, register
 
         class Mine(Worker):
             @register(Dispatch.DP_COMPUTE_PROTO)
             def rows(self, batch):
                 return [row + self.rank for row in batch]
 
+            @register(Dispatch.ONE_TO_ALL)
+            def fail(self, value):
+                raise ValueError(f"no {value}")
+
         for threads in (False, True):
             with LocalWorkerGroup(2, ClassWithInitArgs(Mine), threads=threads) as group:
                 assert group.rows(group.rows.remote([1, 2, 3, 4])) == [1, 2, 5, 6]
-        print(ray.is_initialized(), dict(os.environ) == before)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.stdout.split() == ["False", "True"], done.stderr
+                ref = group.execute_rank_zero_async("rows", [1])
+                try:
+                    group.fail(ref)
+                except WorkerError as error:
+                    assert "fail() raised ValueError on rank 0" in str(error), error
+                    print(error.__cause__)
+        assert not [name for name in sys.modules if name.startswith("single_controller.ray")]
+        print(dict(os.environ) == before)
+    """)
+    assert done.stdout.splitlines() == ["no [1]", "no [1]", "True"], done.stderr
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["dropped", "closed"])
+def test_hanging_method_does_not_keep_the_process_alive(closes):
+    done = python(f"""
+        import time
+        from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
+
+        class Mine(Worker):
+            @register(Dispatch.ONE_TO_ALL)
+            def hang(self):
+                time.sleep(1000)
+
+        group = LocalWorkerGroup(2, ClassWithInitArgs(Mine), threads=True)
+        future = group.hang.remote()
+        if {closes}:
+            group.close()
+        print("end")
+    """)
+    assert done.stdout == "end\n" and done.returncode == 0, done.stderr
 
 
 # --- Ranks and threads ---------------------------------------------------------------------------------------
 
 
-def test_a_rank_knows_where_it_stands_and_the_environment_does_not(make):
+def test_worker_knows_its_rank_without_environment_variables(make):
     group = make(world_size=3)
     assert group.where() == [(rank, 3, rank, 3, ()) for rank in range(3)]
     assert group.environment() == [[name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]] * 3
 
 
-def test_ranks_run_in_the_callers_thread_or_in_one_each(make, threads):
+def test_ranks_run_in_the_callers_thread_or_their_own(make, threads):
     group = make(world_size=2)
     here = threading.current_thread().name
     assert group.thread() == (["local-rank-0", "local-rank-1"] if threads else [here] * 2)
@@ -340,27 +387,27 @@ def test_ranks_with_threads_overlap():
         assert future.result() == [0, 1]
 
 
-def test_one_rank_after_the_other_has_ended_when_the_call_returns():
+def test_call_without_threads_has_finished_when_it_returns():
     with LocalWorkerGroup(2, ClassWithInitArgs(Log)) as group:
         group.note.remote("first", 0.05)
         future = group.note.remote("second")
         assert future.done() and group.read() == [["first", "second"]] * 2
 
 
-def test_time_goes_to_the_phase_that_took_it_where_ranks_run_in_turn():
+def test_stats_assign_time_to_phases_without_threads():
     with LocalWorkerGroup(2, ClassWithInitArgs(Probe)) as group:
         group.sleep(0.1)
         phases = group.stats().calls[-1].phases()
     assert phases["dispatch"] < 0.05 and 0.1 <= phases["method"] < 0.2
-    assert phases["queue"] >= 0.1, "the second rank waited for the first"
+    assert phases["queue"] >= 0.1, "the second rank waits for the first"
 
 
-def test_a_concurrent_method_has_its_turn_where_nothing_overlaps():
+def test_concurrent_method_without_threads_runs_in_order():
     with LocalWorkerGroup(2, ClassWithInitArgs(Gate)) as group:
         assert group.open() == [True] * 2 and group.wait(0) == [True] * 2
 
 
-def test_several_threads_of_a_driver(make):
+def test_several_driver_threads_may_call(make):
     group = make(Log)
     sending = [threading.Thread(target=lambda k=k: [group.note((k, n)) for n in range(20)]) for k in range(3)]
     for thread in sending:
@@ -371,40 +418,40 @@ def test_several_threads_of_a_driver(make):
     assert len(logs[0]) == 60 and all(log == logs[0] for log in logs)
 
 
-def test_no_thread_is_left_after_close_or_when_the_group_is_dropped(make):
-    before = ours()
+def test_no_thread_outlives_a_closed_or_dropped_group(make):
+    before = group_threads()
     group = make()
     group.thread_async()
     group.close()
-    until(lambda: ours() == before)
+    until(lambda: group_threads() <= before)
     dropped = LocalWorkerGroup(3, ClassWithInitArgs(Probe), threads=True)
     dropped.thread_async()
-    assert len(ours()) == len(before) + 6
+    assert len(group_threads() - before) == 6
     del dropped
-    until(lambda: ours() == before)
+    until(lambda: group_threads() <= before)
 
 
-def test_a_group_in_a_workers_constructor(make):
+def test_worker_may_create_a_group_in_its_constructor(make):
     assert make(HasItsOwnGroup, world_size=2).say() == [(0, [0, 1, 2], 0), (1, [0, 1, 2], 1)]
 
 
-# --- What arguments and answers are --------------------------------------------------------------------------
+# --- Arguments and results -----------------------------------------------------------------------------------
 
 
-def test_each_rank_writes_into_its_own_copy(make):
+def test_each_rank_writes_to_its_own_copy(make):
     tensor, array = torch.ones(1000), np.ones(1000)
     assert make().write(tensor, array) == [(1000.0, 1000.0)] * 4
     assert float(tensor.sum()) == 1000 and float(array.sum()) == 1000
 
 
-def test_a_view_is_shared_by_the_ranks_and_not_with_the_driver():
+def test_view_is_shared_by_the_ranks_but_not_with_the_driver():
     tensor = torch.zeros(1000)
     with LocalWorkerGroup(4, ClassWithInitArgs(Probe)) as group:
         assert group.write_into_view(tensor) == [1, 2, 3, 4]
     assert float(tensor.sum()) == 0
 
 
-def test_what_the_driver_does_after_the_call_reaches_nobody(make):
+def test_later_writes_by_the_driver_reach_no_rank(make):
     group = make(world_size=2)
     tensor = torch.ones(1000)
     group.sleep.remote(0.1)
@@ -413,27 +460,27 @@ def test_what_the_driver_does_after_the_call_reaches_nobody(make):
     assert future.result() == [1000.0] * 2
 
 
-def test_answers_are_the_drivers_own(make):
+def test_driver_owns_copies_of_the_results(make):
     group = make(world_size=2)
-    now, later = group.share(), group.share.remote()
-    later.result()
+    blocking, future = group.share(), group.share.remote()
+    future.result()
     group.change(5)
-    assert [float(t.sum()) for t in now + later.result()] == [0] * 4
-    now[0].fill_(7)
+    assert [float(t.sum()) for t in blocking + future.result()] == [0] * 4
+    blocking[0].fill_(7)
     assert [float(t.sum()) for t in group.share()] == [20, 20]
 
 
-def test_constructor_arguments_are_each_ranks_own(make):
+def test_each_rank_copies_the_constructor_arguments(make):
     axes = {"dp": [0, 1]}
     group = make(Grid, axes, world_size=2)
-    group.execute_all_sync("stand")
+    group.execute_all_sync("set_layout")
     axes["dp"][0] = 99
     assert group.compute(["a", "b"]) == [(0, "a"), (1, "b")]
     assert group.execute_with_func_generator(lambda worker: id(worker.axes["dp"])) != [id(axes["dp"])] * 2
 
 
 @pytest.mark.parametrize("kind", [ClassWithInitArgs, RayClassWithInitArgs])
-def test_what_ray_could_not_carry_is_refused(kind, threads):
+def test_unpicklable_value_is_rejected(kind, threads):
     with pytest.raises(DispatchError, match=r"Counter\(\): 'start', a lock, cannot be pickled.*Nothing was sent"):
         LocalWorkerGroup(2, kind(Counter, start=threading.Lock()), threads=threads)
     with LocalWorkerGroup(2, kind(Counter), threads=threads) as group:
@@ -449,7 +496,7 @@ def test_what_ray_could_not_carry_is_refused(kind, threads):
 
 
 @pytest.mark.engines("ray")
-def test_a_future_of_ray_goes_into_a_group_of_this_process(counters, make):
+def test_ray_future_as_argument_of_a_local_group(counters, make):
     here = make(Counter, world_size=2)
     assert here.double(counters.double.remote(torch.arange(8))).tolist() == [4 * row for row in range(8)]
     assert here.echo(counters.add.remote(0)) == [[100, 101, 102, 103]] * 2
@@ -457,9 +504,9 @@ def test_a_future_of_ray_goes_into_a_group_of_this_process(counters, make):
 
 
 @pytest.mark.engines("ray")
-def test_a_future_of_this_process_does_not_go_to_ray(counters, make):
+def test_local_future_cannot_be_sent_to_ray(counters, make):
     future = make(Counter, world_size=2).add.remote(0)
-    told = r"LocalEngineError: the answers of add\(\) are in the driver's process.*pass future\.result\(\)"
+    told = r"LocalEngineError: the results of add\(\) are in the driver's process.*pass future\.result\(\)"
     with pytest.raises(DispatchError, match=told):
         counters.echo(future)
     with pytest.raises(DispatchError, match=r"LocalEngineError.*pass ref\.get\(\)"):
@@ -467,24 +514,24 @@ def test_a_future_of_this_process_does_not_go_to_ray(counters, make):
     assert counters.echo(future.result()) == [[0, 1]] * 4
 
 
-def test_futures_do_not_pickle_elsewhere(make):
+def test_local_future_cannot_be_pickled(make):
     with pytest.raises(LocalEngineError, match="driver's process"):
         pickle.dumps(make(Counter).add.remote(0))
 
 
-def test_a_future_that_never_comes_ends_a_call_that_runs_in_turn():
-    """The ranks of the second group run in this thread, and wait for nobody."""
+def test_failed_input_future_fails_the_call_without_threads():
+    """The consumer's ranks run in this thread, where nothing could interrupt their wait for the producer."""
     with (
         LocalWorkerGroup(2, ClassWithInitArgs(Fragile), threads=True) as producer,
         LocalWorkerGroup(2, ClassWithInitArgs(Counter)) as consumer,
     ):
         late = producer.sleep_on.options(timeout=0.2).remote([1], 20)
-        with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) passed its timeout.*rank 1"):
+        with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) exceeded its timeout.*rank 1"):
             consumer.echo(late)
         assert consumer.add(0) == [0, 1] and producer.broken
 
 
-def test_a_reference_waits_for_its_own_rank_alone():
+def test_reference_waits_only_for_its_own_rank():
     with LocalWorkerGroup(2, ClassWithInitArgs(Probe), threads=True) as group:
         fast, slow = group.execute_all_async("sleep", 0.5, Broadcast([1]))
         assert fast.get(0.3) == 0
@@ -496,18 +543,18 @@ def test_a_reference_waits_for_its_own_rank_alone():
             failing[0].get()
 
 
-# --- Errors, deaths, time ------------------------------------------------------------------------------------
+# --- Errors, deaths, timeouts --------------------------------------------------------------------------------
 
 
-def test_a_constructor_that_raises(threads):
-    before = ours()
+def test_constructor_raises(threads):
+    before = group_threads()
     with pytest.raises(StartError, match=r"__init__\(\) raised RuntimeError on rank 2.*chosen rank") as caught:
         LocalWorkerGroup(4, ClassWithInitArgs(Fragile, fail_rank=2), threads=threads)
     assert caught.value.rank == 2 and isinstance(caught.value.__cause__, RuntimeError)
-    until(lambda: ours() == before)
+    until(lambda: group_threads() <= before)
 
 
-def test_sys_exit_is_the_death_of_a_rank(make):
+def test_sys_exit_in_a_method_is_a_death(make):
     group = make()
     told = []
     with group.watch(on_death=told.append, interval=0.05):
@@ -523,14 +570,14 @@ def test_sys_exit_is_the_death_of_a_rank(make):
     assert group.sleep(0) == [0, 1, 2, 3] and group.alive() == [True] * 4
 
 
-def test_a_death_reaches_who_has_its_future(make):
+def test_death_reaches_the_consumers_of_a_future(make):
     producer, consumer = make(world_size=2), make(Counter, world_size=2)
     with pytest.raises(WorkerDiedError, match=r"rank 0 died during stop\(\)"):
         consumer.echo(producer.stop.remote("exit", [0]))
     assert consumer.add(0) == [0, 1]
 
 
-def test_restart_replays(make):
+def test_restart_repeats_replayed_calls(make):
     group = make(Model, size=7, options={"collectives": False})
     group.init_model("a")
     group.load_checkpoint([1, 2, 3, 4])
@@ -543,39 +590,39 @@ def test_restart_replays(make):
     assert logs[3] == [("init", "a"), ("load", [4])] and ("train", None) in logs[0]
 
 
-def test_a_call_without_a_wait_is_replayed_too_where_ranks_run_in_turn():
+def test_remote_call_without_threads_is_replayed():
     with LocalWorkerGroup(2, ClassWithInitArgs(Model, size=7)) as group:
         group.init_model.remote("a")
         group.restart()
         assert [log for _, _, log in group.read()] == [[("init", "a")]] * 2
 
 
-def test_some_ranks_alone_only_where_ray_would(make):
+def test_partial_restart_with_collectives_is_rejected(make):
     group = make(world_size=2)
     with pytest.raises(ValueError, match=r"restart\(ranks=\[1\]\).*collectives=False"):
         group.restart(ranks=[1])
-    with pytest.raises(ValueError, match="distinct ranks of the group"):
+    with pytest.raises(ValueError, match="distinct ranks from 0 to 1"):
         group.restart(ranks=[2])
 
 
-def test_a_timeout_counts_afterwards_and_for_each_rank_where_ranks_run_in_turn():
+def test_timeout_without_threads_is_checked_afterwards_per_rank():
     with LocalWorkerGroup(4, ClassWithInitArgs(Probe)) as group:
         assert group.sleep.options(timeout=0.15)(0.05) == [0, 1, 2, 3]
-        with pytest.raises(CallTimeoutError, match=r"sleep\(\) passed its timeout of 0\.05 s; rank 2 had") as caught:
+        with pytest.raises(CallTimeoutError, match=r"sleep\(\) exceeded its timeout of 0\.05 s; rank 2 had") as caught:
             group.sleep.options(timeout=0.05)(0.1, ranks=[2])
         assert caught.value.ranks == (2,) and not caught.value.call_goes_on
-        with pytest.raises(GroupBrokenError, match="passed its timeout"):
+        with pytest.raises(GroupBrokenError, match="exceeded its timeout"):
             group.sleep(0)
         group.restart()
         assert group.sleep(0) == [0, 1, 2, 3]
 
 
-def test_constructors_that_take_too_long(threads):
-    with pytest.raises(CallTimeoutError, match=r"__init__\(\) passed its timeout of 0\.1 s; rank 1 had not ended"):
+def test_constructor_exceeds_the_start_timeout(threads):
+    with pytest.raises(CallTimeoutError, match=r"__init__\(\) exceeded its timeout of 0\.1 s; rank 1 had not ended"):
         LocalWorkerGroup(2, ClassWithInitArgs(Probe, slow=1), threads=threads, start_timeout=0.1)
 
 
-def test_a_thread_that_is_stuck_is_left_and_its_group_begins_anew():
+def test_group_restarts_although_a_thread_is_stuck():
     with LocalWorkerGroup(2, ClassWithInitArgs(Probe), threads=True) as group:
         with pytest.raises(CallTimeoutError, match="rank 1"):
             group.sleep.options(timeout=0.1)(1.0, ranks=[1])
@@ -585,7 +632,7 @@ def test_a_thread_that_is_stuck_is_left_and_its_group_begins_anew():
         assert group.sleep(0) == [0, 1]
 
 
-def test_a_closed_group(make):
+def test_closed_group(make):
     group = make()
     group.close()
     group.close()
@@ -609,89 +656,71 @@ def test_roles(threads):
         assert group.actor.add(0) == [1, 1]
 
 
-# --- What it refuses -----------------------------------------------------------------------------------------
+# --- What a local group rejects ------------------------------------------------------------------------------
 
 
 class TestCollectives:
-    def test_between_ranks_they_are_refused_at_once(self, make):
+    def test_collectives_between_ranks_are_rejected_at_once(self, make):
         group = make(world_size=2)
-        original = torch.distributed.init_process_group
         begin = time.monotonic()
-        for call in (
-            group.join_process_group,
-            lambda: group.join_process_group(init_method="tcp://127.0.0.1:1", rank=0, world_size=2),
-            group.join_as_torch_imports_it,
-            group.join_in_a_coroutine,
-            group.address,
-        ):
-            with pytest.raises(WorkerError, match=r"in one process, so there are no.*world_size=1") as error:
+        for call in (group.join_process_group, group.join_in_a_coroutine, group.address):
+            with pytest.raises(
+                WorkerError, match=r"in one process, so they cannot use collectives.*world_size=1"
+            ) as error:
                 call()
             assert isinstance(error.value.__cause__, LocalEngineError)
-        assert time.monotonic() - begin < 2
-        assert torch.distributed.init_process_group is original and not torch.distributed.is_initialized()
+        assert time.monotonic() - begin < 2 and not torch.distributed.is_initialized()
         assert group.sleep(0) == [0, 1]
 
-    def test_in_a_constructor(self, threads):
-        from group_workers import OnMeshes
+    def test_collectives_in_a_constructor_are_rejected(self, threads):
+        with pytest.raises(StartError, match="so they cannot use collectives"):
+            LocalWorkerGroup(2, ClassWithInitArgs(JoinsAtStart), threads=threads)
 
-        with pytest.raises(StartError, match="there are no collectives between them"):
-            LocalWorkerGroup(2, ClassWithInitArgs(OnMeshes), threads=threads)
-
-    def test_a_group_of_one_has_them(self, make):
+    def test_group_of_one_supports_collectives(self, make):
         group = make(world_size=1)
-        assert group.join_process_group() == [(0, 1, 3.0)]
-        assert group.address()[0][0] == "127.0.0.1" and group.address()[0][1] > 0
-        group.restart()  # the process group went with the worker that made it
+        assert group.join_process_group() == [(0, 1, 3.0)] == group.join_process_group()
+        group.restart()  # ends the process group of the old worker
+        assert not torch.distributed.is_initialized()
         assert group.join_process_group() == [(0, 1, 3.0)]
         group.close()
         assert not torch.distributed.is_initialized()
-        again = make(world_size=1)
-        assert again.join_as_torch_imports_it() == [1]
 
+    def test_foreign_process_group_is_not_destroyed(self, make):
+        group = make(world_size=1)
+        group.join_process_group()
+        torch.distributed.destroy_process_group()
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            group.close()
+            assert torch.distributed.is_initialized()
+        finally:
+            torch.distributed.destroy_process_group()
 
-def test_a_worker_that_imports_torch_itself():
-    """Before the call nobody had imported it; after the call it is as torch made it."""
-    code = """
-        import sys
-        from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerError, register
+    def test_torch_alone_finds_no_rank_in_the_environment(self, make, monkeypatch):
+        monkeypatch.delenv("RANK", raising=False)
+        original = torch.distributed.init_process_group
+        with pytest.raises(WorkerError, match="environment variable RANK expected, but not set"):
+            make(world_size=2).join_with_torch_alone()
+        assert torch.distributed.init_process_group is original
 
-        class Mine(Worker):
-            @register(Dispatch.ONE_TO_ALL)
-            def join(self):
-                import torch.distributed as dist
-                dist.init_process_group("gloo")
-                return dist.get_world_size()
-
-        assert "torch" not in sys.modules
-        for world_size in (2, 1):
-            with LocalWorkerGroup(world_size, ClassWithInitArgs(Mine)) as group:
-                try:
-                    print(group.join())
-                except WorkerError as error:
-                    print("no collectives between them" in str(error), type(error.__cause__).__name__)
-        import torch.distributed as dist
-        from torch.distributed import device_mesh, distributed_c10d
-        left = [dist.init_process_group, device_mesh.init_process_group, distributed_c10d.rendezvous]
-        print([f.__name__ for f in left if "single_controller" in f.__code__.co_filename], dist.is_initialized())
-        print([finder for finder in sys.meta_path if "single_controller" in type(finder).__module__])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.stdout.splitlines() == ["True LocalEngineError", "[1]", "[] False", "[]"], done.stderr
+    def test_address_of_a_group_of_one_is_free_for_a_process_group(self, make):
+        group = make(world_size=1)
+        [(address, port)] = group.address()
+        try:
+            options = {"init_method": f"tcp://{address}:{port}", "rank": 0, "world_size": 1}
+            assert address == "127.0.0.1" and group.join_with_torch_alone(**options) == [1]
+        finally:
+            torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["workers", "worker_names", "resource_pool", "detached", "master_port"])
-def test_names_that_only_a_group_on_ray_has(make, name):
+def test_attributes_of_ray_groups_are_missing(make, name):
     with pytest.raises(AttributeError, match=rf"a LocalWorkerGroup has no {name}: "):
         getattr(make(), name)
 
 
-def test_it_stays_in_its_process(make):
+def test_local_group_cannot_leave_its_process(make):
     with pytest.raises(TypeError, match="driver's process"):
         pickle.dumps(make())
     for call in (LocalWorkerGroup.attach, LocalWorkerGroup.from_detached):
@@ -705,19 +734,25 @@ def test_it_stays_in_its_process(make):
         (0, None, {}, ValueError, "world_size is the number of ranks.*got 0"),
         (True, None, {}, ValueError, "world_size.*got True"),
         ("2", None, {}, ValueError, "world_size.*got '2'"),
-        (2, Counter, {}, TypeError, r"ray_cls_with_init is .*ClassWithInitArgs\(YourWorker"),
-        (2, None, {"worker_env": {"A": "1"}}, ValueError, r"worker_env: .*one for all ranks; set os\.environ"),
+        (2, Counter, {}, TypeError, r"ray_cls_with_init must be .*ClassWithInitArgs\(YourWorker"),
+        (
+            2,
+            None,
+            {"worker_env": {"A": "1"}},
+            ValueError,
+            r"worker_env: .*share the environment of the driver's process; set os\.environ",
+        ),
         (2, None, {"start_timeout": -1}, ValueError, "start_timeout is a positive number"),
         (2, None, {"error_grace": "5"}, ValueError, "error_grace is a positive number"),
         (2, None, {"name_prefix": 1}, ValueError, "name_prefix is a string or None"),
         (2, None, {"detached": True}, TypeError, "detached"),
     ],
 )
-def test_options_that_cannot_be(size, made, options, error, told):
+def test_invalid_options(size, made, options, error, told):
     with pytest.raises(error, match=told):
         LocalWorkerGroup(size, made or ClassWithInitArgs(Counter), **options)
 
 
-def test_the_error_is_one_of_ours_and_pickles():
+def test_local_engine_error_is_a_library_error_and_pickles():
     error = LocalEngineError("why")
     assert isinstance(error, SingleControllerError) and str(pickle.loads(pickle.dumps(error))) == "why"

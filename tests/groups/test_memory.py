@@ -1,15 +1,15 @@
-"""What a loop of large calls leaves behind: nothing, in the store and in the driver; and whose memory a result is."""
+"""A loop of large calls leaks nothing in the store or the driver; and which memory results are in."""
 
 import gc
 import time
 from pathlib import Path
 
+import depth
 import psutil
-import pytest
 import ray
 import torch
 
-from single_controller.ray import transport
+from single_controller.base import codec
 
 
 def stored_bytes():
@@ -18,7 +18,7 @@ def stored_bytes():
 
 
 def settled(at_most, seconds=10.0):
-    """The store's bytes, once they are no more than that or the time is over."""
+    """The store's bytes, once they are at most `at_most` or the time is over."""
     end = time.monotonic() + seconds
     while (held := stored_bytes()) > at_most and time.monotonic() < end:
         time.sleep(0.1)
@@ -26,23 +26,24 @@ def settled(at_most, seconds=10.0):
 
 
 def reached(at_least, seconds=10.0):
-    """The same for a growth: Ray tells what its store holds a little late."""
+    """The store's bytes, once they are at least `at_least`: Ray reports its store's size with a delay."""
     end = time.monotonic() + seconds
     while (held := stored_bytes()) < at_least and time.monotonic() < end:
         time.sleep(0.1)
     return held
 
 
-@pytest.mark.slow
-def test_two_hundred_calls_with_64_mb_hold_store_and_driver_flat(counters):
+def test_many_64_mb_calls_do_not_grow_store_or_driver(counters):
+    """Two hundred calls with --full, else fifty."""
+    calls = 200 if depth.full else 50
     gc.collect()
     before = settled(0)
     batch = torch.ones(16, 1 << 20)
     driver = psutil.Process()
     sizes = []
-    for step in range(200):
+    for step in range(calls):
         result = counters.double(batch)
-        if step in (20, 199):
+        if step in (20, calls - 1):
             sizes.append(driver.memory_full_info().uss)
     assert result.eq(2).all()
     assert sizes[1] - sizes[0] < 32 << 20
@@ -50,7 +51,7 @@ def test_two_hundred_calls_with_64_mb_hold_store_and_driver_flat(counters):
     assert settled(before + (1 << 20)) <= before + (1 << 20)
 
 
-def test_a_dropped_future_frees_its_answers(counters):
+def test_dropped_future_frees_its_results(counters):
     before = settled(0)
     futures = [counters.echo.remote(torch.ones(1 << 20)) for _ in range(5)]
     for future in futures:
@@ -61,17 +62,17 @@ def test_a_dropped_future_frees_its_answers(counters):
     assert settled(before + (1 << 20)) <= before + (1 << 20)
 
 
-def test_results_are_the_drivers_own_to_write_into(counters):
-    """They lie in the store, where nobody else refers to them."""
+def test_results_are_writable_and_independent(counters):
+    """Results stay in the store, and nothing else refers to them."""
     value = torch.ones(1 << 20)
     first, second, *_ = counters.echo(value)
     first.fill_(5)
     assert second.eq(1).all() and value.eq(1).all()
-    assert all(answer.eq(1).all() for answer in counters.echo(value))
+    assert all(result.eq(1).all() for result in counters.echo(value))
 
 
 def in_store(tensor):
-    """Whether its memory is Ray's store's, which this process has mapped from /dev/shm."""
+    """Whether the tensor is in Ray's store, which this process maps from /dev/shm."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, stop = (int(end, 16) for end in line.split()[0].split("-"))
         if start <= tensor.data_ptr() < stop:
@@ -79,17 +80,17 @@ def in_store(tensor):
     return False
 
 
-def test_results_that_hold_much_of_the_store_are_copied_out_of_it(counters, monkeypatch):
+def test_results_are_copied_out_when_they_hold_too_much_of_the_store(counters, monkeypatch):
     assert not in_store(torch.ones(1 << 20))
     kept = counters.echo(torch.ones(1 << 20))
     assert all(map(in_store, kept))
-    monkeypatch.setattr(transport, "MOST_HELD", 25 << 20)
+    monkeypatch.setattr(codec, "MAX_MAPPED_BYTES", 25 << 20)
     some = counters.echo(torch.ones(1 << 20))
-    assert sum(map(in_store, some)) == 2, "16 MB are held already, 8 more may be"
-    assert all(answer.eq(1).all() for answer in (*kept, *some))
+    assert sum(map(in_store, some)) == 2, "16 MB are in use already, and 8 more are allowed"
+    assert all(result.eq(1).all() for result in (*kept, *some))
     del kept
     assert all(map(in_store, counters.echo(torch.ones(1 << 20))))
 
 
-def test_a_joined_result_is_in_the_drivers_own_memory(counters):
+def test_joined_result_is_in_the_drivers_memory(counters):
     assert not in_store(counters.double(torch.ones(4, 1 << 20)))

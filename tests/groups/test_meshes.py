@@ -1,4 +1,4 @@
-"""Named meshes over the ranks of one group: torch's own device meshes, and coordinates written out."""
+"""Named meshes over the ranks of one group: torch device meshes, and explicit coordinates."""
 
 import pytest
 import torch
@@ -28,16 +28,16 @@ def rows_of(shards, rows):
     return [list(range(shard * per_shard, (shard + 1) * per_shard)) for shard in range(shards)]
 
 
-def check(group, method, shard_of, answers, rows=8):
-    """Every rank saw the rows of its shard, and the driver got them joined, from the ranks that answer."""
-    cut = rows_of(len(answers), rows)
+def check(group, method, shard_of, collecting, rows=8):
+    """Every rank received the rows of its shard, and the driver got the joined results of the collecting ranks."""
+    shards = rows_of(len(collecting), rows)
     assert getattr(group, method)(torch.arange(rows)) == [
-        (row, answers[k]) for k, part in enumerate(cut) for row in part
+        (row, collecting[k]) for k, shard in enumerate(shards) for row in shard
     ]
-    assert group.last_seen() == [cut[shard] for shard in shard_of]
+    assert group.last_seen() == [shards[shard] for shard in shard_of]
 
 
-def test_an_actor_mesh_and_a_rollout_mesh_at_once(group):
+def test_actor_mesh_and_rollout_mesh_at_once(group):
     """dp4 x tp1 and dp2 x tp2, from torch."""
     actor = group.join_device_mesh("actor", (4, 1), ("dp", "tp"))
     rollout = group.join_device_mesh("rollout", (2, 2), ("dp", "tp"))
@@ -49,15 +49,15 @@ def test_an_actor_mesh_and_a_rollout_mesh_at_once(group):
     assert {"actor", "rollout"} <= set(group.layout.meshes)
 
 
-def test_the_same_two_from_coordinates_written_out(group):
-    """Here another rank of each pair answers, and the ranks of a pair lie apart."""
+def test_meshes_from_explicit_coordinates(group):
+    """The second rank of a pair collects, and the ranks of a pair are not adjacent."""
     group.join_places("actor", [3, 2, 1, 0], [True] * 4)
     group.join_places("rollout", [0, 1, 0, 1], [False, True, True, False])
     check(group, "on_actor", [3, 2, 1, 0], [3, 2, 1, 0])
     check(group, "on_rollout", [0, 1, 0, 1], [2, 1])
 
 
-def test_what_one_mesh_computed_goes_to_the_other(group):
+def test_results_of_one_mesh_are_resharded_for_the_other(group):
     group.join_device_mesh("actor", (4,), ("dp",))
     group.join_device_mesh("rollout", (2, 2), ("dp", "tp"))
     made = group.on_rollout.remote(torch.arange(8))
@@ -86,31 +86,31 @@ def test_what_one_mesh_computed_goes_to_the_other(group):
         ((2, 2, 1), ("dp_replicate", "dp_shard", "tp"), ["dp_replicate", "dp_shard"]),
     ],
 )
-def test_torchs_meshes(group, shape, axes, data_axes):
-    """Against each rank's place as torch's `get_local_rank` says it."""
+def test_torch_device_meshes(group, shape, axes, data_axes):
+    """Compared with each rank's coordinates from torch's `get_local_rank`."""
     places = group.join_device_mesh("other", shape, axes, data_axes)
     wanted = [data_axes] if isinstance(data_axes, str) else list(data_axes)
     sizes = dict(zip(axes, shape, strict=True))
-    stands = sorted({tuple(place[axis] for axis in wanted) for place in places})
-    shard_of = [stands.index(tuple(place[axis] for axis in wanted)) for place in places]
-    answers = [
+    coordinates = sorted({tuple(place[axis] for axis in wanted) for place in places})
+    shard_of = [coordinates.index(tuple(place[axis] for axis in wanted)) for place in places]
+    collecting = [
         next(
             rank
             for rank, place in enumerate(places)
             if shard_of[rank] == shard
             and all(place[a] == (sizes[a] - 1 if a == "pp" else 0) for a in axes if a not in wanted)
         )
-        for shard in range(len(stands))
+        for shard in range(len(coordinates))
     ]
-    check(group, "on_other", shard_of, answers)
+    check(group, "on_other", shard_of, collecting)
 
 
-def test_one_axis_without_a_name(group):
+def test_one_unnamed_axis(group):
     group.join_device_mesh("other", (4,), None)
     check(group, "on_other", [0, 1, 2, 3], [0, 1, 2, 3])
 
 
-def test_verls_spelling_and_ours_are_one_mode():
+def test_verl_and_mesh_spellings_are_one_mode():
     from single_controller import Dispatch
 
     assert make_nd_compute_dataproto_dispatch_fn(mesh_name="actor") == Dispatch.mesh("actor")
@@ -124,7 +124,7 @@ def test_verls_spelling_and_ours_are_one_mode():
 
 
 class TestErrors:
-    def test_rows_that_do_not_divide_name_the_mesh(self, group):
+    def test_indivisible_rows_error_names_the_mesh(self, group):
         group.join_device_mesh("rollout", (2, 2), ("dp", "tp"))
         with pytest.raises(DispatchError, match=r"on_rollout\(\).*5 rows.*dp_size of mesh 'rollout' = 2"):
             group.on_rollout(torch.arange(5))
@@ -139,22 +139,22 @@ class TestErrors:
             ((2, 2), None, "dp", r"shape \(2, 2\) needs names.*mesh_dim_names"),
         ],
     )
-    def test_axes_that_cannot_be(self, group, shape, axes, data_axes, told):
+    def test_invalid_axes(self, group, shape, axes, data_axes, told):
         group.join_places("other", [0, 1, 2, 3], [True] * 4)
         with pytest.raises(WorkerError, match=told) as caught:
             group.join_device_mesh("other", shape, axes, data_axes)
         assert isinstance(caught.value.__cause__, ValueError)
-        check(group, "on_other", [0, 1, 2, 3], [0, 1, 2, 3])  # as before
+        check(group, "on_other", [0, 1, 2, 3], [0, 1, 2, 3])  # unchanged
 
-    def test_a_mesh_of_some_of_the_ranks(self, group):
+    def test_mesh_must_contain_every_rank(self, group):
         with pytest.raises(WorkerError, match="this rank is not in the device mesh"):
             group.join_part("part", [0, 1])
 
     @pytest.mark.engines("ray", "local", "local-threads")
-    def test_a_mesh_that_nobody_joined(self, make_group):
+    def test_mesh_that_no_rank_joined(self, make_group):
         group = make_group(Grid)
-        with pytest.raises(DispatchError, match=r"no mesh 'rollout'.*known: none.*register_mesh"):
+        with pytest.raises(DispatchError, match=r"no mesh 'rollout'.*registered: none.*register_mesh"):
             group.on_rollout(torch.arange(4))
         group.join_mesh("actor", [0, 1, 2, 3], [True] * 4)
-        with pytest.raises(DispatchError, match=r"no mesh 'rollout'.*known: actor"):
+        with pytest.raises(DispatchError, match=r"no mesh 'rollout'.*registered: actor"):
             group.on_rollout(torch.arange(4))

@@ -1,4 +1,4 @@
-"""What needs a Ray of its own, each in a script of its own: shutdown, several nodes, logical GPUs."""
+"""Tests that need their own Ray cluster, each in a separate script: shutdown, several nodes, logical GPUs."""
 
 import os
 import subprocess
@@ -28,9 +28,18 @@ def run(code, timeout=90):
     return [line for line in done.stdout.splitlines() if line.startswith("> ")]
 
 
-@pytest.mark.parametrize("last", ["future = None", "future.result()", "pass", "group.close(); pool.close()"])
-def test_rays_shutdown_with_a_call_that_nobody_waited_for(last):
-    """Ray ends a process whose threads touch it while it shuts down: the monitor must not."""
+other_ends = pytest.mark.full("other ways for a driver to end, each in its own Ray cluster")
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "future = None",
+        *(pytest.param(end, marks=other_ends) for end in ("future.result()", "pass", "group.close(); pool.close()")),
+    ],
+)
+def test_ray_shutdown_with_a_call_nobody_waited_for(last):
+    """Ray aborts a process whose threads use it during shutdown, so the monitor must not."""
     out = run(f"""
         pool = RayResourcePool([2], use_gpu=False)
         group = RayWorkerGroup(pool, counter())
@@ -43,7 +52,7 @@ def test_rays_shutdown_with_a_call_that_nobody_waited_for(last):
     assert out == ["> alive"]
 
 
-def test_a_group_whose_ray_was_shut_down():
+def test_group_after_ray_shutdown():
     out = run("""
         with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, counter()) as group:
             future = group.add.remote(0)
@@ -73,7 +82,7 @@ def test_a_group_whose_ray_was_shut_down():
     ]
 
 
-def test_several_nodes_of_unequal_size_and_the_death_of_one():
+def test_nodes_of_unequal_size_and_the_death_of_one():
     out = run("""
         from ray.cluster_utils import Cluster
         health = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
@@ -142,8 +151,8 @@ def test_logical_gpus_are_shared_and_ordered():
     ]
 
 
-def test_results_outlive_their_group_and_their_ray():
-    """They lie in the store's memory."""
+def test_results_outlive_their_group_and_ray():
+    """They are in the store's memory."""
     out = run("""
         import torch
         pool = RayResourcePool([2], use_gpu=False)
@@ -157,8 +166,9 @@ def test_results_outlive_their_group_and_their_ray():
     assert out == ["> [3.0, 1.0]"]
 
 
-def test_a_payload_larger_than_the_store_goes_through():
-    """Ray spills it: that is slow, and nothing hangs or is lost."""
+@pytest.mark.full("a payload larger than the store, which Ray spills to disk")
+def test_payload_larger_than_the_store():
+    """Ray spills it: slow, but nothing hangs or is lost."""
     out = run("""
         import torch
         ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)

@@ -1,6 +1,6 @@
-"""Where ranks lie and which devices they have, on logical GPUs and on several nodes, each in a Ray of its own.
+"""Where ranks run and which devices they get, on logical GPUs and on several nodes, each in its own Ray cluster.
 
-The references are what Ray says in the worker (`placed_workers`) and Ray's table of placement groups.
+Expected values come from what Ray reports in the worker (`placed_workers`) and from its table of placement groups.
 """
 
 import pytest
@@ -8,7 +8,7 @@ from test_other_clusters import run
 
 from workers.device import DeviceError, visible_index
 
-pytestmark = pytest.mark.timeout(200)  # two scripts with many processes, on a machine that may be busy
+pytestmark = pytest.mark.timeout(200)  # two scripts with many processes, on a possibly busy machine
 
 PREAMBLE = """
         from placed_workers import Placed
@@ -23,17 +23,21 @@ PREAMBLE = """
 """
 
 
-def test_devices_are_shared_ordered_and_known():
+clusters = pytest.mark.full("placement on several nodes and on a dozen logical GPUs, each in its own Ray cluster")
+
+
+@clusters
+def test_devices_are_shared_ordered_and_reported():
     out = run(
         PREAMBLE
         + """
         ray.init("local", num_cpus=16, num_gpus=12, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
         def gpus(where): return [",".join(w["gpus"]) for w in where]
 
-        with RayResourcePool([2, 4]) as pool:  # nothing is in use: the dry run says which devices come next
-            foreseen = [(r.entry, r.device) for r in pool.plan().ranks]
+        with RayResourcePool([1, 2]) as pool:  # nothing is in use: the plan shows which devices come next
+            expected = [(r.entry, r.device) for r in pool.plan().ranks]
             with RayWorkerGroup(pool, placed()) as group:
-                print("> foreseen:", foreseen == [(r.entry, r.device) for r in group.plan().ranks], foreseen[0])
+                print("> expected:", expected == [(r.entry, r.device) for r in group.plan().ranks], expected[0])
         end = time.monotonic() + 20
         while ray.available_resources().get("GPU") != 12 and time.monotonic() < end:
             time.sleep(0.1)
@@ -50,34 +54,26 @@ def test_devices_are_shared_ordered_and_known():
                 print("> plan:", [r.device for r in pool.plan().ranks], [r.device for r in group.plan().ranks])
                 attached = RayWorkerGroup.from_detached(worker_handles=group.workers).plan()
                 print("> attached:", [(r.device, r.entry, r.bundle) for r in attached.ranks])
-                with RayWorkerGroup(pool[1:3], placed()) as second:
-                    print("> shared:", gpus(second.where()), [w["assigned"]["GPU"] for w in second.where()])
+                # A worker for which Ray is not to set the list sees all devices, and still knows its own.
+                noset = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+                with RayWorkerGroup(pool[1:3], placed(), worker_env=noset) as second:
+                    where = second.where()
+                    print("> shared:", gpus(where), [w["assigned"]["GPU"] for w in where])
+                    print("> noset:", [w["visible"] for w in where], second.index(),
+                          gpus(where) == [s["devices"][0] for s in second.said()])
                     print("> full:", "is full" in refused(lambda: RayWorkerGroup(pool[2:], placed())))
-                bundles = [w["bundle"] for w in where]
-            with RayWorkerGroup(pool, placed()) as again:
-                print("> stable:", [w["bundle"] for w in again.where()] == bundles, gpus(again.where()))
         remove_placement_group(others)
 
         # A slice comes first: short tasks ask for the devices. The whole pool sees the same order.
-        with RayResourcePool([4], num_gpus=0.5, max_colocate_count=1) as halves:
-            with RayWorkerGroup(halves[1:3], placed()) as middle:
-                two = gpus(middle.where())
-                with RayWorkerGroup(halves[3], placed()) as last:
-                    four = gpus(last.where())
+        with RayResourcePool([3], num_gpus=0.5, max_colocate_count=1) as halves:
+            with RayWorkerGroup(halves[1], placed()) as middle, RayWorkerGroup(halves[2], placed()) as last:
+                apart = gpus(middle.where()) + gpus(last.where())
             with RayWorkerGroup(halves, placed(), use_gpu=False) as group:
                 print("> without:", [s["devices"] for s in group.said()])
             with RayWorkerGroup(halves, placed()) as group:
-                all_four = gpus(group.where())
-                print("> halves:", all_four == sorted(all_four, key=int), two == all_four[1:3], four == all_four[3:],
-                      len(set(all_four)), {w["assigned"]["GPU"] for w in group.where()})
-
-        # Whoever asks Ray not to set the list sees all devices, and still knows its own.
-        with RayResourcePool([3], max_colocate_count=1) as pool:
-            noset = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-            with RayWorkerGroup(pool[1:], placed(), worker_env=noset) as group:
-                where = group.where()
-                print("> noset:", [w["visible"] for w in where], group.index() == [int(g) for g in gpus(where)],
-                      gpus(where) == [s["devices"][0] for s in group.said()], where[0]["gpus"] != where[1]["gpus"])
+                found = gpus(group.where())
+                print("> halves:", found == sorted(found, key=int), apart == found[1:], len(set(found)),
+                      {w["assigned"]["GPU"] for w in group.where()})
 
         # A custom resource whose units are devices.
         with RayResourcePool([2], use_gpu=False, resources={"NPU": 1}, max_colocate_count=1) as pool:
@@ -92,18 +88,17 @@ def test_devices_are_shared_ordered_and_known():
         timeout=180,
     )
     assert out == [
-        "> foreseen: True (1, '0')",
+        "> expected: True (1, '0')",
         "> before: [None, None, None] fits",
         "> order: ['9', '10', '11'] [('9',), ('10',), ('11',)]",
         "> rays list: ['9', '10', '11'] [0, 0, 0]",
         "> plan: ['9', '10', '11'] ['9', '10', '11']",
         "> attached: [('9', None, None), ('10', None, None), ('11', None, None)]",
         "> shared: ['10', '11'] [0.5, 0.5]",
+        "> noset: [None, None] [10, 11] True",
         "> full: True",
-        "> stable: True ['9', '10', '11']",
-        "> without: [(), (), (), ()]",
-        "> halves: True True True 2 {0.5}",
-        "> noset: [None, None] True True True",
+        "> without: [(), (), ()]",
+        "> halves: True True 2 {0.5}",
         "> npu: [['0'], ['1']] ['0', '1'] [('0',), ('1',)]",
         "> short: missing: 4 GPU (asked 16, there are 12)",
         "> short: missing: 1 GPU (asked 13, there are 12)",
@@ -125,7 +120,7 @@ CLUSTER = (
         name = {ten.node_id: "ten", two.node_id: "two"}
         def homes(group): return " ".join(name[w["node"]] for w in group.where())
         def locals(group): return [s["local"] for s in group.said()], [s["node_rank"] for s in group.said()]
-        def foreseen(pool):
+        def expected(pool):
             end = time.monotonic() + 10
             while pool.plan().state == "waits" and time.monotonic() < end:
                 time.sleep(0.05)  # what was closed before becomes free at any time
@@ -138,15 +133,16 @@ CLUSTER = (
 )
 
 
+@clusters
 def test_several_nodes():
     out = run(
         CLUSTER
         + """
         with RayResourcePool([2, 4], max_colocate_count=1, num_cpus=0.5) as pool:
-            plan = foreseen(pool)
+            plan = expected(pool)
             with RayWorkerGroup(pool, placed()) as group:
                 print("> whole:", homes(group), *locals(group))
-                print("> as foreseen and tabled:", plan == homes(group).split(), tabled(group) == homes(group),
+                print("> as expected and tabled:", plan == homes(group).split(), tabled(group) == homes(group),
                       [r.node_id for r in pool.plan().ranks] == [w["node"] for w in group.where()],
                       [r.device for r in group.plan().ranks] == [s["devices"][0] for s in group.said()])
                 said = group.said()
@@ -155,7 +151,7 @@ def test_several_nodes():
             third = merge_resource_pool(second[2:], first[0])
             with RayWorkerGroup(second, placed()) as group, RayWorkerGroup(first[0], placed()) as other:
                 print("> split:", homes(group), *locals(group), "|", homes(other))
-            with RayWorkerGroup(third, placed()) as group:  # merged ranks stand by node again
+            with RayWorkerGroup(third, placed()) as group:  # merged ranks are ordered by node again
                 print("> merged:", homes(group), *locals(group), third.store)
         print("> side by side:", refused(RayResourcePool([3, 3]).place).splitlines()[-1])
         print("> one node:", refused(RayResourcePool([5]).place).splitlines()[-1])
@@ -165,7 +161,7 @@ def test_several_nodes():
 
         options = {"max_colocate_count": 1, "num_cpus": 0.5}
         with RayResourcePool([1, 4], across_nodes=True, **options) as pool:  # one placement group; entries fill up
-            plan = foreseen(pool)
+            plan = expected(pool)
             with RayWorkerGroup(pool, placed()) as group:
                 print("> across:", homes(group), *locals(group), plan == homes(group).split())
                 print("> one group:", len({w["group"] for w in group.where()}))
@@ -174,17 +170,18 @@ def test_several_nodes():
         with RayResourcePool([2], use_gpu=False, strategy="SPREAD") as pool, RayWorkerGroup(pool, placed()) as group:
             print("> spread:", homes(group), *locals(group))
 
-        # Bundles 0 and 2 lie on the second node, 1 and 3 on the tenth.
+        # Bundles 0 and 2 are on the second node, 1 and 3 on the tenth.
         pg = placement_group([{"CPU": 0.5, "GPU": 1, side: 1} for side in ("right", "left", "right", "left")])
         assert pg.wait(30)
         order = [3, 0, 1, 2]
         pool = RayResourcePool.from_placement_group((pg, order), max_colocate_count=1)
         with RayWorkerGroup(pool, placed()) as group:
-            print("> given:", homes(group), [w["bundle"] for w in group.where()] == order, *locals(group), pool.store)
+            bundles = [w["bundle"] for w in group.where()]
+            print("> external:", homes(group), bundles == order, *locals(group), pool.store)
             devices = [s["devices"] for s in group.said()]
             print("> devices:", [r.devices for r in pool.plan().ranks] == devices, group.said()[0]["master"])
         every = RayResourcePool.from_placement_group(pg, max_colocate_count=1)
-        print("> found:", " ".join(foreseen(every)))
+        print("> found:", " ".join(expected(every)))
         pool.close()
         print("> kept:", placement_group_table(pg)["state"])
     """,
@@ -192,11 +189,11 @@ def test_several_nodes():
     )
     assert out == [
         "> whole: two two two two ten ten [(0, 4), (1, 4), (2, 4), (3, 4), (0, 2), (1, 2)] [0, 0, 0, 0, 1, 1]",
-        "> as foreseen and tabled: True True True True",
+        "> as expected and tabled: True True True True",
         "> master: {'127.0.0.2'} ['0', '1']",
         "> split: two ten ten [(0, 1), (0, 2), (1, 2)] [0, 1, 1] | two",
         "> merged: two ten [(0, 1), (0, 1)] [0, 1] [1, 1]",
-        "> side by side: missing: nodes that hold whole entries; the entries do not fit side by side",
+        "> side by side: missing: nodes for whole entries: 2 entries have 3 processes or more, room for 1",
         "> one node: missing: a node for 5 processes; the largest holds 4",
         "> disk: missing: 2 disk (asked 3, there are 1) True",
         "> apart: missing: 4 nodes, one for each process; 2 can hold one",
@@ -204,7 +201,7 @@ def test_several_nodes():
         "> one group: 1",
         "> apart: two ten [(0, 1), (0, 1)] [0, 1] [1, 1]",
         "> spread: two ten [(0, 1), (0, 1)] [0, 1]",
-        "> given: ten two ten two True [(0, 2), (0, 2), (1, 2), (1, 2)] [0, 1, 0, 1] [2, 2]",
+        "> external: ten two ten two True [(0, 2), (0, 2), (1, 2), (1, 2)] [0, 1, 0, 1] [2, 2]",
         "> devices: True 127.0.0.10",
         "> found: two two ten ten",
         "> kept: CREATED",
@@ -224,12 +221,12 @@ def test_several_nodes():
         ("3", {"ASCEND_RT_VISIBLE_DEVICES": "0"}, False, 3),
     ],
 )
-def test_a_devices_index_is_its_place_in_the_list(device_id, variables, amd, index):
+def test_device_index_is_its_position_in_the_list(device_id, variables, amd, index):
     assert visible_index(device_id, variables, amd) == index
 
 
-def test_a_device_that_is_hidden_is_said():
-    with pytest.raises(DeviceError, match=r"device 4, but CUDA_VISIBLE_DEVICES='0,1' hides it.*worker_env"):
+def test_hidden_device_is_an_error():
+    with pytest.raises(DeviceError, match=r"device 4 to this.*, but CUDA_VISIBLE_DEVICES='0,1' hides it.*worker_env"):
         visible_index("4", {"CUDA_VISIBLE_DEVICES": "0,1"})
-    with pytest.raises(DeviceError, match="no number"):
+    with pytest.raises(DeviceError, match="not a number"):
         visible_index("GPU-9f", {})

@@ -1,4 +1,4 @@
-"""What calls cost, as the group has counted it, and the trace of them."""
+"""The cost of calls as the group records it, and their trace."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from single_controller import WorkerError
 
 ENGINES = ("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
-"""For a test whose ranks or calls have to be under way at the same time."""
+"""For a test whose ranks or calls must run at the same time."""
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def test_bytes_and_seconds_of_a_call(counters):
     counters.echo(value)
     after = by_method(counters)["echo"]
     assert after.calls == calls + 1
-    assert 4 * value.nbytes <= after.sent - sent < 4 * value.nbytes + 10_000, "what each of four ranks was given"
+    assert 4 * value.nbytes <= after.sent - sent < 4 * value.nbytes + 10_000, "each of the four ranks receives one copy"
     assert 4 * value.nbytes <= after.returned - returned < 4 * value.nbytes + 10_000
     call = counters.stats().calls[-1]
     assert call.method == "echo" and sorted(call.ranks) == [0, 1, 2, 3] and call.failed is None
     for rank in call.ranks.values():
         assert value.nbytes <= rank.sent < value.nbytes + 3000 and value.nbytes <= rank.returned < value.nbytes + 3000
         received, began, ended, packed = rank.clock
-        assert call.begun <= received <= began <= ended <= packed <= rank.answered <= time.time()
+        assert call.begun <= received <= began <= ended <= packed <= rank.arrived <= time.time()
     assert all(seconds >= 0 for seconds in call.phases().values())
 
 
@@ -56,7 +56,7 @@ def test_only_ranks_that_collect_return_bytes(make_group):
 
 
 @overlapping
-def test_time_goes_to_the_phase_that_took_it(log):
+def test_time_is_assigned_to_the_right_phase(log):
     first = log.note.remote("first", seconds=0.5)
     log.note("second")
     first.result()
@@ -66,7 +66,7 @@ def test_time_goes_to_the_phase_that_took_it(log):
     assert by_method(log)["note"].calls == 2
 
 
-def test_a_call_that_fails_is_counted_as_one(counters):
+def test_failed_call_is_counted_once(counters):
     before = by_method(counters).get("add")
     failed, calls = (before.failed, before.calls) if before else (0, 0)
     with pytest.raises(WorkerError):
@@ -76,7 +76,8 @@ def test_a_call_that_fails_is_counted_as_one(counters):
     assert counters.stats().calls[-1].failed == "WorkerError"
 
 
-def test_it_prints_as_a_table(log):
+@pytest.mark.ray_when_full
+def test_stats_print_as_a_table(log):
     log.note("x")
     log.execute_all_sync("read")
     lines = str(log.stats()).splitlines()
@@ -85,14 +86,16 @@ def test_it_prints_as_a_table(log):
     assert len({len(line) for line in lines[:-1]}) == 1
 
 
-def test_a_refused_call_is_not_counted(log):
+@pytest.mark.ray_when_full
+def test_rejected_call_is_not_counted(log):
     with pytest.raises(TypeError):
         log.note()
     assert "note" not in by_method(log)
 
 
 @overlapping
-def test_the_trace_has_a_row_for_each_rank_and_shows_groups_that_overlap(make_group, tmp_path):
+@pytest.mark.ray_when_full
+def test_trace_has_a_row_per_rank_and_shows_overlapping_groups(make_group, tmp_path):
     """While the second group works on step n, the first is at step n + 1."""
     from group_workers import Log
 
@@ -113,6 +116,6 @@ def test_the_trace_has_a_row_for_each_rank_and_shows_groups_that_overlap(make_gr
         assert all(event["ph"] in "MX" and event.get("dur", 0) >= 0 for event in events)
         on_rank_0 = [event for event in events if event["name"] == "note" and event["tid"] == rows["rank 0"]]
         slices[name] = [(event["ts"], event["ts"] + event["dur"]) for event in on_rank_0]
-        assert all(300_000 <= stop - start < 1_000_000 for start, stop in slices[name]), "microseconds"
+        assert all(300_000 <= stop - start < 1_000_000 for start, stop in slices[name]), "times are in microseconds"
     for n in range(2):
         assert slices["first"][n + 1][0] < slices["second"][n][1], f"step {n + 1} began before step {n} had ended"

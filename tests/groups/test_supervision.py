@@ -1,4 +1,4 @@
-"""Who lives, who is told of a death, and what comes back after it."""
+"""Which ranks are alive, who is notified of a death, and what restart() restores."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def test_alive_by_rank(make_group):
     group = make_group(Fragile)
     assert group.alive() == [True] * 4
     busy = group.sleep.remote(1.0)
-    with within(0.5):  # it does not ask the workers, who are at work
+    with within(0.5):  # alive() does not ask the busy workers
         assert group.alive() == [True] * 4
     busy.result()
     os.kill(group.pid()[2], signal.SIGKILL)
@@ -31,7 +31,7 @@ def test_alive_by_rank(make_group):
     assert group.alive() == [False] * 4
 
 
-def test_a_watcher_tells_of_a_death_while_nothing_is_called(make_group):
+def test_watcher_reports_a_death_while_no_call_runs(make_group):
     group = make_group(Fragile)
     told = []
     watcher = group.watch(on_death=lambda error: told.append((error, threading.current_thread())), interval=0.1)
@@ -45,16 +45,16 @@ def test_a_watcher_tells_of_a_death_while_nothing_is_called(make_group):
         group.ping()
     group.restart()
     assert group.ping() == [0, 1, 2, 3] and watcher.watching
-    os.kill(group.pid()[3], signal.SIGKILL)  # it goes on after a restart
+    os.kill(group.pid()[3], signal.SIGKILL)  # watching continues after a restart
     wait_until(lambda: len(told) == 2, 5)
     assert told[1][0].ranks == (3,)
     time.sleep(0.5)
-    assert len(told) == 2  # once for each death
+    assert len(told) == 2  # one notification per death
     group.close()
     wait_until(lambda: not watcher.watching, 2)
 
 
-def test_a_watcher_tells_of_a_death_that_a_call_ran_into_and_a_restart_has_mended(make_group):
+def test_watcher_reports_a_death_that_restart_already_repaired(make_group):
     group = make_group(Fragile)
     told = []
     group.watch(told.append, interval=1.0)
@@ -69,7 +69,8 @@ def test_a_watcher_tells_of_a_death_that_a_call_ran_into_and_a_restart_has_mende
     assert len(told) == 2
 
 
-def test_a_watcher_may_restart_the_group_and_may_raise(make_group, caplog):
+@pytest.mark.alone
+def test_watcher_callback_may_restart_the_group_and_may_raise(make_group, caplog):
     group = make_group(Fragile)
     restarted = threading.Event()
 
@@ -87,7 +88,7 @@ def test_a_watcher_may_restart_the_group_and_may_raise(make_group, caplog):
     assert not watcher.watching
 
 
-def test_a_restart_that_fails_is_no_death(make_group):
+def test_failed_restart_is_not_a_death(make_group):
     group = make_group(Model, size=1)
     rows = [1, 2, 3, 4]
     group.load_checkpoint(rows)
@@ -100,7 +101,7 @@ def test_a_restart_that_fails_is_no_death(make_group):
         assert told == [] and group.alive() == [True] * 4
 
 
-def test_a_watcher_does_not_keep_a_dropped_group(pool):
+def test_watcher_does_not_keep_a_dropped_group(pool):
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
     watcher = group.watch(interval=0.05)
     pids = [process["pid"] for process in group.process()]
@@ -110,7 +111,7 @@ def test_a_watcher_does_not_keep_a_dropped_group(pool):
 
 
 class TestRestart:
-    def test_it_replays_the_latest_call_of_each_method_in_order(self, make_group):
+    def test_replays_the_latest_call_of_each_method_in_order(self, make_group):
         group = make_group(Model, size=7)
         group.load_checkpoint([1, 2, 3, 4])
         group.init_model("first")
@@ -118,20 +119,20 @@ class TestRestart:
         group.load_checkpoint.remote([5, 6, 7, 8]).result()
         group.train()
         with pytest.raises(WorkerError):
-            group.load_checkpoint([-1] * 4)  # one that failed is not made again
+            group.load_checkpoint([-1] * 4)  # a failed call is not replayed
         before = {pid for _, pid, _ in group.read()}
         os.kill(min(before), signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             group.train()
         group.restart()
-        answers = group.read()
-        assert not before & {pid for _, pid, _ in answers}
-        for rank, (size, _, log) in enumerate(answers):
+        results = group.read()
+        assert not before & {pid for _, pid, _ in results}
+        for rank, (size, _, log) in enumerate(results):
             assert size == 7 and log == [("init", "second"), ("load", [5 + rank])]
-        group.restart()  # and again, of a group that is well
-        assert [log for _, _, log in group.read()] == [log for _, _, log in answers]
+        group.restart()  # again, with a healthy group
+        assert [log for _, _, log in group.read()] == [log for _, _, log in results]
 
-    def test_the_latest_is_the_call_that_was_made_last_whoever_sees_its_end_first(self, make_group):
+    def test_latest_call_is_the_one_sent_last(self, make_group):
         group = make_group(Model, size=1)
         earlier = group.init_model.remote("old")
         group.init_model("new")
@@ -142,7 +143,7 @@ class TestRestart:
         group.restart()
         assert [log for _, _, log in group.read()] == [[("init", "by name")]] * 4
 
-    def test_other_threads_wait_for_it_and_two_restarts_of_one_death_are_one(self, make_group):
+    def test_other_threads_wait_and_concurrent_restarts_are_one(self, make_group):
         group = make_group(Model, size=1)
         os.kill(group.read()[0][1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
@@ -151,12 +152,12 @@ class TestRestart:
         for thread in threads:
             thread.start()
         time.sleep(0.2)
-        pids = [pid for _, pid, _ in group.read()]  # a call in the middle of it: no error, it waits
+        pids = [pid for _, pid, _ in group.read()]  # a call during the restart waits, without an error
         for thread in threads:
             thread.join(20)
         assert [pid for _, pid, _ in group.read()] == pids
 
-    def test_some_ranks_alone_where_no_collectives_tie_them(self, make_group):
+    def test_single_ranks_restart_without_collectives(self, make_group):
         group = make_group(Model, size=3, group_options={"collectives": False})
         group.init_model("a")
         group.load_checkpoint([1, 2, 3, 4])
@@ -170,26 +171,26 @@ class TestRestart:
             group.restart(ranks=[0])
         group.restart(ranks=[3])
         after = group.read()
-        assert [pid for _, pid, _ in after[:3]] == [pid for _, pid, _ in before[:3]]  # the others live on
+        assert [pid for _, pid, _ in after[:3]] == [pid for _, pid, _ in before[:3]]  # the others keep running
         assert after[3][1] != before[3][1]
         assert after[3][2] == [("init", "a"), ("load", [4])]
         assert [log.count(("init", "a")) for _, _, log in after] == [1] * 4
         assert group.load_checkpoint([5, 6, 7, 8]) == [None] * 4
         assert group.read()[3][2][-1] == ("load", [8])
 
-    def test_some_ranks_of_a_group_with_collectives_are_refused(self, counters):
+    def test_single_ranks_of_a_group_with_collectives_are_rejected(self, counters):
         with pytest.raises(ValueError, match=r"restart\(ranks=\[3\]\).*collectives=False"):
             counters.restart(ranks=[3])
         for ranks in ([], [4], [1, 1], [-1], 1):
-            with pytest.raises(ValueError, match="distinct ranks of the group"):
+            with pytest.raises(ValueError, match="distinct ranks from 0 to 3"):
                 counters.restart(ranks=ranks)
         assert counters.add(0) == [100, 101, 102, 103]
 
-    def test_a_replay_that_fails_leaves_the_group_broken(self, make_group):
+    def test_failed_replay_leaves_the_group_broken(self, make_group):
         group = make_group(Model, size=1)
         rows = [1, 2, 3, 4]
         group.load_checkpoint(rows)
-        rows[:] = [-1] * 4  # the driver keeps the arguments as they are, not a copy
+        rows[:] = [-1] * 4  # the driver keeps the arguments themselves, not a copy
         with pytest.raises(WorkerError, match=r"load_checkpoint\(\) raised ValueError.*no such checkpoint"):
             group.restart()
         with pytest.raises(GroupBrokenError, match="its restart failed with WorkerError: load_checkpoint"):

@@ -1,4 +1,4 @@
-"""What travels, and whose memory it is afterwards."""
+"""What is sent, and who owns the memory afterwards."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, lazy_stack
 
 from single_controller import Broadcast
-from single_controller.ray.transport import pack
+from single_controller.base.codec import encode
 
 DTYPES = [
     torch.float32,
@@ -38,7 +38,7 @@ def tensors():
 
 
 @pytest.mark.parametrize("tensor", list(tensors()), ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.layout}")
-def test_tensors_there_and_back(counters, tensor):
+def test_tensors_survive_a_round_trip(counters, tensor):
     for out in counters.echo(tensor)[:2]:
         assert type(out) is type(tensor) and out.dtype == tensor.dtype and out.shape == tensor.shape
         assert out.requires_grad == tensor.requires_grad
@@ -61,7 +61,7 @@ def test_tensors_there_and_back(counters, tensor):
     ],
     ids=lambda a: f"{a.dtype}-{a.shape}",
 )
-def test_arrays_there_and_back(counters, array):
+def test_arrays_survive_a_round_trip(counters, array):
     for out in counters.echo(array)[:2]:
         assert type(out) is type(array) and out.dtype == array.dtype and out.shape == array.shape
         assert np.array_equal(out, array)
@@ -69,7 +69,7 @@ def test_arrays_there_and_back(counters, array):
             assert out.flags.writeable
 
 
-def test_containers_of_everything(counters):
+def test_nested_containers_survive_a_round_trip(counters):
     value = {
         "table": TensorDict({"x": torch.randn(3, 2), "inner": {"y": torch.ones(3)}, "name": NonTensorData("n")}, [3]),
         "list": [torch.arange(3), (np.ones(2), None, "text")],
@@ -82,7 +82,7 @@ def test_containers_of_everything(counters):
 
 
 def kinds():
-    """Everything whose bytes are to travel beside the pickle: name, value, bytes of its rows."""
+    """Everything whose bytes must be sent outside the pickle: name, value, bytes of its rows."""
     big = torch.randn(500, 500)
     own = torch.randn(50, 500).as_subclass(Marked)
     own.note = "kept"
@@ -111,10 +111,10 @@ class Marked(torch.Tensor):
 
 
 @pytest.mark.parametrize(("value", "rows"), [pytest.param(value, rows, id=name) for name, value, rows in kinds()])
-def test_bytes_travel_beside_the_pickle(value, rows):
-    packet = pack(value)
-    assert len(packet.header) < 2000 and rows <= packet.nbytes < rows + 3000
-    out = packet.open()
+def test_bytes_are_sent_outside_the_pickle(value, rows):
+    encoded = encode(value)
+    assert len(encoded.header) < 2000 and rows <= encoded.nbytes < rows + 3000
+    out = encoded.decode()
     assert type(out) is type(value)
     if isinstance(value, torch.Tensor):
         assert vars(out).get("note") == vars(value).get("note")
@@ -128,54 +128,54 @@ def test_bytes_travel_beside_the_pickle(value, rows):
 
 
 def leaves(table):
-    """The tensors of a TensorDict, by key; a lazy stack's by its members."""
+    """The tensors of a TensorDict by key; for a lazy stack, of each member."""
     if isinstance(table, LazyStackedTensorDict):
         return {(k, key): leaf for k, part in enumerate(table.tensordicts) for key, leaf in leaves(part).items()}
     return {key: leaf for key, leaf in table.items(True, True) if isinstance(leaf, torch.Tensor)}
 
 
 def plain(tensor):
-    """Dense tensors of the plain type that stand for a tensor."""
+    """Plain dense tensors with the same content."""
     if tensor.is_nested:
         return tensor.unbind()
     return [tensor.to_dense() if tensor.layout is not torch.strided else tensor.as_subclass(torch.Tensor)]
 
 
-def test_a_memory_mapped_array_ships_the_rows_that_are_asked_for(tmp_path):
+def test_memory_mapped_array_sends_only_the_requested_rows(tmp_path):
     mapped = np.memmap(tmp_path / "tokens", dtype=np.int32, mode="w+", shape=(10_000, 10))
     mapped[:] = np.arange(100_000).reshape(10_000, 10)
-    packet = pack(mapped[100:200])
-    assert packet.nbytes < 100 * 10 * 4 + 1000
-    out = packet.open()
-    out[0] = 0  # its own memory: not the file
+    encoded = encode(mapped[100:200])
+    assert encoded.nbytes < 100 * 10 * 4 + 1000
+    out = encoded.decode()
+    out[0] = 0  # a separate copy, not the file
     assert mapped[100, 0] == 1000 and np.array_equal(out[1:], mapped[101:200])
 
 
-def test_a_row_slice_ships_its_own_rows_only():
+def test_row_slice_sends_only_its_rows():
     whole = torch.zeros(1000, 1000)
-    assert pack(whole[:10]).nbytes < 10 * 1000 * 4 + 2000
-    assert pack({"a": whole, "b": whole}).nbytes < whole.nbytes + 2000  # shared within a value: once
+    assert encode(whole[:10]).nbytes < 10 * 1000 * 4 + 2000
+    assert encode({"a": whole, "b": whole}).nbytes < whole.nbytes + 2000  # stored once per message
 
 
 @pytest.mark.parametrize("size", [100, 1_000_000], ids=["inline", "stored"])
-def test_a_worker_may_write_into_what_it_got(counters, size):
-    """The default: each rank has memory of its own, and the driver keeps its own."""
+def test_worker_may_write_to_its_arguments(counters, size):
+    """The default: each rank has its own memory, and the driver keeps its own."""
     mine = torch.ones(size)
-    answers = counters.scribble(mine)
-    assert answers == [(float(size), float(rank)) for rank in range(4)]
+    results = counters.scribble(mine)
+    assert results == [(float(size), float(rank)) for rank in range(4)]
     assert bool((mine == 1).all())
 
 
 @pytest.mark.parametrize("size", [100, 1_000_000], ids=["inline", "stored"])
-def test_what_the_driver_gets_is_its_own(counters, size):
+def test_driver_may_write_to_results(counters, size):
     future = counters.echo.remote(torch.ones(size))
     for value in (*future.result(), *ray.get(future.refs)):
         value.fill_(5)
     assert all(bool((value == 1).all()) for value in ray.get(future.refs))
 
 
-def test_views_share_memory_which_is_why_they_are_an_option(counters):
-    """inputs="view": no copy, and nothing that protects the others. Its docstring forbids what rank 0 does here."""
+def test_views_share_memory(counters):
+    """inputs="view" makes no copy and protects no other reader. Its docstring forbids what rank 0 does here."""
     mine = torch.ones(1_000_000)
     assert counters.scribble_on_view(mine) == [777.0] * 4  # one rank wrote, every rank sees it
     assert bool((mine == 1).all())  # the driver's own tensor was copied into the store once
@@ -187,10 +187,8 @@ def test_views_share_memory_which_is_why_they_are_an_option(counters):
     [(1, 1, 0), (40, 40, 0), (90, 1, 0), (60, 60, 1), (1, 500, 4), (500, 1, 1), (500, 500, 5)],
     ids=str,
 )
-def test_what_is_large_is_stored_once_and_what_is_small_travels_inside_the_call(
-    counters, monkeypatch, whole, shard, stored
-):
-    """Sizes in KB, of what all four ranks get and of what each gets; Ray itself would store a message of 100 KiB."""
+def test_large_values_are_stored_once_and_small_ones_sent_inline(counters, monkeypatch, whole, shard, stored):
+    """Sizes in KB: shared by all ranks, and per rank. Ray itself would store a message of 100 KiB."""
     puts = []
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or real(value))
@@ -199,10 +197,10 @@ def test_what_is_large_is_stored_once_and_what_is_small_travels_inside_the_call(
     assert len(puts) == stored
 
 
-def test_a_tensordict_of_another_device_says_where_its_tensors_arrive():
-    """Tensors of CUDA arrive on the CPU, and nobody is to believe that they are on a GPU still."""
+def test_tensordict_reports_the_device_its_tensors_arrive_on():
+    """CUDA tensors arrive on the CPU, so the TensorDict must not claim that they are on a GPU."""
     made = TensorDict({"x": torch.ones(3), "deep": TensorDict({"y": torch.zeros(3)}, [3])}, [3])
-    made._device = made["deep"]._device = torch.device("cuda")  # as one that a GPU made
-    opened = pack({"batch": made}).open()["batch"]
+    made._device = made["deep"]._device = torch.device("cuda")  # as if created on a GPU
+    opened = encode({"batch": made}).decode()["batch"]
     assert opened.device in (None, torch.device("cpu")) and opened["deep"].device in (None, torch.device("cpu"))
     assert opened["x"].tolist() == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""Drivers as verl's users write them, changed in their import lines alone: pools, colocated and detached workers."""
+"""Drivers written for verl, with only their imports changed: pools, colocated and detached workers."""
 
 import os
 import subprocess
@@ -60,7 +60,11 @@ def test_pools_roles_and_colocated_workers():
         WORKERS
         + textwrap.dedent("""
         import torch
+        from fork_workers import forked_workers
+        forks = forked_workers()
+        start_server = forks.__enter__()
         ray.init(num_cpus=16, num_gpus=4, include_dashboard=False)
+        start_server()
         manager = ResourcePoolManager(
             resource_pool_spec={"global": [2], "other": [2]}, mapping={Role.Actor: "global", Role.Critic: "other"}
         )
@@ -96,13 +100,14 @@ def test_pools_roles_and_colocated_workers():
         parts = [RayWorkerGroup(resource_pool=half, ray_cls_with_init=actor_cls) for half in halves]
         assert [part.devices() for part in parts] == [["0", "1"], ["2", "3"]]
         print("> the same everywhere")
+        forks.__exit__(None, None, None)
     """)
     )
     assert out == ["> the same everywhere"]
 
 
-def test_a_server_of_detached_workers_and_its_client(ray_cluster, tmp_path):
-    """Two scripts: the first starts the workers and ends, the second finds them by their names."""
+def test_server_of_detached_workers_and_its_client(ray_cluster, tmp_path):
+    """Two scripts: the first starts the workers and exits, the second finds them by their names."""
     context = ray.get_runtime_context()
     scripts = {
         "server": """
@@ -143,7 +148,7 @@ def test_a_server_of_detached_workers_and_its_client(ray_cluster, tmp_path):
             RayWorkerGroup.from_detached(worker_names=names, own=True).close()
 
 
-def test_functions_of_the_driver_and_calls_by_name(pool):
+def test_driver_functions_and_calls_by_name(pool):
     group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Counter, start=1))
     with group:
         assert group.execute_with_func_generator(lambda worker, rows: [row + worker.rank for row in rows], [0] * 4) == [

@@ -1,4 +1,4 @@
-"""The small Llama that the decoder is tested with."""
+"""The small Llama of the language model tests."""
 
 from transformers import LlamaConfig
 

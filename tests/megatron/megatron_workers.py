@@ -1,23 +1,28 @@
-"""Worker classes that the megatron tests run on Ray, and what they do there."""
+"""Worker classes of the megatron tests, and functions for `Lab.run`."""
 
+import gc
 import warnings
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from omegaconf import OmegaConf
+from one_gloo_device import share_gloo_device
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from single_controller import Dispatch, register
-from workers import MegatronWorker, ParallelLlamaMLP, init_model_parallel_config
+from workers import MegatronLMWorker, MegatronWorker, ParallelLlamaMLP, init_model_parallel_config, transformer_config
+from workers.distributed import end_process_groups, process_groups
 
 AXES = ("dp", "cp", "tp", "pp")
 
+share_gloo_device()
+
 
 class Modes(MegatronWorker):
-    """The four modes that know megatron's axes. An answer says which rank gave it; all remember what they saw."""
+    """The four modes that use megatron's axes. Results contain the rank; each rank records what it received."""
 
     @register(Dispatch.MEGATRON_COMPUTE)
     def items(self, item):
@@ -41,8 +46,8 @@ class Modes(MegatronWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self):
-        """(place, sizes), each by axis, from megatron's own getters."""
-        places = {
+        """(coordinates, sizes), each by axis, from megatron's own getters."""
+        coordinates = {
             "dp": parallel_state.get_data_parallel_rank(),
             "cp": parallel_state.get_context_parallel_rank(),
             "tp": parallel_state.get_tensor_model_parallel_rank(),
@@ -54,7 +59,7 @@ class Modes(MegatronWorker):
             "tp": parallel_state.get_tensor_model_parallel_world_size(),
             "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         }
-        return places, sizes
+        return coordinates, sizes
 
     def _saw(self, method, what):
         self.__dict__.setdefault("saw", {})[method] = what
@@ -62,7 +67,7 @@ class Modes(MegatronWorker):
 
 
 class InConstructor(Modes):
-    """All that a GPU user writes, in the constructor and by hand."""
+    """What users write for GPUs: everything in the constructor, without the helper."""
 
     def __init__(self, tp):
         super().__init__()
@@ -77,29 +82,40 @@ class InConstructor(Modes):
         return dist.get_backend(), self.layer.weight.device.type, torch.empty(1, device="cuda").device.type
 
 
-class Lab(Modes):
-    """Megatron's groups are made anew as often as a test asks, over the same processes."""
+class Lab(Modes, MegatronLMWorker):
+    """A process in which tests can initialize megatron repeatedly, with any sizes and any model."""
+
+    def __init__(self):
+        super(MegatronLMWorker, self).__init__()  # no model yet: see `become`
+
+    @register(Dispatch.ONE_TO_ALL)
+    def become(self, *args, **kwargs):
+        """Become a language model worker with these arguments."""
+        self.tear_down()
+        MegatronLMWorker.__init__(self, *args, **kwargs)
 
     @register(Dispatch.ONE_TO_ALL)
     def tear_down(self):
-        """Megatron's own `destroy_model_parallel`, and the process groups that it leaves behind."""
-        groups = parallel_state._global_process_group_list or []
+        """Call megatron's `destroy_model_parallel`, and destroy the process groups that it leaves behind.
+
+        A model, its buckets and its optimizer refer to each other and to process groups. Each process group has
+        threads that wake a hundred times a second and end only when the garbage collector has freed all of them.
+        """
+        self.model = self.layer = None
         parallel_state.destroy_model_parallel()
-        alive = dist.distributed_c10d._world.pg_map
-        for group in groups:
-            if group in alive:
-                dist.destroy_process_group(group)
+        end_process_groups(process_groups())
+        gc.collect()
 
     @register(Dispatch.ONE_TO_ALL)
     def set_up(self, tp=1, pp=1, **options):
-        """Through the base class's helper. Returns `where`."""
+        """Initialize with the base class's helper. Returns `where`."""
         self.tear_down()
         self.initialize_model_parallel(tp, pp, **options)
         return self.where()
 
     @register(Dispatch.ONE_TO_ALL)
     def set_up_by_hand(self, **options):
-        """As a user of megatron does it. Returns `where`."""
+        """Initialize with megatron's own functions. Returns `where`."""
         self.tear_down()
         if not dist.is_initialized():
             dist.init_process_group("gloo")
@@ -112,12 +128,12 @@ class Lab(Modes):
 
     @register(Dispatch.ONE_TO_ALL)
     def run(self, function, *args, **kwargs):
-        """A function of this module, of the worker and the arguments, on all ranks."""
+        """Call ``function(worker, ...)`` on all ranks."""
         return function(self, *args, **kwargs)
 
     @register(Dispatch.ONE_TO_ALL, inputs="view")
     def run_on_views(self, function, *args, **kwargs):
-        """The same on what must not be changed: every rank reads one copy."""
+        """Like `run`, with arguments that must not be changed: all ranks read one copy."""
         return function(self, *args, **kwargs)
 
     # --- the parallel layer ---------------------------------------------------------------------------------
@@ -153,7 +169,7 @@ class Lab(Modes):
 
 
 def with_warnings(worker, **options):
-    """`initialize_model_parallel`: the texts of its warnings."""
+    """Call `initialize_model_parallel`; return the texts of its warnings."""
     worker.tear_down()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -162,7 +178,7 @@ def with_warnings(worker, **options):
 
 
 def random_numbers(worker):
-    """A number of each generator, megatron's tracker last."""
+    """One number from each generator, megatron's tracker last."""
     import random
 
     import numpy
@@ -172,8 +188,18 @@ def random_numbers(worker):
     return random.random(), numpy.random.rand(), torch.rand(1).item(), tracked
 
 
+def count_parameters(worker):
+    return sum(parameter.numel() for model in worker.model.models for parameter in model.parameters())
+
+
+def make_transformer_config(worker, hf_config, overrides):
+    """The overridden fields of the resulting config."""
+    made = transformer_config(hf_config, overrides=overrides)
+    return {name: getattr(made, name) for name in overrides}
+
+
 def make_config(worker, config):
-    """The fields of a megatron config that the tests look at."""
+    """The fields of a megatron config that the tests check."""
     made = init_model_parallel_config(OmegaConf.create(config))
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
     return {name: getattr(made, name) for name in (*names, "params_dtype", "sequence_parallel")}
@@ -189,7 +215,7 @@ def forward_and_gradients(worker, x, upstream):
     return {"tp": parallel_state.get_tensor_model_parallel_rank(), "y": y.detach(), "x": x.grad, **parameters}
 
 
-def expert_place(worker):
+def expert_coordinate(worker):
     """(rank, size) of expert parallelism, from megatron's own getters."""
     return (
         parallel_state.get_expert_model_parallel_rank(),
@@ -198,7 +224,7 @@ def expert_place(worker):
 
 
 def layer_from(worker, config, megatron_config):
-    """A layer of any config objects."""
+    """Create a layer from config objects of any type."""
     worker.layer = ParallelLlamaMLP(config, megatron_config)
 
 
@@ -215,7 +241,7 @@ def load(worker, state_dict):
 
 
 def load_fails(worker, state_dict):
-    """What loading a bad state dict says, and whether all parameters are as before."""
+    """The error of loading a wrong state dict, and whether all parameters are unchanged."""
     before = {name: parameter.detach().clone() for name, parameter in worker.layer.named_parameters()}
     try:
         worker.layer.load_hf_state_dict(state_dict)
@@ -228,7 +254,7 @@ def load_fails(worker, state_dict):
 
 
 def spelled_cuda(worker):
-    """spelling -> type of the device where the tensor came to lie."""
+    """spelling -> type of the tensor's device."""
     x = torch.ones(2, 2)
     layer = nn.Linear(2, 2)
     with torch.device("cuda"):
@@ -257,7 +283,7 @@ def spelled_cuda(worker):
 
 
 def cuda_keeps_the_rest(worker):
-    """`to` with a dtype and gradients still do their work."""
+    """`to` with a dtype, and gradients, still work."""
     x = torch.ones(2, 2, requires_grad=True)
     moved = x.to("cuda", torch.float64)
     (moved.cuda() * 3).sum().backward()
@@ -265,7 +291,7 @@ def cuda_keeps_the_rest(worker):
 
 
 def seeds_by_hand(worker, seed):
-    """A user's own seeding: two draws from the tracker, and the same two again from the same seed."""
+    """A user's own seeding, twice: two draws from the tracker, and whether the default generator was untouched."""
     drawn = []
     for _ in range(2):
         torch.manual_seed(99)
@@ -282,7 +308,7 @@ def seeds_by_hand(worker, seed):
 
 
 def checkpointed_dropout(worker):
-    """Megatron's checkpointing runs a dropout twice: the gradient shows whether both had the same mask."""
+    """Megatron's checkpointing runs a dropout twice; the gradient shows whether both had the same mask."""
     tensor_parallel.model_parallel_cuda_manual_seed(3)
     x = torch.ones(1000, requires_grad=True)
 
@@ -296,7 +322,7 @@ def checkpointed_dropout(worker):
 
 
 def tensordict_on_cuda(worker, batch):
-    """How a worker's method begins and ends on GPUs; what the batch says of its device between."""
+    """What a worker's method does first and last on GPUs, and the devices in between."""
     moved = batch.to("cuda")
     made = TensorDict({"y": torch.zeros(len(batch), device="cuda")}, [len(batch)], device="cuda")
     made["y"] = moved["x"] * 2
@@ -305,7 +331,7 @@ def tensordict_on_cuda(worker, batch):
 
 
 def cuda_device_mesh(worker):
-    """A mesh of "cuda", as everybody writes it, and what it says of this rank."""
+    """A mesh on "cuda": this rank's coordinates, and the sum over a row."""
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
     worker.register_device_mesh("on_cuda", mesh)
     total = torch.ones(1).cuda()
@@ -314,8 +340,9 @@ def cuda_device_mesh(worker):
 
 
 def nccl_group(worker):
-    """The backend of a further process group that a user asks nccl for."""
+    """The backend of a new process group for which the user requests nccl."""
     group = dist.new_group(backend="nccl")
     backend = dist.get_backend(group)
+    dist.barrier(group)  # another rank may still be connecting
     dist.destroy_process_group(group)
     return backend

@@ -1,4 +1,4 @@
-"""Code written for GPUs, in workers on a machine without: "cuda" is the CPU there, and only there."""
+"""Code written for GPUs, on a machine without CUDA: "cuda" is the CPU in the workers, and only there."""
 
 import pytest
 import ray
@@ -34,14 +34,14 @@ def test_async_and_concurrent_methods(four, method):
     assert getattr(four, method)() == [("cpu", "cpu")] * 4
 
 
-def test_methods_that_are_not_registered(four):
+def test_unregistered_methods(four):
     assert four.execute_all_sync("cuda_unregistered") == [("cpu", "cpu")] * 4
     assert ray.get(four.workers[2].cuda_unregistered.remote()) == ("cpu", "cpu")
 
 
-class TestTheTracker:
-    def test_a_users_own_seeding(self, four):
-        """One seed, the same draws; two draws differ; what is drawn outside of the fork is not touched."""
+class TestRngTracker:
+    def test_users_own_seeding(self, four):
+        """The same seed gives the same draws, two draws differ, and the default generator is untouched."""
         four.set_up(4)
         for once, again in four.run(seeds_by_hand, 10):
             (first, second, untouched), (first_again, second_again, _) = once, again
@@ -49,22 +49,22 @@ class TestTheTracker:
             assert not torch.equal(first, second)
             assert untouched
 
-    def test_its_draws_differ_over_tp_and_agree_over_dp(self, four):
-        where = [place["tp"] for place, _ in four.set_up(2)]
+    def test_draws_differ_over_tp_and_agree_over_dp(self, four):
+        where = [coordinates["tp"] for coordinates, _ in four.set_up(2)]
         drawn = {}
         for tp, (once, _) in zip(where, four.run(seeds_by_hand, 10), strict=True):
             drawn.setdefault(tp, set()).add(tuple(once[0].tolist()))
         assert [len(by_replica) for by_replica in drawn.values()] == [1, 1]
         assert drawn[0] != drawn[1]
 
-    def test_checkpointing_draws_the_same_dropout_again(self, four):
+    def test_checkpointing_repeats_the_same_dropout(self, four):
         four.set_up(4)
         for y, gradient in four.run(checkpointed_dropout):
             assert 300 < (y == 0).sum() < 700
             assert torch.equal(gradient, 2 * y)
 
 
-def test_a_tensordict(four):
+def test_tensordict(four):
     batch = TensorDict({"x": torch.arange(4.0)}, [4])
     for devices, made in four.run(tensordict_on_cuda, batch):
         assert devices == {"cpu"}
@@ -72,19 +72,19 @@ def test_a_tensordict(four):
         assert torch.equal(made["y"], torch.arange(0.0, 8.0, 2))
 
 
-def test_a_device_mesh_on_cuda(four):
+def test_device_mesh_on_cuda(four):
     four.set_up(2)
     assert four.run(cuda_device_mesh) == [(0, 0, 2.0), (0, 1, 2.0), (1, 0, 2.0), (1, 1, 2.0)]
-    assert four.layout.mesh("on_cuda").routing.answers == (0, 2)
+    assert four.layout.mesh("on_cuda").routing.collecting == (0, 2)
 
 
-def test_a_further_process_group_on_nccl(four):
+def test_additional_process_group_on_nccl(four):
     four.set_up(4)
     assert four.run(nccl_group) == ["gloo"] * 4
 
 
-def test_this_process_is_as_torch_made_it(four):
-    """The driver holds the class of the workers, and nothing of torch is changed in it."""
+def test_torch_is_unchanged_in_this_process(four):
+    """The driver imports the worker class, and torch is unchanged there."""
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
     with pytest.raises((AssertionError, RuntimeError)):

@@ -1,4 +1,4 @@
-"""What the workers import, and when; and what is said where megatron is not installed."""
+"""What the workers import and when, and the errors without megatron or transformers."""
 
 import os
 import subprocess
@@ -22,9 +22,9 @@ BLOCK = """
 
 
 def python(code, cwd, blocked=None):
-    """Run code in a process of its own, in which the given packages are not installed."""
+    """Run code in a separate process in which the given packages are not installed."""
     head = f"BLOCKED = {blocked!r}\n" + textwrap.dedent(BLOCK) if blocked else "import sys\n"
-    # PYTHONPATH is for the other tests' workers; a folder of theirs is called megatron too.
+    # PYTHONPATH is for the other tests' workers; one of its folders is called megatron too.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", head + textwrap.dedent(code)],
@@ -47,12 +47,12 @@ def python(code, cwd, blocked=None):
         "from workers import init_model_parallel_config, transformer_config",
     ],
 )
-def test_a_driver_imports_nothing_heavy(tmp_path, code):
+def test_driver_imports_nothing_heavy(tmp_path, code):
     done = python(f"{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])", tmp_path)
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_importing_the_workers_changes_nothing_of_torch(tmp_path):
+def test_importing_the_workers_does_not_change_torch(tmp_path):
     done = python(
         """
         import torch, torch.distributed as dist
@@ -89,20 +89,20 @@ class TestWithoutMegatron:
         ],
         ids=["MegatronWorker", "init_model_parallel_config", "ParallelLlamaMLP"],
     )
-    def test_using_it_says_what_to_install(self, tmp_path, code, blocked):
-        """A folder called megatron, a checkout of its sources say, is importable and no megatron-core."""
+    def test_error_says_what_to_install(self, tmp_path, code, blocked):
+        """A folder called megatron, such as a checkout of its sources, is importable but is not megatron-core."""
         (tmp_path / "megatron").mkdir()
         done = python(code, tmp_path, blocked)
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith("ImportError: ") and self.INSTALL in last, done.stderr
 
-    def test_the_driver_needs_none(self, tmp_path):
+    def test_driver_does_not_need_megatron(self, tmp_path):
         code = "import single_controller, workers; from workers import MegatronWorker; print(MegatronWorker.__name__)"
         done = python(code, tmp_path, ("megatron", "torch", "transformers"))
         assert done.stdout.strip() == "MegatronWorker", done.stderr
 
-    def test_what_megatron_itself_lacks_is_not_called_megatron(self, tmp_path):
-        """megatron is there, something that it imports is not: the original error, not our advice."""
+    def test_missing_dependency_of_megatron_is_not_reported_as_megatron(self, tmp_path):
+        """megatron is installed but a package that it imports is not: the original error, without our advice."""
         core = tmp_path / "megatron" / "core"
         core.mkdir(parents=True)
         (tmp_path / "megatron" / "__init__.py").write_text("")
@@ -111,10 +111,10 @@ class TestWithoutMegatron:
         assert "No module named 'no_such_package'" in done.stderr and self.INSTALL not in done.stderr
 
 
-def test_without_transformers_other_activations_say_what_to_install(tmp_path):
+def test_activation_without_transformers_says_what_to_install(tmp_path):
     done = python(
         """
-        from workers.megatron.activations import activation
+        from workers.megatron.config import activation
         print(activation("silu").__name__)
         activation("gelu")
         """,
@@ -125,8 +125,8 @@ def test_without_transformers_other_activations_say_what_to_install(tmp_path):
     assert "pip install 'single-controller[hf]'" in done.stderr.splitlines()[-1]
 
 
-def test_a_worker_in_no_group(tmp_path):
-    """Made by hand, in a script or a notebook: rank 0 of 1, with the same rewriting."""
+def test_worker_without_a_group(tmp_path):
+    """Constructed in a script or a notebook: rank 0 of 1, where "cuda" means the CPU too."""
     done = python(
         """
         import torch

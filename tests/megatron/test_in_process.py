@@ -1,5 +1,5 @@
-"""A group of one rank in the driver's own process may have megatron in it. In a process of its own here: megatron's
-state and what stands in for CUDA are the process's."""
+"""Megatron in a one-rank group of the in-process engine. Runs in a subprocess, because megatron's state and the patches
+for the CPU are global to a process."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ print("fine")
 """
 
 
-def test_a_megatron_worker_in_the_drivers_process():
+def test_megatron_worker_in_the_drivers_process():
     here = str(Path(__file__).resolve().parent)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CODE.format(here=here))],

@@ -1,7 +1,7 @@
-"""When and how megatron is initialised, and what the group knows of it before, after and between."""
+"""When and how megatron is initialized, and what the group knows of the layout before and after."""
 
 import pytest
-from megatron_workers import InConstructor, Lab, expert_place, random_numbers, with_warnings
+from megatron_workers import InConstructor, Lab, expert_coordinate, random_numbers, with_warnings
 
 from single_controller import (
     DispatchError,
@@ -33,15 +33,15 @@ class TestInTheConstructor:
         with RayWorkerGroup(pair, RayClassWithInitArgs(InConstructor, tp=2)) as group:
             yield group
 
-    def test_the_sizes_are_known_at_once(self, group):
+    def test_sizes_are_known_at_once(self, group):
         assert sizes(group) == (2, 1, 1, 1, 1, 1)
         assert [group.layout.coordinate("tp", rank) for rank in range(2)] == [0, 1]
 
-    def test_so_is_who_answers(self, group):
+    def test_collecting_ranks_are_known_at_once(self, group):
         assert group.items(["x"]) == [("x", 0)]
         assert [seen["items"] for seen in group.seen()] == ["x", "x"]
 
-    def test_what_is_written_for_gpus_runs(self, group):
+    def test_code_written_for_gpus_runs(self, group):
         assert group.of_the_constructor() == [("gloo", "cpu", "cpu")] * 2
 
 
@@ -49,31 +49,31 @@ class TestInALaterMethod:
     @pytest.fixture(scope="class")
     @classmethod
     def group(cls, pair):
-        """Fresh: torch.distributed is not initialised either. The first test does that."""
+        """A fresh group, in which torch.distributed is not initialized either. The first test does that."""
         with NVMegatronRayWorkerGroup(resource_pool=pair, ray_cls_with_init=RayClassWithInitArgs(cls=Lab)) as group:
             yield group
 
     def check_unknown(self, group):
         for size in SIZES:
-            with pytest.raises(DispatchError, match=r"have not said where they stand.*MegatronWorker.*"):
+            with pytest.raises(DispatchError, match="MegatronWorker"):
                 getattr(group, size)
         for ask in (group.get_megatron_global_info, lambda: group.get_megatron_rank_info(0)):
-            with pytest.raises(DispatchError, match="have not said where they stand"):
+            with pytest.raises(DispatchError, match="MegatronWorker"):
                 ask()
         for call in (group.items, group.rows, group.stage_items, group.stage_rows):
-            with pytest.raises(DispatchError, match=r"initialised megatron") as caught:
+            with pytest.raises(DispatchError, match=r"initializes Megatron") as caught:
                 call([1, 2])
             assert caught.value.method in str(call)
         assert group.seen() == [{}, {}]
         assert not group.layout.known
 
-    def test_before_and_right_after(self, group):
+    def test_layout_before_and_after(self, group):
         self.check_unknown(group)
         group.initialise_again(tensor_model_parallel_size=2, backend="nccl")
         assert group.items(["x"]) == [("x", 0)]
         assert sizes(group) == (2, 1, 1, 1, 1, 1)
 
-    def test_by_hand_and_destroyed_again(self, group):
+    def test_by_hand_and_again_after_destroying(self, group):
         group.set_up_by_hand(pipeline_model_parallel_size=2)
         assert sizes(group) == (1, 2, 1, 1, 1, 1)
         assert group.items(["x"]) == [("x", 1)]
@@ -84,7 +84,7 @@ class TestInALaterMethod:
         assert sizes(group) == (1, 1, 2, 1, 1, 1)
         assert group.items(["x", "y"]) == [("x", 0), ("y", 1)]
 
-    def test_in_a_call_that_nobody_waits_for(self, group):
+    def test_in_a_call_nobody_waits_for(self, group):
         group.tear_down()
         future = group.initialise_again.remote(tensor_model_parallel_size=2)
         assert group.items(["x"]) == [("x", 0)]
@@ -99,13 +99,13 @@ class TestInALaterMethod:
         assert group.items(["x"]) == [("x", 1)]
 
 
-class TestTheHelper:
-    def test_it_gives_the_device(self, four):
+class TestHelper:
+    def test_returns_the_device(self, four):
         four.tear_down()
         assert [str(device) for device in four.initialise_again(tensor_model_parallel_size=2)] == ["cpu"] * 4
         assert (four.tp_size, four.dp_size) == (2, 2)
 
-    def test_keywords_that_this_megatron_no_longer_has_are_left_out_and_named(self, four):
+    def test_keywords_removed_from_this_megatron_are_ignored_with_a_warning(self, four):
         said = four.run(
             with_warnings,
             tensor_model_parallel_size=2,
@@ -116,7 +116,7 @@ class TestTheHelper:
             assert "'pipeline_model_parallel_split_rank'" in warning and "'use_fp8'" in warning
         assert four.tp_size == 2
 
-    def test_keywords_that_it_has_go_there_without_a_word(self, four):
+    def test_supported_keywords_are_passed_on_without_a_warning(self, four):
         said = four.run(with_warnings, context_parallel_size=2, order="cp-tp-ep-dp-pp", distributed_timeout_minutes=5)
         assert said == [[]] * 4
         assert (four.cp_size, four.dp_size) == (2, 2)
@@ -130,17 +130,17 @@ class TestTheHelper:
             ("expert_model_parallel_siz", "expert_model_parallel_size"),
         ],
     )
-    def test_a_misspelt_keyword_is_a_type_error(self, four, keyword, meant):
+    def test_misspelt_keyword_is_a_type_error(self, four, keyword, meant):
         four.tear_down()
         with pytest.raises(WorkerError, match=rf"no keyword '{keyword}'; did you mean '{meant}'\?") as caught:
             four.initialise_again(**{keyword: 2})
         assert isinstance(caught.value.__cause__, TypeError)
-        with pytest.raises(DispatchError, match="have not said where they stand"):
-            four.tp_size  # noqa: B018 - nothing was initialised
+        with pytest.raises(DispatchError, match="MegatronWorker"):
+            four.tp_size  # noqa: B018 - nothing was initialized
 
-    def test_twice_is_an_error_that_leaves_the_first(self, four):
+    def test_second_call_is_an_error_and_keeps_the_first_layout(self, four):
         four.set_up(2)
-        with pytest.raises(WorkerError, match=r"RuntimeError.*initialised already"):
+        with pytest.raises(WorkerError, match=r"RuntimeError.*already initialised"):
             four.initialise_again(tensor_model_parallel_size=4)
         assert four.tp_size == 2
 
@@ -148,11 +148,11 @@ class TestTheHelper:
         with pytest.raises(WorkerError, match=r"world_size \(4\) is not divisible by 3"):
             four.set_up(3)
         with pytest.raises(DispatchError):
-            four.tp_size  # noqa: B018 - nothing was initialised
+            four.tp_size  # noqa: B018 - nothing was initialized
         four.set_up(4)
         assert four.tp_size == 4
 
-    def test_a_call_of_megatrons_own_gets_megatrons_own_error(self, four):
+    def test_direct_megatron_call_raises_megatrons_own_error(self, four):
         with pytest.raises(
             WorkerError, match="unexpected keyword argument 'pipeline_model_parallel_split_rank'"
         ) as caught:
@@ -163,7 +163,7 @@ class TestTheHelper:
 class TestSeeds:
     """(random, numpy, torch, megatron's tracker) by rank."""
 
-    def test_replicas_start_alike_and_tensor_parallel_ranks_differ_in_the_tracker(self, four):
+    def test_replicas_start_alike_and_tp_ranks_differ_in_the_tracker(self, four):
         where = [place for place, _ in four.set_up(2, seed=5)]
         numbers = four.run(random_numbers)
         assert len({drawn[:3] for drawn in numbers}) == 1
@@ -182,7 +182,7 @@ class TestSeeds:
         (first,), (last,) = by_stage.values()
         assert all(a != b for a, b in zip(first, last, strict=True))
 
-    def test_a_seed_gives_the_same_numbers_again_and_another_gives_others(self, four):
+    def test_same_seed_gives_the_same_numbers(self, four):
         drawn = {}
         for turn, seed in enumerate([5, 6, 5]):
             four.set_up(2, seed=seed)
@@ -191,19 +191,19 @@ class TestSeeds:
         assert all(a != b for ranks in zip(drawn[0], drawn[1], strict=True) for a, b in zip(*ranks, strict=True))
 
 
-class TestWhatTheGroupSays:
-    def test_a_plain_group_says_the_same(self, four):
-        """Attached to the same workers, so that both speak of the same ranks."""
+class TestGroup:
+    def test_plain_group_has_the_same_layout(self, four):
+        """It is attached to the same workers, so both have the same ranks."""
         with RayWorkerGroup.from_detached(worker_handles=four.workers) as plain:
             for tp, pp in [(2, 1), (1, 2), (4, 1), (2, 2)]:
                 four.set_up(tp, pp)
-                plain.seen()  # a group hears of a new layout with the answers to its own calls
+                plain.seen()  # a group learns of a new layout from the results of its own calls
                 assert sizes(plain) == sizes(four) == (tp, pp, 4 // tp // pp, 1, 1, 1)
                 assert plain.layout == four.layout
                 assert plain.items(["x"] * plain.dp_size) == four.items(["x"] * four.dp_size)
             assert type(plain) is RayWorkerGroup and not hasattr(plain, "get_megatron_rank_info")
 
-    def test_megatrons_infos(self, four):
+    def test_megatron_global_and_rank_info(self, four):
         found = four.set_up(2, 1, context_parallel_size=2)
         info = four.get_megatron_global_info()
         assert (info.tp_size, info.dp_size, info.pp_size, info.cp_size) == (2, 1, 1, 2)
@@ -217,7 +217,7 @@ class TestWhatTheGroupSays:
             )
 
     @pytest.mark.parametrize("rank", [4, -1, "0", None, 1.0])
-    def test_no_such_rank(self, four, rank):
+    def test_invalid_rank(self, four, rank):
         four.set_up()
         with pytest.raises(IndexError, match="0 to 3"):
             four.get_megatron_rank_info(rank)
@@ -231,7 +231,7 @@ class TestWhatTheGroupSays:
 
     def test_expert_parallelism(self, four):
         four.set_up(expert_model_parallel_size=2)
-        places = four.run(expert_place)
+        places = four.run(expert_coordinate)
         assert {size for _, size in places} == {2}
         assert sizes(four) == (1, 1, 4, 1, 2, 1)
         assert four.layout.axes["ep"] == tuple(rank for rank, _ in places)
@@ -240,7 +240,7 @@ class TestWhatTheGroupSays:
         four.set_up()
         assert four.ep_size == 1 and "ep" not in four.layout.axes
 
-    def test_context_parallel_ranks_are_no_data_parallel_ranks(self, four):
+    def test_context_parallel_ranks_are_not_data_parallel_ranks(self, four):
         four.set_up(context_parallel_size=4)
         assert (four.dp_size, four.cp_size) == (1, 4)
         assert [item for item, _ in four.items(["x"])] == ["x"]

@@ -1,4 +1,4 @@
-"""ParallelLlamaMLP over four tensor-parallel ranks against the dense layer of Hugging Face in this process."""
+"""ParallelLlamaMLP on four tensor-parallel ranks, compared with Hugging Face's dense layer in this process."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ SMALL = {"hidden_size": 8, "intermediate_size": 24}
 
 
 def hf_config(**config):
-    """Attention heads have no part in the layer, but must divide hidden_size."""
+    """The layer has no attention heads, but the config requires that their number divides hidden_size."""
     return LlamaConfig(num_attention_heads=1, **config)
 
 
 def dense(seed=0, **config):
-    """Hugging Face's layer with random weights, and biases if it has them."""
+    """Hugging Face's layer with random weights and biases, if it has them."""
     torch.manual_seed(seed)
     return LlamaMLP(hf_config(**config)).float()
 
@@ -35,14 +35,14 @@ def state_of(layer):
 
 
 def parallel(group, reference, config, tp=4, **megatron_config):
-    """The same layer on the group's ranks, with the reference's weights."""
+    """The parallel layer on the group's ranks, with the reference's weights."""
     group.set_up(tp)
     group.make_layer({"hidden_act": "silu", **config}, **megatron_config)
     group.run(load, state_of(reference))
 
 
 def joined(parts, name):
-    """A gradient or weight of the dense layer from those of the tensor-parallel ranks, put together by hand."""
+    """A gradient or weight of the dense layer, joined from those of the tensor-parallel ranks."""
     parts = sorted(parts, key=lambda part: part["tp"])
     layer, kind = name.rsplit(".", 1)
     if layer == "down_proj":
@@ -56,7 +56,7 @@ def distance(a, b):
 
 
 def check_against_dense(group, config, tp=4):
-    """Output within 1e-5, gradients within 1e-5 of the largest, on all ranks the same."""
+    """Outputs within 1e-5, gradients within 1e-5 of the largest, and the same on all ranks."""
     reference = dense(**config)
     parallel(group, reference, config, tp)
     x, upstream = torch.randn(2, 128, 4, config["hidden_size"]).unbind()
@@ -88,7 +88,7 @@ class TestAgainstTheDenseLayer:
     def test_other_activations(self, four, name):
         check_against_dense(four, {**SMALL, "hidden_act": name})
 
-    def test_two_batches_on_two_replicas_through_megatron_compute(self, four):
+    def test_two_batches_on_two_replicas_with_megatron_compute(self, four):
         reference = dense(**SIZES)
         parallel(four, reference, SIZES, tp=2)
         batches = list(torch.randn(2, 16, 4, 512))
@@ -113,9 +113,9 @@ class TestAgainstTheDenseLayer:
         assert y.dtype == torch.bfloat16
         assert distance(y.float(), reference(x).float()) < 0.02
 
-    @pytest.mark.slow
-    def test_the_true_size(self, four):
-        """540 MB of weights: stored once, and read by the ranks in place."""
+    @pytest.mark.full("the tensor-parallel layer at a realistic size")
+    def test_realistic_size(self, four):
+        """540 MB of weights, stored once and read in place by all ranks."""
         config = {"hidden_size": 4096, "intermediate_size": 11008}
         reference = dense(**config)
         four.set_up(4)
@@ -125,13 +125,13 @@ class TestAgainstTheDenseLayer:
         (y,) = four.run_layer([x])
         with torch.no_grad():
             assert distance(y, reference(x)) < 1e-5
-        four.make_layer(SMALL)  # gives the memory back
+        four.make_layer(SMALL)  # frees the memory
 
 
-class TestTheHuggingFaceStateDict:
+class TestHuggingFaceStateDict:
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("tp", [1, 2, 4])
-    def test_there_and_back(self, four, tp, bias):
+    def test_round_trip(self, four, tp, bias):
         config = {**SIZES, "mlp_bias": bias}
         reference = dense(seed=3, **config)
         parallel(four, reference, config, tp)
@@ -139,9 +139,9 @@ class TestTheHuggingFaceStateDict:
             assert set(state) == set(reference.state_dict())
             assert all(torch.equal(state[name], tensor) for name, tensor in reference.state_dict().items())
         other = dense(seed=4, **config)
-        other.load_state_dict(state)  # strictly, by torch's default
+        other.load_state_dict(state)  # strict, by torch's default
 
-    def test_a_rank_has_its_rows_of_the_gate_then_of_up(self, four):
+    def test_rank_holds_its_rows_of_gate_then_up(self, four):
         reference = dense(**SMALL)
         parallel(four, reference, SMALL)
         whole = reference.state_dict()
@@ -152,7 +152,7 @@ class TestTheHuggingFaceStateDict:
             assert torch.equal(own["gate_up_proj.weight"], gate_up)
             assert torch.equal(own["down_proj.weight"], whole["down_proj.weight"][:, rows])
 
-    def test_what_was_read_is_no_view_of_the_layer(self, four):
+    def test_state_dict_is_a_copy(self, four):
         reference = dense(**SMALL)
         parallel(four, reference, SMALL, tp=1)
         four.run(scale_what_was_read)
@@ -161,8 +161,8 @@ class TestTheHuggingFaceStateDict:
     @pytest.mark.parametrize(
         ("change", "told"),
         [
-            (lambda state: state.pop("down_proj.weight"), ["'down_proj.weight'", "missing"]),
-            (lambda state: state.pop("gate_proj.weight"), ["'gate_proj.weight'", "missing"]),
+            (lambda state: state.pop("down_proj.weight"), ["lacks 'down_proj.weight'"]),
+            (lambda state: state.pop("gate_proj.weight"), ["lacks 'gate_proj.weight'"]),
             (lambda state: state.update({"down_proj.weight": torch.zeros(24, 8)}), ["'down_proj.weight'", "(24, 8)"]),
             (lambda state: state.update({"up_proj.weight": torch.zeros(6, 8)}), ["'up_proj.weight'", "(24, 8)"]),
             (lambda state: state.update({"down_proj.bias": torch.zeros(8)}), ["'down_proj.bias'"]),
@@ -171,9 +171,9 @@ class TestTheHuggingFaceStateDict:
                 ["'gate_porj.weight'", "did you mean 'gate_proj.weight'"],
             ),
         ],
-        ids=["no down", "no gate", "transposed", "only a part", "unknown", "misspelt"],
+        ids=["no down", "no gate", "transposed", "one shard", "unknown", "misspelt"],
     )
-    def test_a_bad_one_changes_nothing(self, four, change, told):
+    def test_wrong_state_dict_changes_nothing(self, four, change, told):
         parallel(four, dense(**SMALL), SMALL)
         bad = state_of(dense(seed=9, **SMALL))
         change(bad)
@@ -187,7 +187,7 @@ def scale_what_was_read(worker):
         tensor.mul_(2)
 
 
-def test_one_seed_gives_one_layer_at_every_tp(four):
+def test_same_seed_gives_the_same_layer_at_every_tp(four):
     states = []
     for tp in (1, 2, 4):
         four.set_up(tp, seed=7)
@@ -202,17 +202,17 @@ def test_one_seed_gives_one_layer_at_every_tp(four):
     assert abs(other["down_proj.weight"].std().item() - 0.02) < 1e-3
 
 
-class TestRefusals:
+class TestRejected:
     @pytest.mark.parametrize(
         ("config", "told"),
         [
-            ({"hidden_size": 8, "intermediate_size": 10}, "intermediate_size=10 cannot be cut over tp=4"),
+            ({"hidden_size": 8, "intermediate_size": 10}, "intermediate_size=10 is not divisible by tp=4"),
             ({**SMALL, "hidden_act": "silo"}, "hidden_act='silo'.*did you mean 'silu'"),
             ({**SMALL, "hidden_act": "no such thing"}, "hidden_act='no such thing'.*gelu"),
             ({"hidden_size": 8}, "no 'intermediate_size'"),
         ],
     )
-    def test_a_config_that_cannot_be(self, four, config, told):
+    def test_invalid_config(self, four, config, told):
         four.set_up(4)
         with pytest.raises(WorkerError, match=told) as caught:
             four.make_layer(config)
@@ -223,8 +223,8 @@ class TestRefusals:
         with pytest.raises(WorkerError, match=r"RuntimeError.*not initialised.*initialize_model_parallel"):
             four.make_layer(SMALL)
 
-    def test_a_config_of_the_users_own_making(self, four):
-        """Hugging Face's and megatron's own classes will do; what cannot work is refused with them too."""
+    def test_config_object_created_by_the_user(self, four):
+        """Hugging Face's and megatron's own config classes work; unsupported combinations are rejected there too."""
         from megatron.core import ModelParallelConfig
 
         four.set_up(4)

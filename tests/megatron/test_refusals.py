@@ -1,20 +1,39 @@
-"""What megatron-core cannot do as it is installed is refused when the model is set up, with the reason."""
+"""Configs that the installed megatron-core does not support are rejected, with the reason.
+
+Most tests need no processes: `initialised` replaces the sizes that megatron reports. The tests with `four` check that
+these sizes come from megatron.
+"""
 
 import importlib.util
 
 import pytest
 import torch
 from lm_configs import LLAMA
-from lm_workers import make_transformer_config
-from megatron_workers import make_config
+from megatron_workers import make_config, make_transformer_config
 from omegaconf import OmegaConf
 
 from single_controller import WorkerError
 from workers import init_model_parallel_config, transformer_config
 
 without_transformer_engine = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed: it can"
+    importlib.util.find_spec("transformer_engine") is not None, reason="needs an environment without Transformer Engine"
 )
+
+
+@pytest.fixture
+def initialised(monkeypatch):
+    """``initialised(tp=2)``: act as if megatron had been initialized with this size."""
+
+    def of(tp=1, pp=1, vpp=None, cp=1):
+        sizes = {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp,
+            "context_parallel_size": cp,
+        }
+        monkeypatch.setattr("workers.megatron.config._parallel_sizes", lambda: sizes)
+
+    return of
 
 
 def made(**keys):
@@ -33,19 +52,19 @@ def test_context_parallelism_needs_transformer_engine():
         made(context_parallel_size=2)
 
 
-class TestTwoStagesWithVirtualOnes:
-    SILENTLY_WRONG = "silently wrong.*overlap_p2p_comm=True and batch_p2p_comm=False"
+class TestTwoStagesWithVirtualStages:
+    WRONG_RESULTS = "silently gives wrong results.*overlap_p2p_comm=True and batch_p2p_comm=False"
 
     @pytest.mark.parametrize("virtual", [2, 3])
-    def test_are_refused_with_the_remedy(self, virtual):
-        with pytest.raises(ValueError, match=self.SILENTLY_WRONG):
+    def test_rejected_with_a_workaround(self, virtual):
+        with pytest.raises(ValueError, match=self.WRONG_RESULTS):
             made(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual)
 
-    def test_half_the_remedy_is_none(self):
-        with pytest.raises(ValueError, match=self.SILENTLY_WRONG):
+    def test_half_the_workaround_is_rejected(self):
+        with pytest.raises(ValueError, match=self.WRONG_RESULTS):
             made(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, batch_p2p_comm=False)
 
-    def test_the_remedy_works(self):
+    def test_workaround_is_accepted(self):
         config = made(
             pipeline_model_parallel_size=2,
             virtual_pipeline_model_parallel_size=2,
@@ -55,28 +74,34 @@ class TestTwoStagesWithVirtualOnes:
         assert config.overlap_p2p_comm and not config.batch_p2p_comm
 
     @pytest.mark.parametrize(("stages", "virtual"), [(2, None), (2, 1), (4, 2)])
-    def test_other_pipelines_are_right(self, stages, virtual):
+    def test_other_pipelines_are_accepted(self, stages, virtual):
         config = made(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual)
         assert config.pipeline_model_parallel_size == stages
 
-    def test_what_megatron_was_initialised_with_counts_without_being_said(self, four):
+    def test_rejected_when_megatron_was_initialized_with_them(self, four):
         four.set_up(2, 2, virtual_pipeline_model_parallel_size=2)
-        with pytest.raises(WorkerError, match=self.SILENTLY_WRONG):
+        with pytest.raises(WorkerError, match=self.WRONG_RESULTS):
             four.run(make_config, {})
+        with pytest.raises(WorkerError, match=self.WRONG_RESULTS):
+            four.run(make_transformer_config, LLAMA, {})
+        found = four.run(make_transformer_config, LLAMA, {"overlap_p2p_comm": True, "batch_p2p_comm": False})
+        assert found == [{"overlap_p2p_comm": True, "batch_p2p_comm": False}] * 4
 
 
 @without_transformer_engine
-def test_context_parallelism_that_megatron_was_initialised_with(four):
-    four.set_up(2, context_parallel_size=2)
-    with pytest.raises(WorkerError, match="context_parallel_size=2 needs Transformer Engine"):
-        four.run(make_config, {})
+def test_context_parallelism_set_when_megatron_was_initialized(initialised):
+    initialised(tp=2, cp=2)
+    with pytest.raises(ValueError, match="context_parallel_size=2 needs Transformer Engine"):
+        made()
+    with pytest.raises(ValueError, match="context_parallel_size=2 needs Transformer Engine"):
+        transformer_config(LLAMA)
 
 
-class TestOverridesOfAModel:
-    """`transformer_config(overrides=)`: what the parallel sizes and the Hugging Face config say holds."""
+class TestModelOverrides:
+    """`transformer_config(overrides=)` cannot contradict the parallel sizes or the Hugging Face config."""
 
     @pytest.mark.parametrize(
-        ("sizes", "overrides", "told"),
+        ("sizes", "overrides", "message"),
         [
             ({}, {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2, .*initialised with 1"),
             ({"tp": 2}, {"tensor_model_parallel_size": 1}, "tensor_model_parallel_size=1, .*initialised with 2"),
@@ -87,18 +112,17 @@ class TestOverridesOfAModel:
                 "virtual_pipeline_model_parallel_size=2, .*initialised with None",
             ),
             (
-                {"pp": 2, "virtual_pipeline_model_parallel_size": 2},
+                {"pp": 2, "vpp": 2},
                 {"virtual_pipeline_model_parallel_size": None},
                 "virtual_pipeline_model_parallel_size=None, .*initialised with 2",
             ),
         ],
         ids=["pp", "tp", "cp", "vpp", "no vpp"],
     )
-    def test_other_sizes_than_megatron_was_initialised_with(self, four, sizes, overrides, told):
-        four.set_up(**sizes)
-        with pytest.raises(WorkerError, match=f"{told}; leave it out") as caught:
-            four.run(make_transformer_config, LLAMA, overrides)
-        assert isinstance(caught.value.__cause__, ValueError)
+    def test_sizes_that_contradict_the_initialization(self, initialised, sizes, overrides, message):
+        initialised(**sizes)
+        with pytest.raises(ValueError, match=f"{message}; remove it"):
+            transformer_config(LLAMA, overrides=overrides)
 
     @pytest.mark.parametrize(
         ("name", "value", "given"),
@@ -121,15 +145,15 @@ class TestOverridesOfAModel:
             ("softmax_type", "learnable", "vanilla"),
         ],
     )
-    def test_what_the_hugging_face_config_decides(self, name, value, given):
+    def test_fields_determined_by_the_hugging_face_config(self, name, value, given):
         with pytest.raises(ValueError) as caught:
             transformer_config(LLAMA, overrides={name: value})
         assert str(caught.value) == (
-            f"{name}={value!r}, but the Hugging Face config decides it, and gives {given!r}; leave it out, or change "
-            "the Hugging Face config"
+            f"{name}={value!r} contradicts the Hugging Face config, which has {given!r}; remove the override, or "
+            "change the Hugging Face config"
         )
 
-    def test_the_same_values_and_other_fields_are_taken(self, four):
+    def test_equal_values_and_other_fields_are_accepted(self, four):
         four.set_up(2, 2)
         overrides = {
             "num_layers": 4,
@@ -142,24 +166,28 @@ class TestOverridesOfAModel:
         assert found == [{**overrides, "virtual_pipeline_model_parallel_size": None}] * 4
 
     @without_transformer_engine
-    @pytest.mark.parametrize(
-        ("sizes", "overrides"), [({"tp": 2}, {"sequence_parallel": True}), ({"context_parallel_size": 2}, {})]
-    )
-    def test_what_needs_transformer_engine(self, four, sizes, overrides):
-        four.set_up(**sizes)
-        with pytest.raises(WorkerError, match="needs Transformer Engine"):
-            four.run(make_transformer_config, LLAMA, overrides)
+    def test_sequence_parallelism_needs_transformer_engine(self, initialised):
+        initialised(tp=2)
+        with pytest.raises(ValueError, match="needs Transformer Engine"):
+            transformer_config(LLAMA, overrides={"sequence_parallel": True})
 
-    def test_two_stages_with_virtual_ones(self, four):
-        four.set_up(1, 2, virtual_pipeline_model_parallel_size=2)
-        with pytest.raises(WorkerError, match=TestTwoStagesWithVirtualOnes.SILENTLY_WRONG):
-            four.run(make_transformer_config, LLAMA, {})
-        found = four.run(make_transformer_config, LLAMA, {"overlap_p2p_comm": True, "batch_p2p_comm": False})
-        assert found == [{"overlap_p2p_comm": True, "batch_p2p_comm": False}] * 4
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 4}, "num_key_value_heads=2 is not divisible by tensor_model_parallel_size=4"),
+        ({"pp": 8}, "num_hidden_layers=4 is not divisible by 8 pipeline stages"),
+        ({"pp": 4, "vpp": 2}, "num_hidden_layers=4 is not divisible by 8 pipeline stages"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model(initialised, sizes, message):
+    initialised(**sizes)
+    with pytest.raises(ValueError, match=message):
+        transformer_config(LLAMA)
 
 
 class TestKeys:
-    def test_all_of_verls(self, four):
+    def test_all_verl_keys(self, four):
         four.set_up(2, 2)
         found = four.run(
             make_config,
@@ -187,7 +215,7 @@ class TestKeys:
             * 4
         )
 
-    def test_sizes_are_those_that_megatron_was_initialised_with(self, four):
+    def test_sizes_default_to_the_initialized_ones(self, four):
         four.set_up(4)
         found = four.run(make_config, {})
         assert {config["tensor_model_parallel_size"] for config in found} == {4}
@@ -196,11 +224,10 @@ class TestKeys:
     @pytest.mark.parametrize(
         "key", ["tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
     )
-    def test_another_size_than_megatron_was_initialised_with(self, four, key):
-        four.set_up(2)
-        with pytest.raises(WorkerError, match=f"{key}=4") as caught:
-            four.run(make_config, {key: 4})
-        assert isinstance(caught.value.__cause__, ValueError)
+    def test_size_that_contradicts_the_initialization(self, initialised, key):
+        initialised(tp=2)
+        with pytest.raises(ValueError, match=f"{key}=4"):
+            made(**{key: 4})
 
     @pytest.mark.parametrize(
         ("key", "meant"),
@@ -211,16 +238,16 @@ class TestKeys:
             ("pipeline_model_parallel_ranks", "pipeline_model_parallel_rank"),
         ],
     )
-    def test_an_unknown_one_names_the_closest(self, key, meant):
-        with pytest.raises(ValueError, match=rf"init_model_parallel_config\(\) does not know '{key}'.*'.*") as caught:
+    def test_unknown_key_error_suggests_the_closest(self, key, meant):
+        with pytest.raises(ValueError, match=rf"init_model_parallel_config\(\): unknown name '{key}'.*'.*") as caught:
             made(**{key: 1})
         assert f"did you mean '{meant}'?" in str(caught.value) or key == "tensor_parallel_size"
 
-    def test_an_unknown_one_like_no_other(self):
-        with pytest.raises(ValueError, match=r"does not know 'colour'$"):
+    def test_unknown_key_without_a_similar_one(self):
+        with pytest.raises(ValueError, match=r"unknown name 'colour'$"):
             made(colour="red")
 
-    def test_a_plain_dict_is_as_good(self):
+    def test_plain_dict_is_accepted(self):
         assert init_model_parallel_config({"param_dtype": "fp16"}).params_dtype is torch.float16
 
 
@@ -243,10 +270,10 @@ class TestDtypes:
         assert config.params_dtype is config.pipeline_dtype is dtype
         assert (config.bf16, config.fp16) == (dtype is torch.bfloat16, dtype is torch.float16)
 
-    def test_a_dtype_itself(self):
+    def test_torch_dtype(self):
         assert init_model_parallel_config({"param_dtype": torch.bfloat16}).params_dtype is torch.bfloat16
 
     @pytest.mark.parametrize("name", ["fp8", "int32", "", 16])
-    def test_what_is_none(self, name):
+    def test_unknown_names(self, name):
         with pytest.raises(ValueError, match=r"param_dtype=.*bf16"):
             made(param_dtype=name)

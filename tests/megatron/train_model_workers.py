@@ -1,4 +1,4 @@
-"""What the tests of MegatronTrainModel let the ranks of `Lab` do, and the losses that they train on."""
+"""Functions for `Lab.run` in the tests of MegatronTrainModel, and the losses that those tests train with."""
 
 import time
 from functools import partial
@@ -13,7 +13,7 @@ from workers.train.hf_export import export_hf
 
 
 def make(worker, config, parallel, **options):
-    """A new model on new axes."""
+    """A new model at new parallel sizes."""
     worker.tear_down()
     worker.initialize_model_parallel(**parallel)
     worker.model = MegatronTrainModel(config, **{"max_tokens_per_micro_batch": 24, **options})
@@ -24,13 +24,13 @@ def load_hf(worker, folder):
 
 
 def own_rows(data):
-    """This dp rank's: every n-th."""
+    """This dp rank's rows: every n-th."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     return {name: value[rank::size] for name, value in data.items()}
 
 
 def gathered(worker, data, found):
-    """(dp rank, tp rank, what was found or None) of this rank."""
+    """(dp rank, tp rank, the result or None) of this rank."""
     return parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank(), found
 
 
@@ -58,7 +58,7 @@ def value_loss(outputs, part, normalizer):
 
 
 def no_loss(outputs, part, normalizer):
-    """One that no gradient comes from."""
+    """A loss without a gradient."""
     return torch.zeros([]), {}
 
 
@@ -75,7 +75,8 @@ def hf_weights(worker):
 
 
 def snapshot_step_back(worker, data, normalizer):
-    """Snapshot, a step, the snapshot back; whether the second step is the first one again as far as weights go."""
+    """Take a snapshot, make a step and restore the snapshot. Returns (the step changed the weights, they are
+    restored, no tensor moved in memory, the log-probabilities are unchanged)."""
     model = worker.model
     before = {name: tensor.clone() for name, tensor in model.weights()}
     pointers = [tensor.data_ptr() for _, tensor in model.weights()]
@@ -85,7 +86,7 @@ def snapshot_step_back(worker, data, normalizer):
     for name, tensor in model.weights():
         tensor.copy_(before[name])
     model.weights_changed()
-    train_step(worker, data, policy_loss, normalizer, 0.0)  # a step of nothing writes the optimizer's copies back
+    train_step(worker, data, policy_loss, normalizer, 0.0)  # writes the optimizer's copies back
     same = all(torch.equal(before[name], tensor) for name, tensor in model.weights())
     again = model.log_probs(own_rows(data), 1.0)
     return (
@@ -97,8 +98,7 @@ def snapshot_step_back(worker, data, normalizer):
 
 
 def sleep_and_wake(worker, data, normalizer):
-    """Every storage freed and filled again: bytes that were free meanwhile, and whether the next step is that of a
-    model that did not sleep."""
+    """Free every storage and fill it again. Returns (bytes of parameters while freed, bytes freed, the next step)."""
     model = worker.model
     train_step(worker, data, policy_loss, normalizer, 1e-3)
     kept = [(tensor, tensor.untyped_storage().size(), tensor.clone()) for tensor in model.tensors()]
@@ -121,7 +121,7 @@ def save(worker, folder):
 
 
 def save_in_background(worker, folder):
-    """Change the weights as soon as `save` is back. The checkpoint is finished although nobody waits for it."""
+    """Change the weights as soon as `save` returns. The checkpoint completes without a wait."""
     worker.model.save(Path(folder), background=True)
     for _, tensor in worker.model.weights():
         tensor.add_(1.0)
@@ -135,7 +135,7 @@ def save_in_background(worker, folder):
 
 
 def save_fails(worker, folder):
-    """What `save`, `wait_for_save`, and `wait_for_save` again say where nothing can be written."""
+    """With a full disk, the errors of `save`, `wait_for_save`, and a second `wait_for_save`."""
 
     def full(*args, **kwargs):
         raise OSError("the disk is full")

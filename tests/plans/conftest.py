@@ -1,4 +1,4 @@
-"""Registries as they were, whatever a test adds to them."""
+"""Restores the registries after each test."""
 
 import pytest
 from plan_helpers import Table, table_functions
@@ -8,7 +8,7 @@ from dispatch import batch, modes, register_batch_type
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch):
-    """Give every test the built-in modes alone: nothing that others registered, and nothing outlives it."""
+    """Start every test with only the built-in modes, and remove afterwards what it registered."""
     monkeypatch.setattr(batch, "_user_types", dict(batch._user_types))
     monkeypatch.setattr(modes, "_dispatch_modes", dict(modes._BUILT_IN))
     built_in = {name: modes.Dispatch[name] for name in modes._BUILT_IN}

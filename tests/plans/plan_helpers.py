@@ -1,13 +1,12 @@
-"""A group that is nothing but a size and a layout, and a reference for what a call must do.
+"""Layouts, and an independent reference for what a call must do.
 
-The reference picks rows one by one, by their numbers, and joins by hand: it shares no code with `dispatch`.
+The reference picks rows one by one, by number, and joins by hand: it shares no code with `dispatch`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
@@ -23,19 +22,16 @@ from dispatch.register import MethodSpec, registered_methods
 AXES = ("tp", "cp", "dp", "pp")
 
 
-@dataclass
-class FakeGroup:
-    """All that dispatch may ask of a group."""
-
-    world_size: int
-    layout: Layout = field(default_factory=lambda: Layout({}))
+def plain_layout(world_size: int) -> Layout:
+    """The layout of ranks that have registered no coordinates."""
+    return Layout({}, world_size=world_size)
 
 
 # --- declaring and simulating a call ----------------------------------------------------------------------
 
 
 def declare(mode: Any = "ALL_TO_ALL", method: Callable[..., Any] | None = None, **options: Any) -> MethodSpec:
-    """The spec of a method called ``work`` (by default one that takes anything) with the given declaration."""
+    """The spec of a method called ``work`` with the given declaration. By default it accepts any arguments."""
 
     def work(self, x=None, y=None, *more, key=None, **others):
         return (x, y, *more), {"key": key, **others}
@@ -44,25 +40,25 @@ def declare(mode: Any = "ALL_TO_ALL", method: Callable[..., Any] | None = None, 
     return registered_methods(worker)["work"]
 
 
-def plan_of(mode: Any, group: FakeGroup, *args: Any, uneven: str = "error", **kwargs: Any) -> CallPlan:
-    """The plan of one call of a method that takes anything."""
-    return plan_call(declare(mode, uneven=uneven), group, args, kwargs)
+def plan_of(mode: Any, layout: Layout, *args: Any, uneven: str = "error", **kwargs: Any) -> CallPlan:
+    """The plan of one call of a method that accepts any arguments."""
+    return plan_call(declare(mode, uneven=uneven), layout, args, kwargs)
 
 
 def run(plan: CallPlan, function: Callable[..., Any]) -> dict[int, Any]:
-    """Call ``function(rank, *args, **kwargs)`` for every rank that the plan calls: what each returned."""
-    answers = {}
+    """Call ``function(rank, *args, **kwargs)`` for every rank that the plan calls. Returns rank -> result."""
+    results = {}
     for rank, shard in enumerate(plan.shard_of):
         if shard is not None:
             args, kwargs = plan.arguments(rank)
-            answers[rank] = function(rank, *args, **kwargs)
-    return answers
+            results[rank] = function(rank, *args, **kwargs)
+    return results
 
 
 def simulate(plan: CallPlan, function: Callable[..., Any]) -> Any:
-    """What the driver gets: the collecting ranks' answers, without padding, as the plan says to join them."""
-    answered = run(plan, function)
-    values = [answered[rank] for rank in plan.answers]
+    """What the driver gets: the collecting ranks' results, without padding, joined as the plan says."""
+    results = run(plan, function)
+    values = [results[rank] for rank in plan.collecting]
     if plan.collect is not None:
         return plan.collect(values)
     if plan.join is Join.VALUE:
@@ -70,16 +66,16 @@ def simulate(plan: CallPlan, function: Callable[..., Any]) -> Any:
     if plan.join is Join.LIST:
         return values
     kept = []
-    for rank, value in zip(plan.answers, values, strict=True):
+    for rank, value in zip(plan.collecting, values, strict=True):
         shard = plan.shards[plan.shard_of[rank]]
         if shard.rows is None or shard.rows == shard.real:
             kept.append(value)
-        elif shard.real:  # m answered rows for each row of the shard
+        elif shard.real:  # the method returned several rows for each row of the shard
             kept.append(pick(value, range(rows_in(value) // shard.rows * shard.real)))
     return concat(kept)
 
 
-# --- rows, by their numbers -------------------------------------------------------------------------------
+# --- rows, by number --------------------------------------------------------------------------------------
 
 
 def rows_in(value: Any) -> int:
@@ -119,7 +115,7 @@ def concat(values: Sequence[Any]) -> Any:
     if isinstance(first, np.ndarray):
         return np.concatenate(list(values))
     if isinstance(first, TensorDictBase):
-        keys = list(first.keys())  # iterating a TensorDict itself goes over its rows
+        keys = list(first.keys())  # iterating a TensorDict itself yields its rows
         joined = {key: concat([value[key] for value in values]) for key in keys}
         return TensorDict(joined, batch_size=[sum(value.batch_size[0] for value in values)])
     if isinstance(first, dict):
@@ -132,7 +128,7 @@ def concat(values: Sequence[Any]) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, of the same types, all the way down."""
+    """Whether two values are equal and of the same types, recursively."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -151,7 +147,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def expected_rows(rows: int, shards: int, uneven: str) -> tuple[list[list[int]], list[int]]:
-    """Row numbers of every shard, and how many of each are the caller's own."""
+    """Row numbers of every shard, and how many of them are real rows, not padding."""
     small, larger = rows // shards, rows % shards
     if uneven == "pad" and larger:
         size = small + 1
@@ -173,7 +169,7 @@ Pair = namedtuple("Pair", ["ids", "text"])
 
 
 class Chunked:
-    """A user's batch with what the protocol asks for and nothing more: no slicing."""
+    """A user's batch with only what the protocol requires: no slicing."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = list(items)
@@ -183,9 +179,9 @@ class Chunked:
 
     def chunk(self, n: int) -> list[Any]:
         if not self.items:
-            return [self]  # as torch does: nothing is one piece
+            return [self]  # as in torch: an empty batch is one chunk
         size = len(self.items) // n
-        assert size * n == len(self.items), "only equal chunks may be asked for"
+        assert size * n == len(self.items), "only equal chunks may be requested"
         return [type(self)(self.items[k * size : (k + 1) * size]) for k in range(n)]
 
     @classmethod
@@ -194,28 +190,28 @@ class Chunked:
 
 
 class Sliced(Chunked):
-    """The same, with slicing."""
+    """A `Chunked` with slicing."""
 
     def __getitem__(self, rows: slice) -> Any:
         return type(self)(self.items[rows])
 
 
 class Columns(Chunked):
-    """The same, whose ``[]`` means something else."""
+    """A `Chunked` whose ``[]`` selects by name."""
 
     def __getitem__(self, name: str) -> Any:
         raise KeyError(name)
 
 
 class Table:
-    """A user's batch with no method at all: only `register_batch_type` makes it one."""
+    """A user's type without methods: only `register_batch_type` makes it a batch."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = list(items)
 
 
 def table_functions() -> dict[str, Callable[..., Any]]:
-    """What `register_batch_type` needs for `Table`."""
+    """The arguments of `register_batch_type` for `Table`."""
     return {
         "length": lambda table: len(table.items),
         "cut": lambda table, start, stop: type(table)(table.items[start:stop]),
@@ -247,7 +243,7 @@ def batches(rows: int) -> dict[str, Any]:
 
 
 NO_EMPTY_SHARD = {"chunk and concat", "chunk, concat, columns"}
-"""Types that cannot make an empty piece of themselves."""
+"""Types that cannot create an empty shard."""
 
 BATCH_KINDS = list(batches(1))
 
@@ -266,7 +262,7 @@ def factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 
 def coordinates(sizes: dict[str, int], order: Sequence[str]) -> list[dict[str, int]]:
-    """Per rank its coordinates, when the first axis of ``order`` changes fastest from rank to rank."""
+    """The coordinates of each rank, when the first axis of ``order`` changes fastest from rank to rank."""
     ranks: list[dict[str, int]] = [{}]
     for axis in order:
         ranks = [{**inner, axis: k} for k in range(sizes.get(axis, 1)) for inner in ranks]
@@ -274,12 +270,12 @@ def coordinates(sizes: dict[str, int], order: Sequence[str]) -> list[dict[str, i
 
 
 def layout_of(ranks: Sequence[dict[str, int]], **more: Any) -> Layout:
-    """The layout in which rank r stands where ``ranks[r]`` says."""
-    return Layout({axis: [place[axis] for place in ranks] for axis in ranks[0]}, **more)
+    """The layout in which rank r has the coordinates ``ranks[r]``."""
+    return Layout({axis: [coordinate[axis] for coordinate in ranks] for axis in ranks[0]}, **more)
 
 
 def orders(sizes: dict[str, int]) -> Iterator[tuple[str, ...]]:
-    """All nestings of the axes that differ: an axis of size 1 changes nothing by its place."""
+    """All distinct nestings of the axes: the position of an axis of size 1 makes no difference."""
     real = [axis for axis in AXES if sizes[axis] > 1]
     flat = [axis for axis in AXES if sizes[axis] == 1]
     for order in permutations(real):
@@ -295,20 +291,20 @@ MEGATRON = {
 
 
 def check_megatron_modes(sizes: dict[str, int], places: Sequence[dict[str, int]]) -> None:
-    """All four MEGATRON modes on a layout, against each rank's own place."""
-    group = FakeGroup(len(places), layout_of(places))
-    check_by_dp(group, sizes, places)
-    check_pp_as_dp(group, sizes, places)
+    """All four MEGATRON modes on a layout, against each rank's own coordinates."""
+    layout = layout_of(places)
+    check_by_dp(layout, sizes, places)
+    check_pp_as_dp(layout, sizes, places)
 
 
-def check_by_dp(group: FakeGroup, sizes: dict[str, int], places: Sequence[dict[str, int]], per_shard: int = 2) -> None:
-    """The rows modes and the items modes by dp: reference by each rank's own place."""
+def check_by_dp(layout: Layout, sizes: dict[str, int], places: Sequence[dict[str, int]], per_shard: int = 2) -> None:
+    """The rows modes and the items modes by dp: the reference uses each rank's own coordinates."""
     dp = sizes["dp"]
     items = [f"item {k}" for k in range(dp)]
-    by_item = plan_call(MEGATRON["MEGATRON_COMPUTE"], group, (items,), {})
-    by_rows = plan_call(MEGATRON["MEGATRON_COMPUTE_PROTO"], group, (list(range(per_shard * dp)),), {})
+    by_item = plan_call(MEGATRON["MEGATRON_COMPUTE"], layout, (items,), {})
+    by_rows = plan_call(MEGATRON["MEGATRON_COMPUTE_PROTO"], layout, (list(range(per_shard * dp)),), {})
     assert len(by_item.shards) == len(by_rows.shards) == dp
-    answering = {}
+    collecting = {}
     readers = Counter()
     first_seen = {}
     for rank, place in enumerate(places):
@@ -319,20 +315,22 @@ def check_by_dp(group: FakeGroup, sizes: dict[str, int], places: Sequence[dict[s
         assert first_seen.setdefault(d, rows) is rows, "ranks that share a shard share the object"
         readers.update(rows)
         if place["tp"] == 0 and place["cp"] == 0 and place["pp"] == sizes["pp"] - 1:
-            answering[d] = rank
+            collecting[d] = rank
     assert set(readers) == set(range(per_shard * dp))
     assert set(readers.values()) == {len(places) // dp}, "each row at all tp, cp and pp ranks of its dp rank, once"
-    assert by_item.answers == by_rows.answers == tuple(answering[d] for d in range(dp))
+    assert by_item.collecting == by_rows.collecting == tuple(collecting[d] for d in range(dp))
 
 
-def check_pp_as_dp(group: FakeGroup, sizes: dict[str, int], places: Sequence[dict[str, int]]) -> None:
-    """pp and cp count as data: dp-major, then cp, then pp; tp 0 answers."""
+def check_pp_as_dp(layout: Layout, sizes: dict[str, int], places: Sequence[dict[str, int]]) -> None:
+    """pp and cp count as data: dp-major, then cp, then pp; tp 0 collects."""
     data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
-    answering = {(place["dp"], place["cp"], place["pp"]): rank for rank, place in enumerate(places) if place["tp"] == 0}
+    collecting = {
+        (place["dp"], place["cp"], place["pp"]): rank for rank, place in enumerate(places) if place["tp"] == 0
+    }
     for mode in ("MEGATRON_PP_AS_DP", "MEGATRON_PP_AS_DP_PROTO"):
-        made = plan_call(MEGATRON[mode], group, (data,), {})
+        made = plan_call(MEGATRON[mode], layout, (data,), {})
         assert len(made.shards) == len(data)
         for rank, place in enumerate(places):
             own = (place["dp"], place["cp"], place["pp"])
             assert made.arguments(rank)[0] == ((own,) if mode == "MEGATRON_PP_AS_DP" else ([own],))
-        assert made.answers == tuple(answering[place] for place in data)
+        assert made.collecting == tuple(collecting[place] for place in data)

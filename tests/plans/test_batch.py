@@ -1,4 +1,4 @@
-"""length / shard / join / trim: what can be cut, and that joining undoes cutting."""
+"""length, shard, join, trim: what can be split into rows, and that joining undoes splitting."""
 
 import copy
 import enum
@@ -32,7 +32,7 @@ from dispatch.batch import cut, describe, goes_whole, join, length, shard, trim
 from dispatch.errors import BatchError
 from dispatch.rows import share_rows
 
-# rows, shards: they divide; more rows than shards; fewer; as many; one of either; none
+# rows, shards: divisible; more rows than shards; fewer; equal; one of either; none
 SIZES = [(6, 3), (7, 3), (2, 3), (4, 4), (1, 5), (5, 1), (0, 3)]
 
 
@@ -44,7 +44,7 @@ class Colour(enum.IntEnum):
 class TestEveryType:
     @pytest.mark.parametrize(("rows", "shards"), SIZES)
     @pytest.mark.parametrize("uneven", ["pad", "ragged"])
-    def test_cut_trim_and_join_give_the_batch_back(self, kind, rows, shards, uneven):
+    def test_split_trim_and_join_restore_the_batch(self, kind, rows, shards, uneven):
         value = batches(rows)[kind]
         if kind in NO_EMPTY_SHARD and uneven == "ragged" and 0 < rows < shards:
             with pytest.raises(BatchError, match="no empty shard"):
@@ -53,18 +53,18 @@ class TestEveryType:
         before = copy.deepcopy(value)
         numbers, real = expected_rows(rows, shards, uneven)
         assert length(value) == rows
-        pieces = shard(value, share_rows(rows, shards, uneven))
-        assert len(pieces) == shards
-        for piece, rows_of_piece in zip(pieces, numbers, strict=True):
-            assert same(piece, pick(value, rows_of_piece))
+        made = shard(value, share_rows(rows, shards, uneven))
+        assert len(made) == shards
+        for one, rows_of_shard in zip(made, numbers, strict=True):
+            assert same(one, pick(value, rows_of_shard))
         if uneven == "pad":
             kept = [
-                trim(piece, len(n), r)
-                for piece, n, r in zip(pieces, numbers, real, strict=True)
+                trim(one, len(n), r)
+                for one, n, r in zip(made, numbers, real, strict=True)
                 if r or (n and kind not in NO_EMPTY_SHARD)
             ]
-            pieces = kept or pieces
-        assert same(join(pieces), value)
+            made = kept or made
+        assert same(join(made), value)
         assert same(value, before), "the caller's object was changed"
 
     def test_cut_takes_a_range_of_rows(self, kind):
@@ -73,24 +73,24 @@ class TestEveryType:
         assert same(cut(value, 0, 7), value)
 
     def test_trim_keeps_m_rows_for_each_row(self, kind):
-        answer = batches(12)[kind]  # three rows for each of the shard's four
-        assert same(trim(answer, 4, 2), pick(answer, range(6)))
-        assert same(trim(answer, 4, 4), answer)
+        result = batches(12)[kind]  # three rows for each of the shard's four
+        assert same(trim(result, 4, 2), pick(result, range(6)))
+        assert same(trim(result, 4, 4), result)
 
-    def test_trim_refuses_other_numbers_of_rows(self, kind):
-        with pytest.raises(BatchError, match=r"7 rows.*no multiple of the shard's 3"):
+    def test_trim_rejects_other_numbers_of_rows(self, kind):
+        with pytest.raises(BatchError, match=r"7 rows.*not a multiple of the shard's 3"):
             trim(batches(7)[kind], 3, 2)
 
-    def test_a_single_batch_joins_to_itself(self, kind):
+    def test_single_batch_joins_to_itself(self, kind):
         value = batches(4)[kind]
         assert same(join([value]), value)
 
-    def test_joining_leaves_the_pieces_alone(self, kind):
-        pieces = [batches(2)[kind], batches(3)[kind]]
-        before = copy.deepcopy(pieces)
-        assert same(join(pieces), concat(pieces))
-        assert same(pieces, before)
-        assert [rows_in(piece) for piece in pieces] == [2, 3]
+    def test_joining_does_not_change_its_inputs(self, kind):
+        made = [batches(2)[kind], batches(3)[kind]]
+        before = copy.deepcopy(made)
+        assert same(join(made), concat(made))
+        assert same(made, before)
+        assert [rows_in(one) for one in made] == [2, 3]
 
 
 class TestWhole:
@@ -103,22 +103,22 @@ class TestWhole:
         ],
         ids=repr,
     )
-    def test_what_goes_whole_has_no_rows(self, value):
+    def test_values_sent_whole_have_no_rows(self, value):
         assert goes_whole(value)
         assert length(value) is None
 
-    def test_parts_of_a_dict_that_go_whole_are_in_every_piece(self):
+    def test_dict_values_without_rows_are_in_every_shard(self):
         value = {"ids": [1, 2, 3, 4], "name": "x", "scale": torch.tensor(2.0), "all": Broadcast([9, 9, 9])}
         assert length(value) == 4
-        pieces = shard(value, share_rows(4, 2))
-        assert [piece["ids"] for piece in pieces] == [[1, 2], [3, 4]]
-        for piece in pieces:
-            assert piece["name"] == "x"
-            assert piece["scale"] is value["scale"]
-            assert piece["all"] == [9, 9, 9]
+        made = shard(value, share_rows(4, 2))
+        assert [one["ids"] for one in made] == [[1, 2], [3, 4]]
+        for one in made:
+            assert one["name"] == "x"
+            assert one["scale"] is value["scale"]
+            assert one["all"] == [9, 9, 9]
         assert type(value["all"]) is Broadcast
 
-    def test_a_dict_without_rows_has_no_length(self):
+    def test_dict_without_rows_has_no_length(self):
         assert length({}) is None
         assert length({"a": None, "b": {"c": 1.0}}) is None
 
@@ -127,24 +127,28 @@ class TestWhole:
         assert trim(None, 3, 1) is None
 
 
-class TestRefused:
+def _type_name(value):
+    return getattr(value, "__name__", type(value).__name__)
+
+
+class TestRejected:
     @pytest.mark.parametrize(
-        "value", [object(), {1, 2}, range(4), Path("x"), len, int, Chunked, iter([1]), slice(3)], ids=repr
+        "value", [object(), {1, 2}, range(4), Path("x"), len, int, Chunked, iter([1]), slice(3)], ids=_type_name
     )
-    def test_what_cannot_be_cut(self, value):
+    def test_values_that_cannot_be_split(self, value):
         with pytest.raises(BatchError, match="cannot be cut into rows"):
             length(value)
 
-    def test_a_dict_whose_values_differ_in_length(self):
+    def test_dict_with_values_of_different_lengths(self):
         with pytest.raises(BatchError) as caught:
             length({"a": [1, 2], "b": {"c": torch.zeros(2), "d": np.zeros(3)}})
         assert all(word in str(caught.value) for word in ("'c'", "2", "'d'", "3"))
 
-    def test_a_named_tuple_whose_values_differ_in_length(self):
+    def test_named_tuple_with_values_of_different_lengths(self):
         with pytest.raises(BatchError, match=r"'ids' has 1 rows, 'text' has 2"):
             length(Pair([1], ["a", "b"]))
 
-    def test_a_tensordict_without_batch_dims(self):
+    def test_tensordict_without_batch_dims(self):
         with pytest.raises(BatchError, match="batch_size"):
             length(TensorDict({"a": torch.zeros(3)}, batch_size=[]))
 
@@ -166,43 +170,43 @@ class TestRefused:
             ([object(), object()], ["object"]),
         ],
     )
-    def test_answers_that_do_not_join(self, values, told):
+    def test_values_that_cannot_be_joined(self, values, told):
         with pytest.raises(BatchError) as caught:
             join(values)
         assert all(word in str(caught.value) for word in told), str(caught.value)
 
-    def test_tensordicts_with_different_keys_do_not_join(self):
+    def test_tensordicts_with_different_keys_cannot_be_joined(self):
         one, other = (TensorDict({key: torch.zeros(2)}, batch_size=[2]) for key in "ab")
         with pytest.raises(BatchError):
             join([one, other])
 
     @pytest.mark.parametrize("value", [1.0, "text", torch.tensor(1.0), {"loss": 0.5}], ids=repr)
-    def test_padding_cannot_be_dropped_from_what_has_no_rows(self, value):
+    def test_padding_cannot_be_removed_from_values_without_rows(self, value):
         with pytest.raises(BatchError, match="no rows"):
             trim(value, 2, 1)
 
 
-class TestWholePartsOfDicts:
-    """What went whole beside rows comes back whole, so that join(cut(x)) == x."""
+class TestDictsWithWholeValues:
+    """A value that is sent whole beside rows is returned whole, so that join(cut(x)) == x."""
 
     WHOLE = {"text": "t", "number": 0.5, "nothing": None, "deep": {"scale": 2}}  # noqa: RUF012
 
-    def test_there_and_back(self):
+    def test_join_undoes_split(self):
         value = {"rows": [1, 2, 3, 4], **self.WHOLE}
         assert join([cut(value, 0, 1), cut(value, 1, 4)]) == value
 
-    def test_trimmed(self):
+    def test_trim_keeps_whole_values(self):
         assert trim({"rows": [1, 2, 3, 4], **self.WHOLE}, 2, 1) == {"rows": [1, 2], **self.WHOLE}
 
-    def test_ranks_that_do_not_agree(self):
-        with pytest.raises(BatchError, match=r"'number'.*do not agree"):
+    def test_whole_values_must_not_differ_between_ranks(self):
+        with pytest.raises(BatchError, match=r"'number'.*different values"):
             join([{"rows": [1], "number": 1}, {"rows": [2], "number": 2}])
 
 
-class TestChunksOfOtherSizes:
-    """A type known only by chunk() and concat(): a part of it is not mistaken for all of it."""
+class TestUnequalChunks:
+    """A type with only chunk() and concat() can be split into ranges of any size."""
 
-    def test_the_first_rows(self):
+    def test_leading_rows(self):
         class Proto:
             def __init__(self, rows):
                 self.rows = list(rows)
@@ -227,58 +231,58 @@ class TestChunksOfOtherSizes:
 
 class TestViews:
     @pytest.mark.parametrize("uneven", ["error", "ragged"])
-    def test_pieces_of_tensors_and_arrays_share_memory_with_the_batch(self, uneven):
+    def test_shards_of_tensors_and_arrays_share_memory_with_the_batch(self, uneven):
         rows = 6 if uneven == "error" else 7
         tensor, array = torch.zeros(rows, 2), np.zeros((rows, 2))
-        for k, piece in enumerate(shard({"t": tensor, "a": array}, share_rows(rows, 3, uneven))):
-            piece["t"] += k + 1
-            piece["a"] += k + 1
+        for k, one in enumerate(shard({"t": tensor, "a": array}, share_rows(rows, 3, uneven))):
+            one["t"] += k + 1
+            one["a"] += k + 1
         assert all((array != 0).flat)
         assert torch.equal(tensor, torch.from_numpy(array).float())
 
-    def test_pieces_of_tensordicts_share_memory_with_the_batch(self):
+    def test_shards_of_tensordicts_share_memory_with_the_batch(self):
         value = TensorDict({"a": torch.zeros(4, 2)}, batch_size=[4])
-        for piece in shard(value, share_rows(4, 2)):
-            piece["a"] += 1
+        for one in shard(value, share_rows(4, 2)):
+            one["a"] += 1
         assert bool((value["a"] == 1).all())
 
-    def test_under_padding_only_the_padded_pieces_are_copies(self):
+    def test_padding_copies_only_padded_shards(self):
         value = torch.arange(5)
-        memory = [piece.untyped_storage().data_ptr() for piece in shard(value, share_rows(5, 3, "pad"))]
+        memory = [one.untyped_storage().data_ptr() for one in shard(value, share_rows(5, 3, "pad"))]
         own = value.untyped_storage().data_ptr()
         assert [pointer == own for pointer in memory] == [True, True, False]
 
-    def test_pieces_of_a_list_are_lists_of_their_own(self):
+    def test_shards_of_a_list_are_new_lists(self):
         value = [[0], [1]]
-        pieces = shard(value, share_rows(2, 2))
-        pieces[0].append("more")
+        made = shard(value, share_rows(2, 2))
+        made[0].append("more")
         assert value == [[0], [1]]
         (only,) = shard(value, share_rows(2, 1))
         only.append("more")
         assert value == [[0], [1]]
 
 
-class TestOtherDicts:
-    def test_an_ordered_dict_stays_one(self):
+class TestOtherContainers:
+    def test_ordered_dict_stays_an_ordered_dict(self):
         value = OrderedDict(b=[1, 2], a=[3, 4])
-        pieces = shard(value, share_rows(2, 2))
-        assert pieces == [OrderedDict(b=[1], a=[3]), OrderedDict(b=[2], a=[4])]
-        assert all(type(piece) is OrderedDict for piece in pieces)
-        assert same(join(pieces), value)
+        made = shard(value, share_rows(2, 2))
+        assert made == [OrderedDict(b=[1], a=[3]), OrderedDict(b=[2], a=[4])]
+        assert all(type(one) is OrderedDict for one in made)
+        assert same(join(made), value)
 
-    def test_a_defaultdict_keeps_its_factory(self):
+    def test_defaultdict_keeps_its_factory(self):
         value = defaultdict(list, a=[1, 2])
-        piece = shard(value, share_rows(2, 2))[0]
-        assert piece["a"] == [1]
-        assert piece["new"] == []
+        one = shard(value, share_rows(2, 2))[0]
+        assert one["a"] == [1]
+        assert one["new"] == []
         assert list(value) == ["a"]
 
     def test_tensorclass_is_a_batch(self):
         sample = tensorclass(type("Sample", (), {"__annotations__": {"x": torch.Tensor}}))
         value = sample(x=torch.arange(6).reshape(3, 2), batch_size=[3])
-        pieces = shard(value, share_rows(3, 2, "pad"))
-        assert [piece.x.tolist() for piece in pieces] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
-        assert torch.equal(join([trim(p, 2, r) for p, r in zip(pieces, (2, 1), strict=True)]).x, value.x)
+        made = shard(value, share_rows(3, 2, "pad"))
+        assert [one.x.tolist() for one in made] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
+        assert torch.equal(join([trim(p, 2, r) for p, r in zip(made, (2, 1), strict=True)]).x, value.x)
 
 
 class TestUserTypes:
@@ -286,11 +290,11 @@ class TestUserTypes:
         class Special(Table):
             pass
 
-        pieces = shard(Special([1, 2]), share_rows(2, 2))
-        assert [type(piece) for piece in pieces] == [Special, Special]
-        assert join(pieces).items == [1, 2]
+        made = shard(Special([1, 2]), share_rows(2, 2))
+        assert [type(one) for one in made] == [Special, Special]
+        assert join(made).items == [1, 2]
 
-    def test_a_second_registration_replaces_the_first(self):
+    def test_second_registration_replaces_the_first(self):
         register_batch_type(Table, **{**table_functions(), "length": lambda table: 40})
         assert length(Table([])) == 40
 
@@ -298,7 +302,7 @@ class TestUserTypes:
         register_batch_type(Sliced, **{**table_functions(), "length": lambda value: 2 * len(value.items)})
         assert length(Sliced([1, 2, 3])) == 6
 
-    def test_equal_shards_come_from_the_types_own_chunk(self):
+    def test_equal_shards_use_the_types_own_chunk(self):
         class Counting(Sliced):
             asked: list[int] = []  # noqa: RUF012
 
@@ -318,7 +322,7 @@ class TestUserTypes:
             (Table, {"join": "cat"}, "join="),
         ],
     )
-    def test_bad_registrations(self, cls, change, told):
+    def test_invalid_registrations(self, cls, change, told):
         with pytest.raises(TypeError, match=told):
             register_batch_type(cls, **{**table_functions(), **change})
 
@@ -335,14 +339,14 @@ class TestDescribe:
             (object(), "object"),
         ],
     )
-    def test_a_value_in_a_few_words(self, value, text):
+    def test_short_description(self, value, text):
         assert describe(value) == text
 
-    def test_long_strings_are_cut(self):
+    def test_long_strings_are_shortened(self):
         assert len(describe("x" * 1000)) < 60
 
     @pytest.mark.parametrize("shape", [7, "text-like", lambda: (1, 2)])
-    def test_whatever_an_attribute_called_shape_may_be(self, shape):
+    def test_shape_attribute_may_be_anything(self, shape):
         thing = type("Blob", (), {"shape": staticmethod(shape) if callable(shape) else shape})()
         assert "Blob" in describe(thing)
 

@@ -1,4 +1,4 @@
-"""What a layout looks like: a table as text, and a picture in a notebook. The picture is read back as XML."""
+"""How a layout is shown: a text table, and in notebooks an SVG picture, which the tests parse."""
 
 from collections import Counter
 from xml.etree import ElementTree
@@ -17,7 +17,7 @@ ROLLOUT = Mesh("rollout", (0, 0, 1, 1), (False, True, True, False))
 
 
 class Panel:
-    """A rectangle of the picture with the rectangles that lie in it."""
+    """A rectangle of the picture."""
 
     def __init__(self, rectangle):
         self.left, self.top = float(rectangle.get("x")), float(rectangle.get("y"))
@@ -35,7 +35,7 @@ class Panel:
 
 
 def read(layout):
-    """[heading, [shard, [(rank, place, whether it answers)]]] of every view, from where things are drawn."""
+    """[heading, [shard, [(rank, coordinates, collects)]]] of every view, from the positions of the shapes."""
     root = ElementTree.fromstring(layout._repr_svg_())
     assert root.tag == f"{SVG}svg"
     width, height = float(root.get("width")), float(root.get("height"))
@@ -45,7 +45,7 @@ def read(layout):
     shapes = [Panel(rectangle) for rectangle in rectangles]
     boxes = [s for s, r in zip(shapes, rectangles, strict=True) if r.get("stroke")]
     panels = [s for s, r in zip(shapes, rectangles, strict=True) if not r.get("stroke")]
-    assert not any(a.overlaps(b) for k, a in enumerate(boxes) for b in boxes[:k]), "boxes lie beside each other"
+    assert not any(a.overlaps(b) for k, a in enumerate(boxes) for b in boxes[:k]), "boxes must not overlap"
     assert not any(a.overlaps(b) for k, a in enumerate(panels) for b in panels[:k])
     assert all(s.left >= 0 and s.right <= width and s.top >= 0 and s.bottom <= height for s in shapes)
     texts = [(float(t.get("x")), float(t.get("y")), t.text or "") for t in root.iter(f"{SVG}text")]
@@ -66,12 +66,12 @@ def read(layout):
                 ranks.append((int(rank.split()[1]), place, box.thick))
             shards.append((shard, ranks))
         views.append((heading, shards))
-    assert sum(len(ranks) for _, shards in views for _, ranks in shards) == len(boxes), "every box is in one panel"
+    assert sum(len(ranks) for _, shards in views for _, ranks in shards) == len(boxes), "every box must be in one panel"
     return views
 
 
-class TestTheTable:
-    def test_coordinates_shards_and_answers(self):
+class TestTable:
+    def test_coordinates_shards_and_collecting_ranks(self):
         lines = str(DP2_TP2_PP2).splitlines()
         assert lines[0].split() == ["rank", "tp", "cp", "dp", "pp", "shard"]
         assert [line.split() for line in lines[1:-1]] == [
@@ -84,15 +84,15 @@ class TestTheTable:
             ["6", "0", "0", "1", "1", "1", "*"],
             ["7", "1", "0", "1", "1", "1"],
         ]
-        assert lines[-1] == "* answers for its shard"
+        assert lines[-1] == "* collecting rank of its shard"
 
-    def test_columns_stand_under_their_names(self):
+    def test_columns_are_aligned_with_their_names(self):
         header, *rows = str(layout_of(coordinates({"tp": 2, "dp": 12}, ("tp", "dp")))).splitlines()[:-1]
         for name in ("rank", "tp", "dp"):
             end = header.index(name) + len(name)
             assert all(row[end - 1].isdigit() and row[end : end + 1] in ("", " ") for row in rows)
 
-    def test_meshes_have_a_column_each(self):
+    def test_each_mesh_has_a_column(self):
         lines = str(Layout({"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]}, {"actor": ACTOR, "rollout": ROLLOUT})).splitlines()
         assert lines[0].split() == ["rank", "dp", "tp", "shard", "mesh", "actor", "mesh", "rollout"]
         assert [line.split() for line in lines[1:-1]] == [
@@ -102,17 +102,17 @@ class TestTheTable:
             ["3", "1", "1", "1", "3", "*", "1"],
         ]
 
-    def test_meshes_alone(self):
+    def test_meshes_without_axes(self):
         lines = str(Layout({}, {"rollout": ROLLOUT})).splitlines()
         assert [line.split() for line in lines[1:3]] == [["0", "0"], ["1", "0", "*"]]
 
-    def test_nothing_known(self):
+    def test_empty_layout(self):
         assert str(Layout({})).split() == ["rank"]
         assert Layout({})._repr_svg_() is None
 
 
-class TestThePicture:
-    def test_written_out(self):
+class TestPicture:
+    def test_small_layout(self):
         ((heading, shards),) = read(DP2_TP2_PP2)
         assert heading == "MEGATRON modes, by dp: 2 shards"
         assert shards == [
@@ -137,7 +137,7 @@ class TestThePicture:
         ]
 
     @pytest.mark.parametrize("world_size", [1, 2, 6, 8, 12, 16, 24])
-    def test_every_rank_in_its_shard_and_a_thick_border_for_those_that_answer(self, world_size):
+    def test_every_rank_is_in_its_shard_and_collecting_ranks_have_a_thick_border(self, world_size):
         for factors in factorizations(world_size, 4):
             sizes = dict(zip(AXES, factors, strict=True))
             order = next(orders(sizes))
@@ -150,7 +150,7 @@ class TestThePicture:
                 for rank, p in enumerate(places)
             }
 
-    def test_a_view_for_each_mesh(self):
+    def test_each_mesh_has_a_view(self):
         layout = Layout({"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]}, {"actor": ACTOR, "rollout": ROLLOUT})
         views = read(layout)
         assert [heading for heading, _ in views] == [
@@ -164,27 +164,27 @@ class TestThePicture:
             Counter(rank for _, ranks in shards for rank, *_ in ranks) == Counter(range(4)) for _, shards in views
         )
 
-    def test_names_of_meshes_are_escaped(self):
+    def test_mesh_names_are_escaped(self):
         views = read(Layout({}, {'<"a" & b>': Mesh('<"a" & b>', (0, 1), (True, True))}))
         assert views[0][0] == 'mesh <"a" & b>: 2 shards'
 
     @pytest.mark.parametrize("sizes", [{"pp": 64}, {"tp": 64}, {"dp": 512}, {"dp": 4, "tp": 8, "pp": 16}])
-    def test_large_ones_stay_inside_the_picture(self, sizes):
+    def test_large_layouts_stay_inside_the_picture(self, sizes):
         ((_, shards),) = read(layout_of(coordinates(sizes, tuple(sizes))))
         assert len(shards) == sizes.get("dp", 1)
 
-    def test_up_to_512_ranks(self):
+    def test_picture_is_limited_to_512_ranks(self):
         assert Layout.flat(512)._repr_svg_() is not None
         assert Layout.flat(513)._repr_svg_() is None
         assert len(str(Layout.flat(513)).splitlines()) == 515
 
 
-class TestALayoutWithAGap:
-    """Coordinates of which no rank answers for a shard: a call is an error, but looking at it must show why."""
+class TestLayoutWithAGap:
+    """Coordinates with a gap, so no rank collects for one shard: calls are errors, and the table shows why."""
 
     GAP = Layout({"dp": [0, 2], "tp": [0, 0]})
 
-    def test_the_table_has_the_coordinates_and_no_shards(self):
+    def test_table_has_the_coordinates_and_no_shards(self):
         assert [line.split() for line in str(self.GAP).splitlines()] == [
             ["rank", "dp", "tp"],
             ["0", "0", "0"],
@@ -194,7 +194,7 @@ class TestALayoutWithAGap:
     def test_there_is_no_picture(self):
         assert self.GAP._repr_svg_() is None
 
-    def test_a_whole_mesh_beside_it_is_shown(self):
+    def test_valid_mesh_is_shown(self):
         layout = Layout(
             self.GAP.axes, {"good": Mesh("good", (0, 1), (True, True)), "bad": Mesh("bad", (0, 2), (True, True))}
         )

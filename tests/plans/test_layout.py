@@ -1,4 +1,4 @@
-"""Layout: coordinates as they were reported, and who shares a shard and who answers."""
+"""Layout: the reported coordinates, which ranks share a shard, and which ranks collect."""
 
 import pickle
 
@@ -18,7 +18,7 @@ class TestAxes:
         assert (layout.size("dp"), layout.size("tp")) == (2, 2)
         assert [layout.coordinate("tp", rank) for rank in range(4)] == [0, 1, 0, 1]
 
-    def test_an_axis_that_nobody_reported_has_size_one(self):
+    def test_unreported_axis_has_size_one(self):
         layout = Layout({"dp": [0, 1]})
         assert layout.size("pp") == 1
         assert layout.coordinate("pp", 1) == 0
@@ -26,26 +26,26 @@ class TestAxes:
     def test_flat_gives_each_rank_its_own_dp_rank(self):
         assert Layout.flat(3).axes["dp"] == (0, 1, 2)
 
-    def test_an_empty_layout_has_no_ranks(self):
+    def test_empty_layout_has_no_ranks(self):
         assert Layout({}).world_size == 0
 
     def test_world_size_is_known_from_meshes_alone(self):
         assert Layout({}, {"infer": Mesh("infer", (0, 0, 1), (True, False, True))}).world_size == 3
 
-    def test_later_changes_of_the_given_lists_do_not_reach_the_layout(self):
+    def test_later_changes_to_the_given_lists_have_no_effect(self):
         reported = [0, 1]
         layout = Layout({"dp": reported})
         reported[1] = 7
         assert layout.size("dp") == 2
 
-    def test_it_prints_one_line_for_each_rank(self):
+    def test_prints_one_line_per_rank(self):
         lines = str(Layout({"dp": [0, 11], "tp": [0, 0]})).splitlines()
         assert [line.split() for line in lines] == [["rank", "dp", "tp"], ["0", "0", "0"], ["1", "11", "0"]]
         assert len({len(line) for line in lines}) == 1
 
-    def test_it_pickles(self):
+    def test_pickles(self):
         layout = Layout({"dp": [0, 1]}, {"m": Mesh("m", (0, 1), (True, True))})
-        layout.by_dp  # noqa: B018 - what is cached must not get in the way
+        layout.by_dp  # noqa: B018 - the cached routing must not prevent pickling
         again = pickle.loads(pickle.dumps(layout))
         assert again == layout
         assert again.by_dp == layout.by_dp
@@ -60,12 +60,12 @@ class TestAxes:
             ({"dp": [0, True]}, ["'dp'", "rank 1", "True"]),
         ],
     )
-    def test_what_cannot_be_coordinates_is_refused(self, axes, told):
+    def test_invalid_coordinates_are_rejected(self, axes, told):
         with pytest.raises(ValueError) as caught:
             Layout(axes)
         assert all(word in str(caught.value) for word in told)
 
-    def test_a_mesh_over_another_number_of_ranks_is_refused(self):
+    def test_mesh_over_another_number_of_ranks_is_rejected(self):
         with pytest.raises(ValueError, match="mesh m"):
             Layout({"dp": [0, 1]}, {"m": Mesh("m", (0, 0, 0), (True, False, False))})
 
@@ -77,20 +77,20 @@ class TestRouting:
     def test_only_calls_the_given_ranks_and_keeps_their_order(self):
         routing = Routing.only((2, 0), 4)
         assert routing.shard_of == (0, None, 0, None)
-        assert routing.answers == (2, 0)
+        assert routing.collecting == (2, 0)
 
-    def test_by_dp_written_out(self):
+    def test_by_dp_example(self):
         # rank: 0 1 2 3 | 4 5 6 7   tp fastest, then dp, pp slowest; the last stage is ranks 4 to 7
         routing = TP2_DP2_PP2.by_dp
         assert routing.shard_of == (0, 0, 1, 1, 0, 0, 1, 1)
-        assert routing.answers == (4, 6)
+        assert routing.collecting == (4, 6)
 
-    def test_by_dp_cp_pp_written_out(self):
+    def test_by_dp_cp_pp_example(self):
         routing = TP2_DP2_PP2.by_dp_cp_pp
         assert routing.shard_of == (0, 0, 2, 2, 1, 1, 3, 3)
-        assert routing.answers == (0, 4, 2, 6)
+        assert routing.collecting == (0, 4, 2, 6)
 
-    def test_cp_stands_between_dp_and_pp(self):
+    def test_cp_is_nested_between_dp_and_pp(self):
         layout = layout_of(coordinates({"pp": 2, "cp": 3, "dp": 2}, ("pp", "dp", "cp", "tp")))
         for rank in range(12):
             d, c, p = (layout.coordinate(axis, rank) for axis in ("dp", "cp", "pp"))
@@ -100,54 +100,54 @@ class TestRouting:
         axes = {"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]}
         assert Layout({**axes, "ep": [0, 1, 2, 3]}).by_dp == Layout(axes).by_dp
 
-    def test_only_tensor_parallelism_is_one_shard(self):
+    def test_tensor_parallelism_alone_is_one_shard(self):
         routing = Layout({"tp": [0, 1, 2]}).by_dp
-        assert (routing.shards, routing.shard_of, routing.answers) == (1, (0, 0, 0), (0,))
+        assert (routing.shards, routing.shard_of, routing.collecting) == (1, (0, 0, 0), (0,))
 
     @pytest.mark.parametrize("route", ["by_dp", "by_dp_cp_pp"])
-    def test_workers_that_said_nothing(self, route):
+    def test_without_coordinates(self, route):
         with pytest.raises(DispatchError, match="register_layout"):
             getattr(Layout({}), route)
 
     @pytest.mark.parametrize("route", ["by_dp", "by_dp_cp_pp"])
-    def test_two_ranks_in_one_place(self, route):
-        with pytest.raises(DispatchError, match=r"ranks 1 and 3 both answer for shard 1"):
+    def test_two_ranks_with_the_same_coordinates(self, route):
+        with pytest.raises(DispatchError, match=r"ranks 1 and 3 both collect for shard 1"):
             getattr(Layout({"dp": [0, 1, 2, 1], "tp": [0, 0, 0, 0]}), route)
 
     @pytest.mark.parametrize("route", ["by_dp", "by_dp_cp_pp"])
-    def test_a_place_that_nobody_takes(self, route):
-        with pytest.raises(DispatchError, match="no rank answers for shard 1"):
+    def test_coordinates_without_a_rank(self, route):
+        with pytest.raises(DispatchError, match="no rank collects for shard 1"):
             getattr(Layout({"dp": [0, 2]}), route)
 
 
 class TestMesh:
-    def test_answers_come_in_the_order_of_dp_ranks(self):
+    def test_results_are_in_dp_rank_order(self):
         mesh = Mesh("infer", (1, 1, 0, 0), (False, True, True, False))
         assert mesh.routing.shard_of == (1, 1, 0, 0)
-        assert mesh.routing.answers == (2, 1)
+        assert mesh.routing.collecting == (2, 1)
 
-    def test_an_unknown_mesh_names_the_known_ones_and_the_way_out(self):
+    def test_unknown_mesh_error_lists_the_known_meshes(self):
         layout = Layout({}, {"train": Mesh("train", (0, 1), (True, True))})
         with pytest.raises(DispatchError) as caught:
             layout.mesh("infer")
         assert all(word in str(caught.value) for word in ("'infer'", "train", "register_mesh"))
 
-    def test_no_mesh_at_all(self):
-        with pytest.raises(DispatchError, match="known: none"):
+    def test_no_meshes_registered(self):
+        with pytest.raises(DispatchError, match="registered: none"):
             Layout({"dp": [0]}).mesh("infer")
 
     @pytest.mark.parametrize(
         ("dp_rank", "collects"),
         [
-            pytest.param((0, 0, 1), (True, True, True), id="two answer for one shard"),
-            pytest.param((0, 0, 1), (True, False, False), id="nobody answers for a shard"),
+            pytest.param((0, 0, 1), (True, True, True), id="two collect for one shard"),
+            pytest.param((0, 0, 1), (True, False, False), id="no rank collects for a shard"),
             pytest.param((0, 2, 2), (True, True, False), id="a gap"),
-            pytest.param((0, 0), (False, False), id="nobody answers"),
+            pytest.param((0, 0), (False, False), id="no rank collects"),
             pytest.param((-1, 0), (True, True), id="negative, one shard"),
-            pytest.param((-1, 0, 1), (True, True, False), id="negative, in the place of the last"),
+            pytest.param((-1, 0, 1), (True, True, False), id="negative, instead of the last"),
             pytest.param((-1, 0, 1), (False, True, True), id="negative, collects nothing"),
         ],
     )
-    def test_data_ranks_that_make_no_sense_are_refused(self, dp_rank, collects):
+    def test_inconsistent_dp_ranks_are_rejected(self, dp_rank, collects):
         with pytest.raises((DispatchError, ValueError)):
             Layout({}, {"m": Mesh("m", dp_rank, collects)}).mesh("m").routing  # noqa: B018

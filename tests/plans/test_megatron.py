@@ -1,11 +1,11 @@
-"""The MEGATRON modes on made-up layouts: every way to cut up to 64 ranks, in every nesting of the axes."""
+"""The MEGATRON modes on all layouts of up to 64 ranks: every factorization, in every nesting of the axes."""
 
 import pytest
 from plan_helpers import AXES, check_megatron_modes, coordinates, factorizations, orders
 
 
 def layouts(world_size):
-    """(sizes, per rank its place) of every factorization in every nesting."""
+    """(sizes, coordinates of each rank) of every factorization in every nesting."""
     for factors in factorizations(world_size, 4):
         sizes = dict(zip(AXES, factors, strict=True))
         for order in orders(sizes):

@@ -1,18 +1,19 @@
-"""Properties of whole calls on random layouts up to 4,096 ranks and random batches."""
+"""Properties of whole calls on random layouts of up to 4,096 ranks and random batches."""
 
 import copy
 
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from depth import examples, most_ranks
+from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_helpers import (
     NO_EMPTY_SHARD,
-    FakeGroup,
     batches,
     coordinates,
     expected_rows,
     layout_of,
     pick,
+    plain_layout,
     plan_of,
     same,
     simulate,
@@ -24,14 +25,14 @@ from dispatch.rows import share_rows
 
 AXES = ("tp", "cp", "dp", "pp")
 UNEVEN = st.sampled_from(["pad", "ragged"])
-big = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-small = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+big = examples(10, 50)
+small = examples(30, 200)
 
 
 @st.composite
-def placed_ranks(draw, most=4096):
-    """(sizes, per rank its place): any sizes, any nesting, and sometimes ranks in no order at all."""
-    sizes, left = {}, draw(st.sampled_from([8, 64, 512, most]))
+def placed_ranks(draw):
+    """(sizes, coordinates of each rank): any sizes, any nesting, and sometimes ranks in random order."""
+    sizes, left = {}, draw(st.sampled_from([8, 64, 512, most_ranks()]))
     for axis in draw(st.permutations(AXES)):
         sizes[axis] = draw(st.integers(1, left))
         left //= sizes[axis]
@@ -54,7 +55,7 @@ def by_shard(places, shard_of):
 
 
 def check_rows(plan, rows, uneven, readers):
-    """Every row at exactly the ranks that own it, each rank once, and one object for the ranks of a shard."""
+    """Every row reaches exactly the ranks of its shard, which share one object, and every rank is called once."""
     cut, real = expected_rows(rows, len(readers), uneven)
     assert len(plan.shards) == len(readers)
     assert [entry.real for entry in plan.shards] == real
@@ -74,12 +75,12 @@ def check_rows(plan, rows, uneven, readers):
 @example(placed=LARGEST, rows=100, uneven="ragged")
 def test_megatron_compute_proto(placed, rows, uneven):
     sizes, places = placed
-    group = FakeGroup(len(places), layout_of(places))
-    plan = plan_of("MEGATRON_COMPUTE_PROTO", group, torch.arange(rows), uneven=uneven)
+    layout = layout_of(places)
+    plan = plan_of("MEGATRON_COMPUTE_PROTO", layout, torch.arange(rows), uneven=uneven)
     check_rows(plan, rows, uneven, by_shard(places, lambda place: place["dp"]))
-    answering = [places[rank] for rank in plan.answers]
+    collecting = [places[rank] for rank in plan.collecting]
     last = sizes["pp"] - 1
-    assert answering == [{"dp": d, "tp": 0, "cp": 0, "pp": last} for d in range(sizes["dp"])]
+    assert collecting == [{"dp": d, "tp": 0, "cp": 0, "pp": last} for d in range(sizes["dp"])]
     assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
 
 
@@ -89,13 +90,13 @@ def test_megatron_compute_proto(placed, rows, uneven):
 @example(placed=LARGEST, rows=100, uneven="ragged")
 def test_megatron_pp_as_dp_proto(placed, rows, uneven):
     sizes, places = placed
-    group = FakeGroup(len(places), layout_of(places))
+    layout = layout_of(places)
     data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
     number = {place: k for k, place in enumerate(data)}
-    plan = plan_of("MEGATRON_PP_AS_DP_PROTO", group, torch.arange(rows), uneven=uneven)
+    plan = plan_of("MEGATRON_PP_AS_DP_PROTO", layout, torch.arange(rows), uneven=uneven)
     check_rows(plan, rows, uneven, by_shard(places, lambda place: number[place["dp"], place["cp"], place["pp"]]))
-    answering = [places[rank] for rank in plan.answers]
-    assert answering == [{"dp": d, "cp": c, "pp": p, "tp": 0} for d, c, p in data]
+    collecting = [places[rank] for rank in plan.collecting]
+    assert collecting == [{"dp": d, "cp": c, "pp": p, "tp": 0} for d, c, p in data]
     assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
 
 
@@ -104,26 +105,26 @@ def test_megatron_pp_as_dp_proto(placed, rows, uneven):
 @example(placed=LARGEST)
 def test_megatron_items(placed):
     sizes, places = placed
-    group = FakeGroup(len(places), layout_of(places))
+    layout = layout_of(places)
     items = [object() for _ in range(sizes["dp"])]
-    plan = plan_of("MEGATRON_COMPUTE", group, items)
+    plan = plan_of("MEGATRON_COMPUTE", layout, items)
     assert all(plan.arguments(rank)[0][0] is items[place["dp"]] for rank, place in enumerate(places))
     assert simulate(plan, lambda rank, x: x) == items
     data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
-    plan = plan_of("MEGATRON_PP_AS_DP", group, data)
+    plan = plan_of("MEGATRON_PP_AS_DP", layout, data)
     for rank, place in enumerate(places):
         assert plan.arguments(rank)[0] == ((place["dp"], place["cp"], place["pp"]),)
     assert simulate(plan, lambda rank, x: x) == data
 
 
 @big
-@given(world_size=st.integers(1, 4096), rows=st.integers(0, 9000), uneven=UNEVEN)
+@given(world_size=st.integers(1, most_ranks()), rows=st.integers(0, 9000), uneven=UNEVEN)
 @example(world_size=4096, rows=9000, uneven="pad")
 @example(world_size=4096, rows=9000, uneven="ragged")
 def test_flat_groups(world_size, rows, uneven):
-    plan = plan_of("DP_COMPUTE_PROTO", FakeGroup(world_size), torch.arange(rows), uneven=uneven)
+    plan = plan_of("DP_COMPUTE_PROTO", plain_layout(world_size), torch.arange(rows), uneven=uneven)
     check_rows(plan, rows, uneven, {rank: [rank] for rank in range(world_size)})
-    assert plan.answers == tuple(range(world_size))
+    assert plan.collecting == tuple(range(world_size))
     assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
 
 
@@ -140,18 +141,18 @@ def test_named_meshes_over_one_group(data, world_size, rows, uneven):
             collects[rank] = position < shards
         reported[name] = (shards, dp_rank, collects)
         meshes[name] = Mesh(name, tuple(dp_rank), tuple(collects))
-    group = FakeGroup(world_size, Layout({}, meshes))
+    layout = Layout({}, meshes)
     for name, (shards, dp_rank, collects) in reported.items():
-        plan = plan_of(Dispatch.mesh(name), group, torch.arange(rows), uneven=uneven)
+        plan = plan_of(Dispatch.mesh(name), layout, torch.arange(rows), uneven=uneven)
         readers = {k: [rank for rank in range(world_size) if dp_rank[rank] == k] for k in range(shards)}
         check_rows(plan, rows, uneven, readers)
-        assert all(collects[rank] for rank in plan.answers)
-        assert [dp_rank[rank] for rank in plan.answers] == list(range(shards))
+        assert all(collects[rank] for rank in plan.collecting)
+        assert [dp_rank[rank] for rank in plan.collecting] == list(range(shards))
 
 
 @small
 @given(rows=st.integers(0, 40), shards=st.integers(1, 12), uneven=UNEVEN)
-def test_join_undoes_cut_for_every_type(rows, shards, uneven):
+def test_join_undoes_split_for_every_type(rows, shards, uneven):
     numbers, real = expected_rows(rows, shards, uneven)
     shares = share_rows(rows, shards, uneven)
     for kind, value in batches(rows).items():
@@ -159,12 +160,12 @@ def test_join_undoes_cut_for_every_type(rows, shards, uneven):
             continue
         before = copy.deepcopy(value)
         assert length(value) == rows
-        pieces = shard(value, shares)
+        values = shard(value, shares)
         kept = []
-        for piece, own, count in zip(pieces, numbers, real, strict=True):
-            assert same(piece, pick(value, own)), kind
+        for rows_of_shard, own, count in zip(values, numbers, real, strict=True):
+            assert same(rows_of_shard, pick(value, own)), kind
             if count or kind not in NO_EMPTY_SHARD or not own:
-                kept.append(trim(piece, len(own), count) if count != len(own) else piece)
+                kept.append(trim(rows_of_shard, len(own), count) if count != len(own) else rows_of_shard)
         assert same(join(kept), value), kind
         assert same(value, before), kind
 
@@ -186,7 +187,7 @@ def test_calls_with_random_trees_of_batches(tree, rows, shards, uneven, as_keywo
     before = copy.deepcopy(value)
     cut, _ = expected_rows(rows, shards, uneven)
     args, kwargs = ((), {"key": value}) if as_keyword else ((value,), {})
-    plan = plan_of("DP_COMPUTE_PROTO", FakeGroup(shards), *args, uneven=uneven, **kwargs)
+    plan = plan_of("DP_COMPUTE_PROTO", plain_layout(shards), *args, uneven=uneven, **kwargs)
     for rank in range(shards):
         given_args, given_kwargs = plan.arguments(rank)
         assert same([*given_args, *given_kwargs.values()], [pick(value, cut[rank])])
@@ -196,8 +197,8 @@ def test_calls_with_random_trees_of_batches(tree, rows, shards, uneven, as_keywo
 
 @small
 @given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=6), rows=st.integers(1, 30), shards=st.integers(1, 9))
-def test_several_answers_for_each_row_lose_only_the_padding(counts, rows, shards):
-    plan = plan_of("DP_COMPUTE_PROTO", FakeGroup(shards), torch.arange(rows), uneven="pad")
+def test_several_result_rows_per_row_lose_only_the_padding(counts, rows, shards):
+    plan = plan_of("DP_COMPUTE_PROTO", plain_layout(shards), torch.arange(rows), uneven="pad")
     for times in counts:
-        answer = simulate(plan, lambda rank, x, m=times: x.repeat_interleave(m))
-        assert torch.equal(answer, torch.arange(rows).repeat_interleave(times))
+        result = simulate(plan, lambda rank, x, m=times: x.repeat_interleave(m))
+        assert torch.equal(result, torch.arange(rows).repeat_interleave(times))

@@ -1,4 +1,4 @@
-"""@register: the method stays what it was, and what it declared is found wherever the method is defined."""
+"""@register: the method is unchanged, and its declaration is found through inheritance and decorators."""
 
 import asyncio
 import functools
@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from plan_helpers import FakeGroup
+from plan_helpers import plain_layout
 
 from dispatch import Dispatch, DispatchError, Execute, ResultError, SingleControllerError, register
 from dispatch.plan import plan_call
@@ -39,11 +39,11 @@ class Base:
 
     @property
     def broken(self):
-        raise AssertionError("a property must not be run to find the methods")
+        raise AssertionError("finding the methods must not run a property")
 
     @functools.cached_property
     def broken_too(self):
-        raise AssertionError("a property must not be run to find the methods")
+        raise AssertionError("finding the methods must not run a property")
 
     limit = 3
 
@@ -55,8 +55,8 @@ def mode_of(cls, name):
     return registered_methods(cls)[name].registration.mode
 
 
-class TestTheMethodItself:
-    def test_it_is_returned_unchanged(self):
+class TestMethod:
+    def test_is_returned_unchanged(self):
         def work(self, x: int, y: str = "a", *rest, key=None, **more) -> float:
             """Work."""
 
@@ -66,17 +66,17 @@ class TestTheMethodItself:
         assert inspect.signature(decorated) == signature
         assert (decorated.__doc__, decorated.__qualname__) == ("Work.", name)
 
-    def test_it_runs_as_the_user_wrote_it(self):
+    def test_runs_unchanged(self):
         assert Base().add(3, times=2) == 6
         assert Base.double(4) == 8
         assert Base.name("!") == "Base!"
 
-    def test_async_stays_async(self):
+    def test_async_method_stays_async(self):
         assert inspect.iscoroutinefunction(Base.generate)
         assert asyncio.run(Base().generate([1])) == [1]
 
 
-class TestWhatIsDeclared:
+class TestDeclaration:
     def test_every_option_is_kept(self):
         assert registered_methods(Base)["generate"].registration == Registration(
             mode=Dispatch.DP_COMPUTE_PROTO,
@@ -103,7 +103,7 @@ class TestWhatIsDeclared:
             concurrent=False,
         )
 
-    def test_positional_order_of_the_first_four_options(self):
+    def test_first_four_options_are_positional(self):
         @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, False, False)
         def work(self): ...
 
@@ -114,39 +114,39 @@ class TestWhatIsDeclared:
         "options",
         [{"uneven": "drop"}, {"uneven": None}, {"inputs": "alias"}, {"uneven": ["pad"]}],
     )
-    def test_unknown_choices_name_the_known_ones(self, options):
+    def test_unknown_choice_error_lists_the_known_choices(self, options):
         (name,) = options
         with pytest.raises(ValueError, match=f"register\\({name}=.*known are '"):
             register(**options)
 
     @pytest.mark.parametrize("name", ["blocking", "materialize_futures", "concurrent"])
     @pytest.mark.parametrize("value", [1, None, "yes"])
-    def test_flags_are_flags(self, name, value):
+    def test_flags_must_be_bools(self, name, value):
         with pytest.raises(TypeError, match=f"register\\({name}=...\\) is True or False"):
             register(**{name: value})
 
-    def test_an_option_that_nobody_knows(self):
+    def test_unknown_option(self):
         with pytest.raises(TypeError, match="blocing"):
             register(blocing=False)
 
-    def test_parentheses_forgotten(self):
+    def test_missing_parentheses(self):
         with pytest.raises(TypeError, match="parentheses"):
 
             @register
             def work(self): ...
 
     @pytest.mark.parametrize("thing", [3, "work", Base, functools.partial(print), property(lambda self: 1), len])
-    def test_only_functions_are_decorated(self, thing):
+    def test_only_functions_can_be_decorated(self, thing):
         with pytest.raises(TypeError, match="decorates a method"):
             register()(thing)
 
-    def test_above_staticmethod_says_where_it_belongs(self):
+    def test_register_above_staticmethod_error_says_where_to_put_it(self):
         with pytest.raises(TypeError, match="below @staticmethod"):
             register()(staticmethod(lambda x: x))
 
 
 class TestRegisteredMethods:
-    def test_all_kinds_are_found_in_order_and_no_property_is_run(self):
+    def test_all_kinds_are_found_in_order_without_running_properties(self):
         assert list(registered_methods(Base)) == ["add", "generate", "double", "name"]
 
     def test_owner_and_name(self):
@@ -162,20 +162,20 @@ class TestRegisteredMethods:
             ("name", "(suffix='')"),
         ],
     )
-    def test_a_caller_sees_the_signature_without_self(self, name, signature):
+    def test_signature_omits_self(self, name, signature):
         assert str(registered_methods(Base)[name].signature) == signature
 
-    def test_method_spec_of_what_is_not_registered(self):
+    def test_method_spec_of_an_unregistered_method(self):
         spec = method_spec(Base, "plain")
         assert spec.registration is UNREGISTERED
         assert str(spec.signature) == "(x)"
         assert spec.registration.mode == Dispatch.ONE_TO_ALL
 
     @pytest.mark.parametrize("name", ["limit", "broken", "broken_too", "nothing", "__class__"])
-    def test_method_spec_of_what_is_no_method(self, name):
+    def test_method_spec_of_other_attributes_is_none(self, name):
         assert method_spec(Base, name) is None
 
-    def test_a_decorator_with_wraps_on_top_keeps_it(self):
+    def test_wrapping_decorator_keeps_the_declaration(self):
         def logged(function):
             @functools.wraps(function)
             def inner(*args, **kwargs):
@@ -202,7 +202,7 @@ class TestSubclasses:
         assert list(registered_methods(Sub)) == ["add", "generate", "double", "name", "more"]
         assert registered_methods(Sub)["add"].owner == "Sub"
 
-    def test_an_override_keeps_the_declaration_and_brings_its_own_signature(self):
+    def test_override_keeps_the_declaration_with_its_own_signature(self):
         class Sub(Base):
             def add(self, x, y):
                 return x + y
@@ -215,7 +215,7 @@ class TestSubclasses:
         assert registered_methods(Sub)["add"].function is Sub.add
         assert registered_methods(Sub)["generate"].registration == registered_methods(Base)["generate"].registration
 
-    def test_an_override_of_a_static_method_keeps_the_declaration(self):
+    def test_static_method_override_keeps_the_declaration(self):
         class Sub(Base):
             @staticmethod
             def double(x):
@@ -223,7 +223,7 @@ class TestSubclasses:
 
         assert mode_of(Sub, "double") == Dispatch.ALL_TO_ALL
 
-    def test_an_override_of_a_class_method_keeps_the_declaration(self):
+    def test_class_method_override_keeps_the_declaration(self):
         class Sub(Base):
             @classmethod
             def name(cls, suffix=""):
@@ -231,7 +231,7 @@ class TestSubclasses:
 
         assert mode_of(Sub, "name") == Dispatch.RANK_ZERO
 
-    def test_an_override_with_register_replaces_all_of_it(self):
+    def test_override_with_register_replaces_the_whole_declaration(self):
         class Sub(Base):
             @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
             async def generate(self, prompts): ...
@@ -239,7 +239,7 @@ class TestSubclasses:
         assert registered_methods(Sub)["generate"].registration == Registration(Dispatch.DP_COMPUTE_METRIC)
         assert mode_of(Base, "generate") == Dispatch.DP_COMPUTE_PROTO
 
-    def test_the_nearest_declaration_counts(self):
+    def test_nearest_declaration_wins(self):
         class Middle(Base):
             @register(dispatch_mode=Dispatch.RANK_ZERO)
             def add(self, x): ...
@@ -257,7 +257,7 @@ class TestSubclasses:
         assert mode_of(type("A", (Mixin, Base), {}), "add") == Dispatch.DP_COMPUTE
         assert mode_of(type("B", (Base, Mixin), {}), "add") == Dispatch.ONE_TO_ALL
 
-    def test_a_method_that_a_subclass_takes_away_is_gone(self):
+    def test_method_set_to_none_is_removed(self):
         class Sub(Base):
             add = None
 
@@ -274,15 +274,15 @@ class TestBinding:
             ((1,), {"x": 2}, "multiple values for argument 'x'"),
         ],
     )
-    def test_a_wrong_call_reads_like_pythons_own(self, args, kwargs, told):
+    def test_wrong_call_raises_an_error_like_pythons(self, args, kwargs, told):
         with pytest.raises(TypeError) as caught:
-            plan_call(registered_methods(Base)["add"], FakeGroup(2), args, kwargs)
+            plan_call(registered_methods(Base)["add"], plain_layout(2), args, kwargs)
         message = str(caught.value)
         assert message.startswith("add()")
         assert told in message
         assert "add(x: int, *, times: int = 1)" in message
 
-    def test_parameters_have_names_whatever_slot_they_fill(self):
+    def test_parameters_are_named_by_position_and_keyword(self):
         class Worker:
             @register()
             def work(self, a, b=1, *rest, key=None, **more): ...
@@ -302,13 +302,13 @@ class TestErrors:
             (SingleControllerError("text"), {}),
         ],
     )
-    def test_they_pickle_with_their_attributes(self, error, attributes):
+    def test_errors_pickle_with_their_attributes(self, error, attributes):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error)
         assert str(again) == "text"
         assert {name: getattr(again, name) for name in attributes} == attributes
 
-    def test_one_base_catches_them_all(self):
+    def test_all_errors_have_one_base_class(self):
         assert issubclass(DispatchError, SingleControllerError)
         assert issubclass(DispatchError, ValueError)
         assert issubclass(ResultError, SingleControllerError)

@@ -12,19 +12,19 @@ def numbers(share: Share) -> list[int]:
 
 
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
-def test_rows_that_divide_are_cut_the_same_way_by_every_rule(uneven):
+def test_divisible_rows_are_split_equally_by_every_rule(uneven):
     assert share_rows(6, 3, uneven) == [Share(((0, 2),), 2), Share(((2, 4),), 2), Share(((4, 6),), 2)]
 
 
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
-def test_no_rows_divide(uneven):
+def test_zero_rows_are_divisible(uneven):
     shares = share_rows(0, 4, uneven)
     assert len(shares) == 4
     assert all(numbers(share) == [] and share.rows == share.real == 0 for share in shares)
 
 
 @pytest.mark.parametrize(("rows", "shards"), [(1, 2), (5, 2), (7, 8), (9, 8)])
-def test_error_refuses_what_does_not_divide(rows, shards):
+def test_error_rejects_rows_that_do_not_divide(rows, shards):
     with pytest.raises(BatchError, match=f"{rows} rows.*{shards}"):
         share_rows(rows, shards, "error")
 
@@ -41,36 +41,36 @@ def test_pad_repeats_rows_from_the_start():
     assert [share.padded for share in shares] == [False, False, True, True]
 
 
-def test_pad_of_one_row_repeats_it():
+def test_pad_repeats_a_single_row():
     shares = share_rows(1, 3, "pad")
     assert [numbers(share) for share in shares] == [[0], [0], [0]]
     assert [share.real for share in shares] == [1, 0, 0]
 
 
-def test_ragged_gives_larger_shards_first():
+def test_ragged_puts_larger_shards_first():
     assert [numbers(share) for share in share_rows(5, 3, "ragged")] == [[0, 1], [2, 3], [4]]
 
 
-def test_ragged_gives_empty_shards_when_rows_are_few():
+def test_ragged_gives_empty_shards_when_there_are_few_rows():
     shares = share_rows(2, 4, "ragged")
     assert [numbers(share) for share in shares] == [[0], [1], [], []]
     assert [share.real for share in shares] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("shards", range(1, 14))
-def test_all_small_cases_against_a_reference_that_counts_one_by_one(shards):
+def test_small_cases_match_a_reference_that_counts_rows(shards):
     for rows in range(30):
         for uneven in ("pad", "ragged"):
             shares = share_rows(rows, shards, uneven)
             cut, real = expected_rows(rows, shards, uneven)
             assert [numbers(share) for share in shares] == cut
-            assert [share.rows for share in shares] == [len(piece) for piece in cut]
+            assert [share.rows for share in shares] == [len(rows_of_shard) for rows_of_shard in cut]
             assert [share.real for share in shares] == real
             assert [share.padded for share in shares] == [len(p) != r for p, r in zip(cut, real, strict=True)]
 
 
 @pytest.mark.parametrize("shards", range(1, 14))
-def test_what_each_rule_promises(shards):
+def test_guarantees_of_each_rule(shards):
     for rows in range(1, 40):
         padded = share_rows(rows, shards, "pad")
         assert len({share.rows for share in padded}) == 1, "all shards of a padded batch have one size"

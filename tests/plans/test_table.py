@@ -1,24 +1,24 @@
-"""The table of built-in modes, row by row, on small groups: who gets what, who answers, what the driver gets."""
+"""The built-in modes on small layouts: what each rank gets, which ranks collect, what the driver gets."""
 
 import pytest
 import torch
-from plan_helpers import FakeGroup, coordinates, declare, layout_of, run, same, simulate
+from plan_helpers import coordinates, declare, layout_of, plain_layout, run, same, simulate
 
 from dispatch import Broadcast, Dispatch, DispatchError, Layout, Mesh
 from dispatch.modes import Join
 from dispatch.plan import plan_call
 
 # rank: 0 1 2 3 | 4 5 6 7   tp fastest, then dp, pp slowest: dp 0 is ranks 0 1 4 5; stage 1 is ranks 4 to 7
-MEGATRON = FakeGroup(8, layout_of(coordinates({"tp": 2, "dp": 2, "pp": 2}, ("tp", "dp", "pp"))))
-FLAT = FakeGroup(4)
+MEGATRON = layout_of(coordinates({"tp": 2, "dp": 2, "pp": 2}, ("tp", "dp", "pp")))
+FLAT = plain_layout(4)
 
 
-def plan(mode, group, *args, **kwargs):
-    return plan_call(declare(mode), group, args, kwargs)
+def plan(mode, layout, *args, **kwargs):
+    return plan_call(declare(mode), layout, args, kwargs)
 
 
 def received(plan):
-    """Per called rank its first argument."""
+    """The first argument of each called rank."""
     return run(plan, lambda rank, x=None, *more, **others: x)
 
 
@@ -36,14 +36,14 @@ class TestWhole:
     def test_one_to_all(self):
         argument = [1, 2, 3, 4]
         made = plan("ONE_TO_ALL", FLAT, argument, y=torch.arange(4))
-        assert made.answers == (0, 1, 2, 3)
+        assert made.collecting == (0, 1, 2, 3)
         for rank in range(4):
             (x,), others = made.arguments(rank)
-            assert x == [1, 2, 3, 4], "a list is not split, whatever its length"
+            assert x == [1, 2, 3, 4], "a list must not be split, whatever its length"
             assert torch.equal(others["y"], torch.arange(4))
         assert simulate(made, lambda rank, x, y: (rank, len(x))) == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
-    def test_what_all_ranks_get_is_stored_once(self):
+    def test_argument_for_all_ranks_is_stored_once(self):
         made = plan("ONE_TO_ALL", FLAT, torch.zeros(3))
         assert set(made.whole) == {0}
         assert all(shard.values == {} for shard in made.shards)
@@ -81,7 +81,7 @@ class TestItems:
         assert list(received(made).values()) == ["d0p0"] * 2 + ["d1p0"] * 2 + ["d0p1"] * 2 + ["d1p1"] * 2
         assert simulate(made, lambda rank, x: (rank, x)) == [(0, "d0p0"), (4, "d0p1"), (2, "d1p0"), (6, "d1p1")]
 
-    def test_an_item_may_be_anything(self):
+    def test_item_may_be_anything(self):
         items = [None, torch.zeros(2), [1, 2], {"a": 1}]
         got = received(plan("ALL_TO_ALL", FLAT, items))
         assert all(got[rank] is items[rank] for rank in range(4))
@@ -90,12 +90,12 @@ class TestItems:
         made = plan("DP_COMPUTE", FLAT)
         assert received(made) == {0: None, 1: None, 2: None, 3: None}
 
-    def test_broadcast_gives_every_rank_the_same(self):
+    def test_broadcast_sends_the_same_to_every_rank(self):
         made = plan("DP_COMPUTE", FLAT, [1, 2, 3, 4], Broadcast([9, 9]))
         assert [made.arguments(rank)[0] for rank in range(4)] == [(k, [9, 9]) for k in (1, 2, 3, 4)]
 
     @pytest.mark.parametrize(
-        ("mode", "group", "need", "unit"),
+        ("mode", "layout", "need", "unit"),
         [
             ("ALL_TO_ALL", FLAT, 4, "world_size = 4"),
             ("DP_COMPUTE", FLAT, 4, "world_size = 4"),
@@ -104,12 +104,12 @@ class TestItems:
         ],
     )
     @pytest.mark.parametrize("bad", [7, "text", None, [1, 2, 3], {"a": 1}, torch.zeros(4)], ids=repr)
-    def test_anything_but_such_a_list_is_refused(self, mode, group, need, unit, bad):
+    def test_values_other_than_a_list_of_that_length_are_rejected(self, mode, layout, need, unit, bad):
         with pytest.raises(DispatchError) as caught:
-            plan(mode, group, [0] * need, key=bad)
+            plan(mode, layout, [0] * need, key=bad)
         message = str(caught.value)
         kind = "None" if bad is None else type(bad).__name__
-        for word in ("work()", "'key'", kind, f"list of {need}", unit, f"Dispatch.{mode}", "Broadcast"):
+        for word in ("work()", "'key'", kind, "one item per shard", unit, f"Dispatch.{mode}", "Broadcast"):
             assert word in message
         assert (caught.value.method, caught.value.argument) == ("work", "key")
 
@@ -119,25 +119,25 @@ class TestRows:
         made = plan("DP_COMPUTE_PROTO", FLAT, torch.arange(8), y=list("abcdefgh"), key="all")
         (x,), others = made.arguments(2)
         assert (x.tolist(), others) == ([4, 5], {"y": ["e", "f"], "key": "all"})
-        assert made.answers == (0, 1, 2, 3)
+        assert made.collecting == (0, 1, 2, 3)
         assert made.rows == 8
         assert same(simulate(made, lambda rank, x, y, key: x * 10), torch.arange(8) * 10)
 
-    def test_dp_compute_metric_gives_the_list_by_rank(self):
+    def test_dp_compute_metric_returns_the_list_by_rank(self):
         made = plan("DP_COMPUTE_METRIC", FLAT, torch.arange(8))
         assert simulate(made, lambda rank, x: {"sum": int(x.sum())}) == [{"sum": s} for s in (1, 5, 9, 13)]
 
-    def test_dp_compute_metric_keeps_every_answer_under_padding(self):
+    def test_dp_compute_metric_keeps_every_result_under_padding(self):
         made = plan_call(declare("DP_COMPUTE_METRIC", uneven="pad"), FLAT, ([0],), {})
         assert simulate(made, lambda rank, x: (rank, x)) == [(rank, [0]) for rank in range(4)]
 
-    def test_megatron_compute_proto(self):
+    def test_dp_compute_metric_keeps_every_result_with_padding(self):
         made = plan("MEGATRON_COMPUTE_PROTO", MEGATRON, [0, 1, 2, 3])
         assert list(received(made).values()) == [[0, 1], [0, 1], [2, 3], [2, 3]] * 2
-        assert made.answers == (4, 6)
+        assert made.collecting == (4, 6)
         assert simulate(made, lambda rank, x: [(rank, row) for row in x]) == [(4, 0), (4, 1), (6, 2), (6, 3)]
 
-    def test_megatron_compute_metric_gives_one_answer_for_each_dp_rank(self):
+    def test_megatron_compute_metric_returns_one_result_per_dp_rank(self):
         made = plan_call(declare("MEGATRON_COMPUTE_METRIC", uneven="pad"), MEGATRON, ([0, 1, 2],), {})
         assert list(received(made).values()) == [[0, 1], [0, 1], [2, 0], [2, 0]] * 2
         assert simulate(made, lambda rank, x: (rank, x)) == [(4, [0, 1]), (6, [2, 0])]
@@ -148,13 +148,13 @@ class TestRows:
         assert simulate(made, lambda rank, x: [(rank, row) for row in x]) == [(0, 0), (4, 1), (2, 2), (6, 3)]
 
     @pytest.mark.parametrize("mode", ["DP_COMPUTE_PROTO", "DP_COMPUTE_METRIC", "MEGATRON_COMPUTE_PROTO"])
-    def test_without_batches_every_rank_is_called_with_the_rest(self, mode):
+    def test_without_batches_every_rank_gets_the_other_arguments(self, mode):
         made = plan(mode, MEGATRON, "text", key=3)
         assert [made.arguments(rank) for rank in range(8)] == [(("text",), {"key": 3})] * 8
         assert made.rows is None
 
     @pytest.mark.parametrize("mode", ["MEGATRON_COMPUTE", "MEGATRON_COMPUTE_PROTO", "MEGATRON_PP_AS_DP"])
-    def test_workers_that_have_not_said_where_they_stand(self, mode):
+    def test_without_a_registered_layout(self, mode):
         with pytest.raises(DispatchError, match=r"work\(\).*register_layout") as caught:
             plan(mode, FLAT, [0, 1])
         assert caught.value.method == "work"
@@ -178,9 +178,9 @@ class TestFunctionFirst:
             pytest.param((), {"data": [1, 2, 3, 4], "func": sum}, id="keywords in another order"),
         ],
     )
-    def test_the_function_goes_whole_and_the_batches_are_cut(self, args, kwargs):
+    def test_function_is_sent_whole_and_batches_are_split(self, args, kwargs):
         made = self.made(*args, **kwargs)
-        assert made.answers == (0, 1, 2, 3)
+        assert made.collecting == (0, 1, 2, 3)
         assert simulate(made, lambda rank, func, data, scale=1: [func(data) * 10]) == [10, 20, 30, 40]
         assert [len(shard.values) for shard in made.shards] == [1, 1, 1, 1], "the function is in no shard"
 
@@ -191,7 +191,7 @@ class TestFunctionFirst:
         assert (caught.value.method, caught.value.argument) == ("work", "func")
 
 
-class TestRefused:
+class TestRejected:
     def test_direct_rollout_method(self):
         with pytest.raises(DispatchError, match=r"work\(\) cannot be called from the driver.*DIRECT_ROLLOUT") as caught:
             plan("DIRECT_ROLLOUT_METHOD", FLAT, 1)
@@ -199,42 +199,39 @@ class TestRefused:
 
 
 class TestMeshes:
-    GROUP = FakeGroup(
-        6,
-        Layout(
-            {"dp": range(6)},
-            {
-                "train": Mesh("train", (0, 0, 1, 1, 2, 2), (True, False) * 3),
-                "infer": Mesh("infer", (1, 1, 1, 0, 0, 0), (False, True, False, False, False, True)),
-            },
-        ),
+    LAYOUT = Layout(
+        {"dp": range(6)},
+        {
+            "train": Mesh("train", (0, 0, 1, 1, 2, 2), (True, False) * 3),
+            "infer": Mesh("infer", (1, 1, 1, 0, 0, 0), (False, True, False, False, False, True)),
+        },
     )
 
     def test_several_meshes_over_the_same_ranks(self):
-        train = plan(Dispatch.mesh("train"), self.GROUP, list(range(6)), key="k")
+        train = plan(Dispatch.mesh("train"), self.LAYOUT, list(range(6)), key="k")
         assert list(received(train).values()) == [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2
         assert simulate(train, lambda rank, x, key: [(rank, key, row) for row in x])[2:4] == [(2, "k", 2), (2, "k", 3)]
-        infer = plan(Dispatch.mesh("infer"), self.GROUP, list(range(6)))
+        infer = plan(Dispatch.mesh("infer"), self.LAYOUT, list(range(6)))
         assert list(received(infer).values()) == [[3, 4, 5]] * 3 + [[0, 1, 2]] * 3
-        assert infer.answers == (5, 1)
+        assert infer.collecting == (5, 1)
         assert simulate(infer, lambda rank, x: x) == list(range(6))
 
-    def test_rows_that_do_not_divide_name_the_mesh(self):
+    def test_indivisible_rows_error_names_the_mesh(self):
         with pytest.raises(DispatchError, match=r"mesh 'train' = 3"):
-            plan(Dispatch.mesh("train"), self.GROUP, [0, 1])
+            plan(Dispatch.mesh("train"), self.LAYOUT, [0, 1])
 
-    def test_an_unknown_mesh(self):
+    def test_unknown_mesh(self):
         with pytest.raises(DispatchError, match=r"work\(\).*'rollout'.*infer, train.*register_mesh") as caught:
-            plan(Dispatch.mesh("rollout"), self.GROUP, [0])
+            plan(Dispatch.mesh("rollout"), self.LAYOUT, [0])
         assert caught.value.method == "work"
 
     def test_meshes_need_no_axes(self):
-        group = FakeGroup(2, Layout({}, {"m": Mesh("m", (1, 0), (True, True))}))
-        assert simulate(plan(Dispatch.mesh("m"), group, [5, 6]), lambda rank, x: [(rank, x[0])]) == [(1, 5), (0, 6)]
+        layout = Layout({}, {"m": Mesh("m", (1, 0), (True, True))})
+        assert simulate(plan(Dispatch.mesh("m"), layout, [5, 6]), lambda rank, x: [(rank, x[0])]) == [(1, 5), (0, 6)]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in Dispatch if mode.name != "DIRECT_ROLLOUT_METHOD"], ids=repr)
-def test_execute_rank_zero_takes_the_arguments_as_they_are_in_every_mode(mode):
+def test_execute_rank_zero_sends_unchanged_arguments_in_every_mode(mode):
     rows = [1, 2, 3]
     made = plan_call(declare(mode, execute_mode="RANK_ZERO"), FLAT, (rows,), {"key": Broadcast([4])})
     assert made.ranks == [0]
@@ -242,8 +239,8 @@ def test_execute_rank_zero_takes_the_arguments_as_they_are_in_every_mode(mode):
     assert simulate(made, lambda rank, x, key: (rank, x, key)) == (0, [1, 2, 3], [4])
 
 
-def test_execute_rank_zero_with_a_pair_and_a_mesh():
-    pair = {"dispatch_fn": lambda group, *a, **k: 1 / 0, "collect_fn": lambda group, answers: 1 / 0}
+def test_execute_rank_zero_with_a_custom_mode_and_a_mesh():
+    pair = {"dispatch_fn": lambda group, *a, **k: 1 / 0, "collect_fn": lambda group, results: 1 / 0}
     for mode in (pair, Dispatch.mesh("nowhere")):
         made = plan_call(declare(mode, execute_mode="RANK_ZERO"), FLAT, (), {"x": 1, "y": 2})
         assert simulate(made, lambda rank, x, y: 2 * x + y + 1) == 5

@@ -8,13 +8,13 @@ from plan_helpers import (
     BATCH_KINDS,
     NO_EMPTY_SHARD,
     Chunked,
-    FakeGroup,
     batches,
     coordinates,
     declare,
     expected_rows,
     layout_of,
     pick,
+    plain_layout,
     plan_of,
     run,
     same,
@@ -26,8 +26,8 @@ from dispatch.batch import join, trim
 from dispatch.plan import plan_call
 
 PLACES = coordinates({"tp": 2, "dp": 3, "pp": 2}, ("tp", "pp", "dp"))
-GROUP = FakeGroup(12, layout_of(PLACES, meshes={"m": Mesh("m", (0, 1, 2, 3) * 3, (True,) * 4 + (False,) * 8)}))
-# mode -> shard of each rank, worked out here from the places
+LAYOUT = layout_of(PLACES, meshes={"m": Mesh("m", (0, 1, 2, 3) * 3, (True,) * 4 + (False,) * 8)})
+# mode -> shard of each rank, computed from the coordinates
 SHARD_OF = {
     Dispatch.DP_COMPUTE_PROTO: list(range(12)),
     Dispatch.DP_COMPUTE_METRIC: list(range(12)),
@@ -47,7 +47,7 @@ def function_first(mode, *args):
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 @pytest.mark.parametrize("uneven", ["pad", "ragged"])
 @pytest.mark.parametrize("rows", [0, 1, 5, 13, 24])
-def test_each_rank_gets_its_own_rows_of_every_type_by_every_way(mode, uneven, rows):
+def test_each_rank_gets_its_rows_of_every_type(mode, uneven, rows):
     shards = max(SHARD_OF[mode]) + 1
     cut, real = expected_rows(rows, shards, uneven)
     values = batches(rows)
@@ -55,8 +55,8 @@ def test_each_rank_gets_its_own_rows_of_every_type_by_every_way(mode, uneven, ro
         values = {kind: value for kind, value in values.items() if kind not in NO_EMPTY_SHARD}
     before = copy.deepcopy(values)
     by_keyword = {f"key{k}": value for k, value in enumerate(values.values())}
-    made = plan_of(mode, GROUP, *function_first(mode, *values.values()), uneven=uneven, **by_keyword)
-    assert made.ranks == list(range(12)), "every rank is called"
+    made = plan_of(mode, LAYOUT, *function_first(mode, *values.values()), uneven=uneven, **by_keyword)
+    assert made.ranks == list(range(12)), "every rank must be called"
     assert len(made.shards) == shards
     assert [shard.rows for shard in made.shards] == [len(numbers) for numbers in cut]
     assert [shard.real for shard in made.shards] == real
@@ -72,30 +72,30 @@ def test_each_rank_gets_its_own_rows_of_every_type_by_every_way(mode, uneven, ro
 @pytest.mark.parametrize("mode", JOINED, ids=repr)
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
 @pytest.mark.parametrize("kind", BATCH_KINDS)
-def test_the_driver_gets_its_own_rows_back(mode, uneven, kind):
+def test_driver_gets_its_rows_back(mode, uneven, kind):
     rows = 24 if uneven == "error" else 14
     value = batches(rows)[kind]
-    made = plan_of(mode, GROUP, *function_first(mode), uneven=uneven, key=value)
+    made = plan_of(mode, LAYOUT, *function_first(mode), uneven=uneven, key=value)
     assert same(simulate(made, lambda rank, *function, key: key), value)
     kept = []
-    for rank in made.answers:
-        shard, piece = made.shards[made.shard_of[rank]], made.arguments(rank)[1]["key"]
+    for rank in made.collecting:
+        shard, value_of_rank = made.shards[made.shard_of[rank]], made.arguments(rank)[1]["key"]
         if shard.real == shard.rows:
-            kept.append(piece)
+            kept.append(value_of_rank)
         elif shard.real or kind not in NO_EMPTY_SHARD:
-            kept.append(trim(piece, shard.rows, shard.real))
-    assert same(join(kept), value), "and so by the library's own trim and join"
+            kept.append(trim(value_of_rank, shard.rows, shard.real))
+    assert same(join(kept), value), "the library's own trim and join must agree"
 
 
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 @pytest.mark.parametrize("kind", BATCH_KINDS)
 @pytest.mark.parametrize("way", ["positional", "keyword"])
-def test_error_names_everything(mode, kind, way):
+def test_error_has_method_argument_and_remedy(mode, kind, way):
     value = batches(7)[kind]
     shards = max(SHARD_OF[mode]) + 1
     args, kwargs = ((value,), {}) if way == "positional" else ((), {"key": value})
     with pytest.raises(DispatchError) as caught:
-        plan_of(mode, GROUP, *function_first(mode, *args), **kwargs)
+        plan_of(mode, LAYOUT, *function_first(mode, *args), **kwargs)
     message = str(caught.value)
     name = "key" if way == "keyword" else "y" if mode == Dispatch.DP_COMPUTE_PROTO_WITH_FUNC else "x"
     for word in ("work()", repr(name), "7 rows", f"{shards} shards", "uneven='pad'", "'ragged'", "options("):
@@ -103,19 +103,19 @@ def test_error_names_everything(mode, kind, way):
     assert (caught.value.method, caught.value.argument) == ("work", name)
 
 
-def test_a_call_can_choose_for_itself():
+def test_call_overrides_the_declaration():
     spec = declare("DP_COMPUTE_PROTO", uneven="pad")
-    group = FakeGroup(2)
-    assert [s.rows for s in plan_call(spec, group, ([1, 2, 3],), {}).shards] == [2, 2]
-    assert [s.rows for s in plan_call(spec, group, ([1, 2, 3],), {}, uneven="ragged").shards] == [2, 1]
+    layout = plain_layout(2)
+    assert [s.rows for s in plan_call(spec, layout, ([1, 2, 3],), {}).shards] == [2, 2]
+    assert [s.rows for s in plan_call(spec, layout, ([1, 2, 3],), {}, uneven="ragged").shards] == [2, 1]
     with pytest.raises(DispatchError):
-        plan_call(spec, group, ([1, 2, 3],), {}, uneven="error")
+        plan_call(spec, layout, ([1, 2, 3],), {}, uneven="error")
     with pytest.raises(ValueError, match="'error', 'pad', 'ragged'"):
-        plan_call(spec, group, ([1, 2],), {}, uneven="drop")
+        plan_call(spec, layout, ([1, 2],), {}, uneven="drop")
 
 
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
-def test_what_goes_whole_rides_along(uneven):
+def test_arguments_without_rows_are_sent_whole(uneven):
     whole = {
         "text": "x" * 5,
         "number": 3,
@@ -124,30 +124,30 @@ def test_what_goes_whole_rides_along(uneven):
         "config": Broadcast({"a": [1, 2, 3]}),
     }
     rows = torch.arange(4 if uneven == "error" else 5)
-    made = plan_of("DP_COMPUTE_PROTO", FakeGroup(2), rows, uneven=uneven, **whole)
+    made = plan_of("DP_COMPUTE_PROTO", plain_layout(2), rows, uneven=uneven, **whole)
     seen = run(made, lambda rank, x, **others: others)
     for rank in (0, 1):
         assert seen[rank]["config"] == {"a": [1, 2, 3]}
         assert seen[rank]["scalar"] is whole["scalar"]
         assert (seen[rank]["text"], seen[rank]["number"], seen[rank]["nothing"]) == ("xxxxx", 3, None)
-    assert all(set(shard.values) == {0} for shard in made.shards), "what goes whole is stored once"
+    assert all(set(shard.values) == {0} for shard in made.shards), "an argument that is sent whole is stored once"
 
 
-def test_a_batch_inside_broadcast_is_not_counted():
-    made = plan_of("DP_COMPUTE_PROTO", FakeGroup(2), [1, 2], Broadcast([1, 2, 3]))
+def test_batch_inside_broadcast_is_not_counted():
+    made = plan_of("DP_COMPUTE_PROTO", plain_layout(2), [1, 2], Broadcast([1, 2, 3]))
     assert made.arguments(1)[0] == ([2], [1, 2, 3])
 
 
-def test_broadcast_inside_a_dict_is_unwrapped_beside_rows_and_alone():
+def test_broadcast_inside_a_dict_is_unwrapped():
     beside, alone = {"ids": [1, 2], "table": Broadcast([7, 8, 9])}, {"table": Broadcast([7, 8, 9])}
-    made = plan_of("DP_COMPUTE_PROTO", FakeGroup(2), beside, alone)
+    made = plan_of("DP_COMPUTE_PROTO", plain_layout(2), beside, alone)
     assert made.arguments(0)[0] == ({"ids": [1], "table": [7, 8, 9]}, {"table": [7, 8, 9]})
 
 
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
-def test_batches_of_different_lengths_are_refused_by_every_rule(uneven):
+def test_batches_of_different_lengths_are_rejected_by_every_rule(uneven):
     with pytest.raises(DispatchError) as caught:
-        plan_of("DP_COMPUTE_PROTO", FakeGroup(2), [1, 2, 3, 4], uneven=uneven, key=torch.zeros(6))
+        plan_of("DP_COMPUTE_PROTO", plain_layout(2), [1, 2, 3, 4], uneven=uneven, key=torch.zeros(6))
     for word in ("work()", "'key' has 6 rows", "'x' has 4", "Broadcast"):
         assert word in str(caught.value)
     assert caught.value.argument == "key"
@@ -161,43 +161,43 @@ def test_batches_of_different_lengths_are_refused_by_every_rule(uneven):
         ({"a": [1], "b": [1, 2]}, "'a' has 1 rows, 'b' has 2"),
         ({"a": {"b": {1}}}, "cannot be cut"),
     ],
-    ids=repr,
+    ids=["object", "set", "dict of two lengths", "dict with a set"],
 )
-def test_what_cannot_be_cut_is_named_with_the_way_out(bad, told):
+def test_error_names_the_argument_that_cannot_be_split(bad, told):
     with pytest.raises(DispatchError) as caught:
-        plan_of("DP_COMPUTE_PROTO", FakeGroup(2), [1, 2], key=bad)
+        plan_of("DP_COMPUTE_PROTO", plain_layout(2), [1, 2], key=bad)
     for word in ("work()", "'key'", type(bad).__name__, told, "register_batch_type", "Broadcast(value)"):
         assert word in str(caught.value)
     assert (caught.value.method, caught.value.argument) == ("work", "key")
 
 
-def test_a_type_that_has_no_empty_shard_is_named():
+def test_error_names_a_type_without_an_empty_shard():
     with pytest.raises(DispatchError, match=r"work\(\).*'key'.*Chunked.*no empty shard"):
-        plan_of("DP_COMPUTE_PROTO", FakeGroup(3), uneven="ragged", key=Chunked([1]))
+        plan_of("DP_COMPUTE_PROTO", plain_layout(3), uneven="ragged", key=Chunked([1]))
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_a_chunk_that_gives_another_number_of_pieces_is_a_dispatch_error(pieces):
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_wrong_number_of_chunks_is_a_dispatch_error(chunks):
     class Liar(Chunked):
         def chunk(self, n):
-            return [self] * pieces
+            return [self] * chunks
 
     with pytest.raises(DispatchError, match=r"work\(\).*'x'.*Liar"):
-        plan_of("DP_COMPUTE_PROTO", FakeGroup(2), Liar([1, 2, 3, 4]))
+        plan_of("DP_COMPUTE_PROTO", plain_layout(2), Liar([1, 2, 3, 4]))
 
 
-def test_an_object_with_an_odd_shape_attribute_is_a_dispatch_error_too():
+def test_object_with_an_invalid_shape_attribute_is_a_dispatch_error():
     blob = type("Blob", (), {"shape": 7})()
     with pytest.raises(DispatchError, match=r"work\(\).*'x'.*Blob"):
-        plan_of("DP_COMPUTE_PROTO", FakeGroup(2), blob)
+        plan_of("DP_COMPUTE_PROTO", plain_layout(2), blob)
 
 
 @pytest.mark.parametrize("uneven", ["pad", "ragged"])
-def test_an_answer_may_have_several_rows_for_each_row(uneven):
-    made = plan_of("DP_COMPUTE_PROTO", FakeGroup(3), [1, 2, 3, 4], uneven=uneven)
+def test_result_may_have_several_rows_per_input_row(uneven):
+    made = plan_of("DP_COMPUTE_PROTO", plain_layout(3), [1, 2, 3, 4], uneven=uneven)
     assert simulate(made, lambda rank, x: [v for v in x for _ in "ab"]) == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_other_axes_of_the_layout_do_not_count():
-    group = FakeGroup(2, Layout({"dp": [0, 0], "ep": [0, 1], "tp": [0, 1]}))
-    assert plan_of("MEGATRON_COMPUTE_PROTO", group, [1, 2, 3]).arguments(1)[0] == ([1, 2, 3],)
+def test_other_layout_axes_make_no_difference():
+    layout = Layout({"dp": [0, 0], "ep": [0, 1], "tp": [0, 1]})
+    assert plan_of("MEGATRON_COMPUTE_PROTO", layout, [1, 2, 3]).arguments(1)[0] == ([1, 2, 3],)

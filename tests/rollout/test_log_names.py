@@ -1,4 +1,4 @@
-"""What workers print and log reaches a driver's terminal with the worker's class and rank. A driver of its own."""
+"""Worker output on the driver's terminal shows the worker's class and rank. Runs a separate driver."""
 
 import os
 import re
@@ -31,7 +31,7 @@ DRIVER = """
 
 
 @pytest.mark.timeout(90)
-def test_lines_of_workers_have_their_rank(tmp_path):
+def test_worker_lines_show_class_and_rank(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))
     environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}

@@ -1,4 +1,4 @@
-"""RolloutWorker and RolloutManager: on groups in this process where processes do not matter, and on Ray."""
+"""RolloutWorker and RolloutManager: on in-process groups where processes do not matter, and on Ray."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import ray
 import torch
-from rollout_kit import LLAMA, EchoEngine, plain_log_probs, plain_model
+from rollout_helpers import LLAMA, EchoEngine, plain_log_probs, plain_model
 
 from single_controller import (
     Broadcast,
@@ -24,7 +24,7 @@ from single_controller import (
     WorkerError,
     register,
 )
-from workers.rollout.engine import Sampling
+from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.hf_engine import HFEngine
 from workers.rollout.manager import RolloutManager
@@ -33,11 +33,11 @@ from workers.seeds import mixed_seed
 from workers.train.rollout_data import check_rollout_data
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4]]
-HOW = Sampling(10, temperature=1.5, stop_token_ids=(6, 17, 29))
+HOW = SamplingParams(10, temperature=1.5, stop_token_ids=(6, 17, 29))
 
 
 class Pinned(RolloutWorker):
-    """Its weights are of whatever version it is told to have."""
+    """Reports the weight version that a test sets."""
 
     @register(Dispatch.ALL_TO_ALL)
     def set_version(self, version):
@@ -62,8 +62,8 @@ def local(world_size=1, *args, **kwargs):
     return LocalWorkerGroup(world_size, made(*args, **kwargs))
 
 
-def length_reward(prompt_ids, answer_ids):
-    return len(answer_ids) + len(prompt_ids) / 10
+def length_reward(prompt_ids, completion_ids):
+    return len(completion_ids) + len(prompt_ids) / 10
 
 
 def same(first, second):
@@ -102,38 +102,40 @@ def test_rollout_data_row_by_row(one):
     lengths = set()
     for row in range(15):
         prompt = PROMPTS[row // 3]
-        (answer,) = engine.generate([prompt], HOW, [mixed_seed(1, 2, row // 3, row % 3)])
-        lengths.add(len(answer.token_ids))
-        begin, end = longest - len(prompt), longest + len(answer.token_ids)
+        (completion,) = engine.generate([prompt], HOW, [mixed_seed(1, 2, row // 3, row % 3)])
+        lengths.add(len(completion.token_ids))
+        begin, end = longest - len(prompt), longest + len(completion.token_ids)
         width = data["input_ids"].shape[1]
-        ids = [31] * begin + prompt + answer.token_ids + [31] * (width - end)
+        ids = [31] * begin + prompt + completion.token_ids + [31] * (width - end)
         assert data["input_ids"][row].tolist() == ids
         assert data["attention_mask"][row].tolist() == [int(begin <= k < end) for k in range(width)]
         assert data["loss_mask"][row].tolist() == [int(longest <= k < end) for k in range(width)]
-        log_probs = plain_log_probs(engine.model, prompt, answer.token_ids, HOW.temperature)
+        log_probs = plain_log_probs(engine.model, prompt, completion.token_ids, HOW.temperature)
         torch.testing.assert_close(data["rollout_log_probs"][row, longest:end].double(), log_probs, atol=2e-5, rtol=0)
         assert not data["rollout_log_probs"][row][data["loss_mask"][row] == 0].any()
-        assert data["rewards"][row] == pytest.approx(length_reward(prompt, answer.token_ids))
-        assert data["prompt_lengths"][row] == len(prompt) and data["answer_lengths"][row] == len(answer.token_ids)
-        assert bool(data["truncated"][row]) == (answer.finish_reason == "length")
-    assert len(lengths) > 2, "the answers were meant to be ragged"
+        assert data["rewards"][row] == pytest.approx(length_reward(prompt, completion.token_ids))
+        assert data["prompt_lengths"][row] == len(prompt) and data["completion_lengths"][row] == len(
+            completion.token_ids
+        )
+        assert bool(data["truncated"][row]) == (completion.finish_reason == "length")
+    assert len(lengths) > 2, "the completions were meant to be ragged"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_number_of_workers_does_not_matter(one, world_size):
+def test_result_does_not_depend_on_the_number_of_workers(one, world_size):
     with local(world_size) as group:
         several = RolloutManager(group, HOW, length_reward, samples_per_prompt=3, seed=1).generate(PROMPTS)
     same(RolloutManager(one, HOW, length_reward, samples_per_prompt=3, seed=1).generate(PROMPTS), several)
 
 
-def test_processes_do_not_matter(one, on_ray):
+def test_result_is_the_same_on_ray(one, on_ray):
     data = RolloutManager(on_ray, HOW, length_reward, samples_per_prompt=3, seed=1).generate(PROMPTS)
     same(RolloutManager(one, HOW, length_reward, samples_per_prompt=3, seed=1).generate(PROMPTS), data)
 
 
-def test_seeds_and_rollout_ids_and_samples_draw_differently(one):
+def test_seed_rollout_id_and_sample_give_different_draws(one):
     def drawn(seed=1, **options):
-        manager = RolloutManager(one, Sampling(12, 2.0), samples_per_prompt=2, seed=seed)
+        manager = RolloutManager(one, SamplingParams(12, 2.0), samples_per_prompt=2, seed=seed)
         return manager.generate([[1, 2], [1, 2]], **options)["input_ids"].tolist()
 
     rows = [*drawn(), *drawn(rollout_id=1), *drawn(seed=2)]
@@ -142,78 +144,93 @@ def test_seeds_and_rollout_ids_and_samples_draw_differently(one):
     assert len({mixed_seed(*(x // n % 5 for n in (1, 5, 25, 125))) for x in range(625)}) == 625
 
 
-def test_fewer_prompts_than_workers_and_none(echoes):
-    manager = RolloutManager(echoes, Sampling(2), length_reward)
+def test_fewer_prompts_than_workers_and_no_prompts(echoes):
+    manager = RolloutManager(echoes, SamplingParams(2), length_reward)
     assert manager.generate([[1, 2]])["input_ids"].tolist() == [[1, 2, 2, 1]]
     empty = manager.generate([])
     assert empty.batch_size == (0,) and empty["input_ids"].shape == (0, 0)
     check_rollout_data(empty)
 
 
-def test_options_of_one_call(echoes):
-    manager = RolloutManager(echoes, Sampling(2), samples_per_prompt=3)
-    data = manager.generate([torch.tensor([1, 2]), [3]], sampling=Sampling(1), samples_per_prompt=1)
+def test_options_of_a_single_call(echoes):
+    manager = RolloutManager(echoes, SamplingParams(2), samples_per_prompt=3)
+    data = manager.generate([torch.tensor([1, 2]), [3]], sampling_params=SamplingParams(1), samples_per_prompt=1)
     assert data["input_ids"].tolist() == [[1, 2, 2], [0, 3, 3]] and "rewards" not in data.keys()  # noqa: SIM118
 
 
-def test_a_group_is_called_without_a_manager(echoes):
-    found = echoes.generate([[1, 2], [3], [4]], Broadcast(Sampling(1)), [0, 0, 0])
-    assert [(one.answer.token_ids, one.weight_version, one.rank) for one in found] == [
+def test_old_names_warn(echoes):
+    import workers
+
+    for old, new in (("Sampling", "SamplingParams"), ("Answer", "Completion"), ("Placement", "RolePlacement")):
+        with pytest.warns(DeprecationWarning, match=f"{old} was renamed to workers.{new}"):
+            assert getattr(workers, old) is getattr(workers, new)
+    with pytest.warns(DeprecationWarning, match="from_args"):
+        assert SamplingParams.of({"rollout_max_response_len": 3}) == SamplingParams(3)
+    with pytest.warns(DeprecationWarning, match="sampling_params="):
+        manager = RolloutManager(echoes, sampling=SamplingParams(2))
+    with pytest.warns(DeprecationWarning, match="sampling_params="):
+        data = manager.generate([[1, 2]], sampling=SamplingParams(1))
+    assert data["answer_lengths"].tolist() == data["completion_lengths"].tolist() == [1]
+
+
+def test_group_can_be_called_without_a_manager(echoes):
+    found = echoes.generate([[1, 2], [3], [4]], Broadcast(SamplingParams(1)), [0, 0, 0])
+    assert [(one.completion.token_ids, one.weight_version, one.rank) for one in found] == [
         ([2], 0, 0),
         ([3], 0, 0),
         ([4], 0, 1),
     ]
 
 
-def test_the_default_engine_by_keyword():
+def test_default_engine_with_keyword_arguments():
     with LocalWorkerGroup(1, RayClassWithInitArgs(RolloutWorker, model=LLAMA, seed=5)) as group:
-        assert RolloutManager(group, Sampling(3)).generate([[1, 2]])["input_ids"].shape == (1, 5)
+        assert RolloutManager(group, SamplingParams(3)).generate([[1, 2]])["input_ids"].shape == (1, 5)
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_extras_go_to_the_reward_function(echoes, batched):
-    def each(prompt_ids, answer_ids, label, weight):
-        return weight * (answer_ids[0] == label)
+def test_extras_are_passed_to_the_reward_function(echoes, batched):
+    def each(prompt_ids, completion_ids, label, weight):
+        return weight * (completion_ids[0] == label)
 
-    def all_at_once(prompts, answers, label, weight):
-        return torch.tensor([each(*one) for one in zip(prompts, answers, label, weight, strict=True)])
+    def all_at_once(prompts, completions, label, weight):
+        return torch.tensor([each(*one) for one in zip(prompts, completions, label, weight, strict=True)])
 
     function = all_at_once if batched else each
-    manager = RolloutManager(echoes, Sampling(2), function, samples_per_prompt=2, batched_rewards=batched)
+    manager = RolloutManager(echoes, SamplingParams(2), function, samples_per_prompt=2, batched_rewards=batched)
     data = manager.generate([[1, 2], [3, 4]], extras={"label": [2, 9], "weight": torch.tensor([0.5, 2.0])})
     assert data["rewards"].tolist() == [0.5, 0.5, 0, 0] and data["rewards"].dtype is torch.float32
 
 
-def test_an_async_reward_function_runs_for_all_samples_at_once(echoes):
+def test_async_reward_function_runs_for_all_samples_at_once(echoes):
     waiting = []
 
-    async def reward(prompt_ids, answer_ids):
+    async def reward(prompt_ids, completion_ids):
         waiting.append(None)
-        while len(waiting) < 6:  # the others are under way, or this never ends
+        while len(waiting) < 6:  # this only ends if the others are running
             await asyncio.sleep(0.001)
         return prompt_ids[0]
 
     async def in_a_loop():  # as in a notebook, whose thread has a running loop
-        return RolloutManager(echoes, Sampling(2), reward, samples_per_prompt=3).generate([[1], [2]])
+        return RolloutManager(echoes, SamplingParams(2), reward, samples_per_prompt=3).generate([[1], [2]])
 
     assert asyncio.run(in_a_loop())["rewards"].tolist() == [1, 1, 1, 2, 2, 2]
 
-    async def batched(prompts, answers):
-        return [len(prompts)] * len(answers)
+    async def batched(prompts, completions):
+        return [len(prompts)] * len(completions)
 
-    manager = RolloutManager(echoes, Sampling(2), batched, batched_rewards=True)
+    manager = RolloutManager(echoes, SamplingParams(2), batched, batched_rewards=True)
     assert manager.generate([[1], [2]])["rewards"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_exception_in_a_reward_function_names_the_sample(echoes, is_async):
-    def reward(prompt_ids, answer_ids):
+def test_reward_function_error_names_the_sample(echoes, is_async):
+    def reward(prompt_ids, completion_ids):
         return 1 / (prompt_ids[0] - 2)
 
-    async def later(prompt_ids, answer_ids):
-        return reward(prompt_ids, answer_ids)
+    async def later(prompt_ids, completion_ids):
+        return reward(prompt_ids, completion_ids)
 
-    manager = RolloutManager(echoes, Sampling(2), later if is_async else reward, samples_per_prompt=2)
+    manager = RolloutManager(echoes, SamplingParams(2), later if is_async else reward, samples_per_prompt=2)
     with pytest.raises(RewardError, match=r"ZeroDivisionError.* for row 2: prompt 1, sample 0") as caught:
         manager.generate([[1], [2]])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -222,30 +239,30 @@ def test_an_exception_in_a_reward_function_names_the_sample(echoes, is_async):
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "1.0", [1, 2]], ids=repr)
-def test_what_is_no_reward_is_refused(echoes, value):
-    manager = RolloutManager(echoes, Sampling(2), lambda prompt, answer: value if prompt == [2] else True)
-    with pytest.raises(RewardError, match=r"returned .* for row 1: prompt 1, sample 0, 2 tokens"):
+def test_invalid_rewards_are_rejected(echoes, value):
+    manager = RolloutManager(echoes, SamplingParams(2), lambda prompt, completion: value if prompt == [2] else True)
+    with pytest.raises(RewardError, match=r"returned .* for row 1: prompt 1, sample 0, a completion of 2 tokens"):
         manager.generate([[1], [2]])
 
 
 @pytest.mark.parametrize("value", [[1.0], 3, None], ids=repr)
-def test_a_batched_reward_function_returns_one_number_for_each(echoes, value):
-    manager = RolloutManager(echoes, Sampling(2), lambda prompts, answers: value, batched_rewards=True)
+def test_batched_reward_function_must_return_one_number_per_sample(echoes, value):
+    manager = RolloutManager(echoes, SamplingParams(2), lambda prompts, completions: value, batched_rewards=True)
     with pytest.raises(RewardError, match="2 samples"):
         manager.generate([[1], [2]])
 
 
-def test_bad_calls(echoes):
+def test_invalid_calls(echoes):
     manager = RolloutManager(echoes)
     for prompts, message in (
         ([[1], []], "prompt 1 is empty"),
-        ([[0.5]], "prompt 0 is a list of token ids"),
-        (torch.zeros(2, 2, 2).long(), "prompt 0 is a list of token ids"),
+        ([[0.5]], "prompt 0 must be a list of token ids"),
+        (torch.zeros(2, 2, 2).long(), "prompt 0 must be a list of token ids"),
     ):
         with pytest.raises(PromptError, match=message):
             manager.generate(prompts)
     for extras in ({"label": [1]}, {"label": "ab"}, {"label": 3}):
-        with pytest.raises(ValueError, match=r"'label'.* has one value for each of 2 prompts"):
+        with pytest.raises(ValueError, match=r"'label'.* must have one value for each of 2 prompts"):
             manager.generate([[1], [2]], extras=extras)
     with pytest.raises(ValueError, match="samples_per_prompt=0"):
         manager.generate([[1]], samples_per_prompt=0)
@@ -253,43 +270,46 @@ def test_bad_calls(echoes):
         RolloutManager([1, 2])
     with pytest.raises(TypeError, match="reward_function"):
         RolloutManager(echoes, reward_function=1.0)
-    with pytest.raises(TypeError, match="sampling is a Sampling or None"):
+    with pytest.raises(TypeError, match="sampling_params must be a SamplingParams or None"):
         RolloutManager(echoes, length_reward)
-    with pytest.raises(PromptError, match="prompt 0 is a list of token ids"):
+    with pytest.raises(PromptError, match="prompt 0 must be a list of token ids"):
         manager.generate([1, 2, 3])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_prompt_that_the_engine_refuses_has_its_number_and_breaks_nothing(world_size):
+def test_error_of_a_rejected_prompt_has_its_number(world_size):
     with local(world_size, HFEngine, LLAMA) as group:
-        manager = RolloutManager(group, Sampling(4), samples_per_prompt=3)
+        manager = RolloutManager(group, SamplingParams(4), samples_per_prompt=3)
         with pytest.raises(
-            PromptError, match="prompt 2 has tokens from 1 to 99; the model's vocabulary is 32"
+            PromptError, match="prompt 2 has token ids from 1 to 99, but the model's vocab_size is 32"
         ) as caught:
             manager.generate([[1], [2], [1, 99], [3]])
         assert caught.value.number == 2 and pickle.loads(pickle.dumps(caught.value)).number == 2
         assert len(manager.generate([[1], [2]])) == 6
 
 
-def test_engines_that_are_none_or_go_wrong():
+def test_invalid_and_failing_engines():
     with pytest.raises(StartError, match=r"RayClassWithInitArgs\(RolloutWorker, HFEngine, config\)"):
         local(1, LLAMA)
-    with pytest.raises(StartError, match="made a dict, which is no RolloutEngine"):
+    with pytest.raises(StartError, match="returned a dict, which is not a RolloutEngine"):
         local(1, dict)
     with local(1, EchoEngine, mistake="short") as group:
-        with pytest.raises(WorkerError, match="EchoEngine gave 1 answers to 2 prompts"):
+        with pytest.raises(WorkerError, match=r"EchoEngine.generate\(\) returned 1 completions for 2 prompts"):
             RolloutManager(group).generate([[1], [2]])
     for mistake, message in (
-        (lambda answers: (one for one in answers), "gave <generator"),
-        (lambda answers: [answers[0], [1, 2]], r"gave \[1, 2\] to prompt 1; generate\(\) returns Answers"),
-        (lambda answers: [answers[0], replace(answers[1], log_probs=[])], "gave 16 tokens and 0 log_probs to prompt 1"),
+        (lambda completions: (one for one in completions), "<generator"),
+        (lambda completions: [completions[0], [1, 2]], r"\[1, 2\] for prompt 1; expected a Completion"),
         (
-            lambda answers: [replace(one, finish_reason="eos") for one in answers],
-            "gave finish_reason='eos' to prompt 0",
+            lambda completions: [completions[0], replace(completions[1], log_probs=[])],
+            "16 token_ids and 0 log_probs for prompt 1",
+        ),
+        (
+            lambda completions: [replace(one, finish_reason="eos") for one in completions],
+            "finish_reason='eos' for prompt 0",
         ),
     ):
         with local(1, EchoEngine, mistake=mistake) as group:
-            with pytest.raises(WorkerError, match=f"EchoEngine {message}"):
+            with pytest.raises(WorkerError, match=rf"EchoEngine.generate\(\) returned {message}"):
                 RolloutManager(group).generate([[1], [2]])
     with local(1, EchoEngine, mistake="raises") as group:
         future = RolloutManager(group).generate_async([[1]])
@@ -297,31 +317,31 @@ def test_engines_that_are_none_or_go_wrong():
             future.result(timeout=20)
 
 
-def test_workers_with_other_weights_are_named(echoes):
-    manager = RolloutManager(echoes, Sampling(2))
+def test_error_names_workers_with_other_weights(echoes):
+    manager = RolloutManager(echoes, SamplingParams(2))
     echoes.set_version([4, 4])
-    assert manager.generate([[1], [2]])["weight_versions"].tolist() == [4, 4]  # nobody said which
+    assert manager.generate([[1], [2]])["weight_versions"].tolist() == [4, 4]  # no version was requested
     manager.weight_version = 4
     assert manager.generate([[1], [2]])["weight_versions"].tolist() == [4, 4]
     echoes.set_version([4, 3])
-    with pytest.raises(WeightVersionError, match="weights of version 4, but rank 1 has version 3") as caught:
+    with pytest.raises(WeightVersionError, match="weight version 4, but rank 1 has version 3") as caught:
         manager.generate([[1], [2]])
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.expected, copy.versions) == (4, {1: 3})
     manager.weight_version = None
     echoes.set_version([None, 4])
-    with pytest.raises(WeightVersionError, match="complete weights, but rank 0 has an update that did not end"):
+    with pytest.raises(WeightVersionError, match="complete weights, but rank 0 has an unfinished update"):
         manager.generate([[1], [2]])
     echoes.set_version([0, 0])
     assert manager.generate([[1]])["weight_versions"].tolist() == [0]
 
 
-def test_an_async_rollout_has_the_weights_of_when_it_was_asked_for(on_ray):
-    manager = RolloutManager(on_ray, Sampling(2), length_reward)
+def test_async_rollout_uses_the_weights_at_the_time_of_the_call(on_ray):
+    manager = RolloutManager(on_ray, SamplingParams(2), length_reward)
     manager.weight_version = 0
     on_ray.wait.remote(0.5)
     future = manager.generate_async([[1], [2]])
-    on_ray.set_version.remote([1, 1])  # the next update, sent while the rollout is under way
+    on_ray.set_version.remote([1, 1])  # the next update, sent while the rollout is running
     manager.weight_version = 1
     assert not future.done()
     data = future.result(timeout=60)
@@ -330,32 +350,32 @@ def test_an_async_rollout_has_the_weights_of_when_it_was_asked_for(on_ray):
     on_ray.set_version([0, 0])
 
 
-def test_async_rollouts_are_rewarded_one_after_the_other(echoes):
+def test_async_rollouts_are_rewarded_one_at_a_time(echoes):
     now = threading.Semaphore(1)
 
-    def reward(prompt_ids, answer_ids):
+    def reward(prompt_ids, completion_ids):
         assert now.acquire(blocking=False)
         time.sleep(0.02)
         now.release()
         return 0.0
 
-    manager = RolloutManager(echoes, Sampling(2), reward)
+    manager = RolloutManager(echoes, SamplingParams(2), reward)
     futures = [manager.generate_async([[1], [2]], rollout_id=k) for k in range(3)]
     assert all(len(future.result(timeout=20)) == 2 for future in futures)
 
 
-def test_weights_that_sleep_loses_have_no_version(echoes):
+def test_weights_lost_by_offload_have_no_version(echoes):
     manager = RolloutManager(echoes)
     before = echoes.current_weight_version()
     manager.offload()
-    assert echoes.current_weight_version() == [None, None]  # an EchoEngine says nothing of keeping them
+    assert echoes.current_weight_version() == [None, None]  # an EchoEngine does not declare that it keeps them
     manager.onload()
-    with pytest.raises(WeightVersionError, match="were to generate with complete weights"):
+    with pytest.raises(WeightVersionError, match="the rollout needs complete weights"):
         manager.generate([[1]])
     echoes.set_weight_version(before[0])
 
 
-def test_sleep_and_wake_up(echoes):
+def test_offload_and_onload(echoes):
     manager = RolloutManager(echoes)
     manager.offload()
     assert echoes.is_asleep() == [True, True]
@@ -367,7 +387,7 @@ def test_sleep_and_wake_up(echoes):
 
 
 class Trainer(Worker):
-    """A worker that was given a manager, as `set_rollout_manager` does."""
+    """A worker that receives a manager, as with `set_rollout_manager`."""
 
     @register(Dispatch.ONE_TO_ALL)
     def roll(self, manager):
@@ -375,8 +395,8 @@ class Trainer(Worker):
         return data["input_ids"], data["rewards"], type(manager.group).__name__
 
 
-def test_a_manager_goes_to_another_process(on_ray):
-    manager = RolloutManager(on_ray, HOW, lambda prompt, answer: len(answer), seed=4)
+def test_manager_can_be_sent_to_another_process(on_ray):
+    manager = RolloutManager(on_ray, HOW, lambda prompt, completion: len(completion), seed=4)
     manager.weight_version = 0
     expected = manager.generate([[1, 2], [3]], rollout_id=7)
     with RayResourcePool([1], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Trainer)) as trainers:
@@ -384,19 +404,19 @@ def test_a_manager_goes_to_another_process(on_ray):
         assert torch.equal(ids, expected["input_ids"]) and torch.equal(rewards, expected["rewards"])
         assert kind == "RayWorkerGroup"
     copy = pickle.loads(pickle.dumps(manager))
-    assert (copy.seed, copy.weight_version, copy.sampling) == (4, 0, HOW)
+    assert (copy.seed, copy.weight_version, copy.sampling_params) == (4, 0, HOW)
 
 
-def test_a_reward_function_that_does_not_pickle_stays_behind(on_ray):
+def test_unpicklable_reward_function_is_left_out(on_ray):
     lock = threading.Lock()
     copy = ray.cloudpickle.loads(ray.cloudpickle.dumps(RolloutManager(on_ray, HOW, lambda p, a: lock.locked())))
     assert copy.group.world_size == 2
-    with pytest.raises(RolloutError, match="does not pickle"):
+    with pytest.raises(RolloutError, match="cannot be pickled"):
         copy.generate([[1]])
 
 
-def test_log_probs_of_a_worker_with_new_weights(on_ray):
-    """What a sync of weights brings, put in by hand."""
+def test_log_probs_after_a_weight_change(on_ray):
+    """Loads the new weights by hand, as a weight sync would."""
     new = plain_model(LLAMA, 8)
     weights = dict(new.state_dict())
     on_ray.execute_with_func_generator(

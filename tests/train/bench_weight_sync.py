@@ -1,9 +1,9 @@
-"""Weight sync against raw Ray: the same bytes from one process to two, by ours and by hand, in turn.
+"""Compare weight sync with raw Ray: send the same bytes from one process to two, alternating between the two methods.
 
     python tests/train/bench_weight_sync.py [--rounds 10] [--mb 256] [--transports store,group]
 
-Raw is one ``ray.put`` of one numpy array of uint8, which both actors copy into warm memory. The aim for the object
-store is three times that at most; it ends with 1 where it is missed.
+Raw Ray is one ``ray.put`` of a uint8 numpy array, which both actors copy into memory whose pages are already mapped.
+The target for the object store is at most three times raw Ray's time; the exit status is 1 if it is missed.
 """
 
 import argparse
@@ -19,14 +19,14 @@ import sync_workers
 import torch
 
 from single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
-from workers.train.weight_sync import WeightSender
+from workers.weight_sync import WeightSender
 
 AIM = 3.0
 TENSOR = (1024, 1024)  # 4 MB of float32
 
 
 class Trainer(Worker):
-    """Sends the same tensors again and again."""
+    """Sends the same tensors repeatedly."""
 
     def __init__(self, rollout, hands, megabytes, folder):
         super().__init__()
@@ -41,13 +41,13 @@ class Trainer(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def ours(self, transport):
-        """Seconds of an update."""
+        """Seconds of one update."""
         self.version += 1
         return self.senders[transport].send(self.version, self.pairs).seconds
 
     @register(Dispatch.RANK_ZERO)
     def raw(self):
-        """Seconds of the same by hand."""
+        """Seconds of the same transfer with raw Ray."""
         begun = time.perf_counter()
         ref = ray.put(self.array)
         ray.get([hand.copy.remote(ref) for hand in self.hands])
@@ -56,7 +56,7 @@ class Trainer(Worker):
 
 @ray.remote
 class Hand:
-    """Has warm memory, and copies into it."""
+    """Copies into memory whose pages are already mapped."""
 
     def __init__(self, megabytes):
         self.memory = numpy.ones(megabytes << 20, numpy.uint8)
@@ -70,7 +70,7 @@ def shapes(megabytes):
 
 
 def measure(megabytes=256, rounds=10, transports=("store",)):
-    """Seconds of each, interleaved: {"raw": [...], "store": [...]}; two rounds before them do not count."""
+    """Seconds of each, interleaved: {"raw": [...], "store": [...]}. Two warm-up rounds are not counted."""
     found = {name: [] for name in ("raw", *transports)}
     made = RayClassWithInitArgs(sync_workers.Rollout, torch.float32, shapes(megabytes))
     with tempfile.TemporaryDirectory() as folder, RayResourcePool([2], use_gpu=False) as pool:

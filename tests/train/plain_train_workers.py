@@ -1,4 +1,4 @@
-"""Train workers without a model, and without torch: groups of them start fast. They say what they were given."""
+"""Train workers without a model and without torch, so that groups start fast. They report what they received."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from workers.train.worker import TrainWorker
 
 
 class Manager:
-    """What a train group wants of a rollout manager. As with the real one, `refresh` stays on the driver."""
+    """What a train group needs from a rollout manager. As in the real one, `refresh` stays on the driver."""
 
     def __init__(self, name="manager", refresh=None):
         self.name, self.refresh, self.weight_version = name, refresh, None
@@ -18,7 +18,7 @@ class Manager:
 
 
 class Plain(TrainWorker):
-    """Notes its calls. A checkpoint is a file that rank 0 writes."""
+    """Records its calls. A checkpoint is a file that rank 0 writes."""
 
     def init(self, args, role, with_ref=False):
         self.args, self.role, self.with_ref = args, role, with_ref
@@ -64,7 +64,7 @@ class Plain(TrainWorker):
     def get_parallel_config(self):
         return {"dp_size": self.world_size}
 
-    # --- what the tests ask ---------------------------------------------------------------------------------
+    # --- what the tests query --------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def said(self):
@@ -82,7 +82,7 @@ class Plain(TrainWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self):
-        """What Ray says of this process."""
+        """What Ray reports about this process."""
         import re
 
         import ray
@@ -101,21 +101,21 @@ class Plain(TrainWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def variables(self, *names):
-        """By name, the variable now, and whether the process began with it."""
+        """By name: the variable's current value, and whether it was set when the process started."""
         with open("/proc/self/environ", "rb") as file:
             first = dict(item.split("=", 1) for item in file.read().decode().split("\0") if "=" in item)
         return {name: (os.environ.get(name), name in first) for name in names}
 
     @register(Dispatch.ONE_TO_ALL)
     def critic_said(self):
-        """What the critic's worker says that this one reaches: a call from worker to worker."""
+        """What the critic worker that this one reaches reports: a call from worker to worker."""
         import ray
 
         return ray.get(self.critic.said.remote())
 
 
 class Meeting(Plain):
-    """Ranks that meet in a collective of gloo; one of them dies on the way."""
+    """Ranks that enter a gloo collective; one of them dies before it completes."""
 
     def train(self, rollout_id, rollout_data_ref, **computed):
         import torch
@@ -133,8 +133,8 @@ class Meeting(Plain):
         return {"sum": one.item()}
 
 
-class Spartan(Plain):
-    """Its methods take and return no more than they must."""
+class Minimal(Plain):
+    """Its methods accept and return no more than they must."""
 
     def update_weights(self):
         pass
@@ -147,7 +147,7 @@ class Spartan(Plain):
 
 
 class DiskFull(Plain):
-    """It would write in the background, and cannot. Who has said so forgets it."""
+    """Its background save fails. The error is reported once, then cleared."""
 
     failed = False
 

@@ -1,7 +1,7 @@
-"""GRPO on one process, written as naively as can be: what the backends are compared with.
+"""GRPO in one process, written as naively as possible: the backends are compared with it.
 
-Row by row and token by token, without padding, micro-batches or a cache, and with nothing of this library: only torch,
-transformers, and rollout data as `workers.train.rollout_data` describes it.
+Row by row and token by token, without padding, micro-batches or a cache. It imports nothing from this library, only
+torch and transformers; rollout data is as `workers.train.rollout_data` describes it.
 """
 
 import copy
@@ -34,17 +34,17 @@ def small_llama(seed=0, **changes):
 
 
 def random_prompts(count, lengths=(4,), *, vocab_size=32, seed=0):
-    """Lists of token ids; the lengths are taken in turn."""
+    """Lists of token ids; the lengths are used in turn."""
     g = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab_size, (lengths[k % len(lengths)],), generator=g).tolist() for k in range(count)]
 
 
 @torch.no_grad()
 def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperature=1.0, stop_token_ids=()):
-    """Rollout data: ``samples`` answers to each prompt, prompts padded on the left and answers on the right.
+    """Rollout data: ``samples`` completions per prompt; prompts are padded on the left, completions on the right.
 
     Args:
-        reward: (prompt, answer), lists of token ids -> float.
+        reward: (prompt, completion), lists of token ids -> float.
     """
     g = torch.Generator().manual_seed(seed)
     longest = max(map(len, prompts))
@@ -59,16 +59,16 @@ def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperatu
             ids = torch.cat([ids, token], 1)
             log_probs = torch.cat([log_probs, of_next.gather(1, token)], 1)
         for row in range(samples):
-            answer = ids[row, len(prompt) :].tolist()
-            ends = [t + 1 for t, token in enumerate(answer) if token in stop_token_ids]
-            answer = answer[: ends[0]] if ends else answer
-            left, right = longest - len(prompt), max_new_tokens - len(answer)
-            rows["input_ids"].append([0] * left + prompt + answer + [0] * right)
-            rows["attention_mask"].append([0] * left + [1] * len(prompt + answer) + [0] * right)
-            rows["loss_mask"].append([0] * longest + [1] * len(answer) + [0] * right)
-            known = log_probs[row, : len(answer)].tolist()
+            completion = ids[row, len(prompt) :].tolist()
+            ends = [t + 1 for t, token in enumerate(completion) if token in stop_token_ids]
+            completion = completion[: ends[0]] if ends else completion
+            left, right = longest - len(prompt), max_new_tokens - len(completion)
+            rows["input_ids"].append([0] * left + prompt + completion + [0] * right)
+            rows["attention_mask"].append([0] * left + [1] * len(prompt + completion) + [0] * right)
+            rows["loss_mask"].append([0] * longest + [1] * len(completion) + [0] * right)
+            known = log_probs[row, : len(completion)].tolist()
             rows["rollout_log_probs"].append([0.0] * longest + known + [0.0] * right)
-            rewards.append(float(reward(prompt, answer)))
+            rewards.append(float(reward(prompt, completion)))
             group_ids.append(group)
     return {
         **{name: torch.tensor(value) for name, value in rows.items()},
@@ -78,11 +78,11 @@ def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperatu
 
 
 class ReferenceGRPO:
-    """A policy, its reference as it was in the beginning, and AdamW.
+    """A policy, a reference model with its initial weights, and AdamW.
 
     Args:
         model: a Hugging Face causal LM; it is trained in place.
-        aggregation: "token": mean over all tokens; "sequence": over the answers' means.
+        aggregation: "token": mean over all tokens; "sequence": over the completions' means.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ReferenceGRPO:
         return whole
 
     def advantages(self, data):
-        """One for each row: the entry of that name, or the reward beside those of its group."""
+        """One per row: the entry of that name, or the reward relative to its group's."""
         if "advantages" in data:
             return data["advantages"].tolist()
         rewards, groups = data["rewards"].tolist(), data["group_ids"].tolist()
@@ -136,11 +136,11 @@ class ReferenceGRPO:
         return found
 
     def step(self, data, epochs=1):
-        """Learn from rollout data; one step of the optimizer for each epoch, over all rows.
+        """Train on rollout data; one optimizer step over all rows per epoch.
 
         Returns:
             Of the last epoch: loss, policy_loss, kl, entropy, ratio, clip_fraction and, if the data has
-            rollout_log_probs, rollout_log_prob_diff (means as the aggregation has it); and grad_norm (before clipping).
+            rollout_log_probs, rollout_log_prob_diff (means as set by the aggregation); and grad_norm (before clipping).
         """
         advantages = self.advantages(data)
         old = data["old_log_probs"] if "old_log_probs" in data else self.log_probs(data)
@@ -161,8 +161,8 @@ class ReferenceGRPO:
         if self.aggregation == "token":
             weights = [[1 / sum(map(len, rows))] * len(row) for row in rows]
         else:
-            answers = sum(1 for row in rows if row)
-            weights = [[1 / len(row) / answers] * len(row) for row in rows]
+            completions = sum(1 for row in rows if row)
+            weights = [[1 / len(row) / completions] * len(row) for row in rows]
         report = dict.fromkeys(next(token for row in rows for token in row), 0.0)
         for row, its_weights in zip(rows, weights, strict=True):
             for token, weight in zip(row, its_weights, strict=True):
@@ -180,7 +180,7 @@ class ReferenceGRPO:
         return {name: float(torch.as_tensor(value).detach()) for name, value in report.items()} | {"grad_norm": norm}
 
     def _tokens(self, model, data, row):
-        """Column -> (log-probability, entropy of what it was drawn from) of a row's tokens but the first."""
+        """Column -> (log-probability, entropy of its distribution), for every token of a row but the first."""
         columns = data["attention_mask"][row].nonzero()[:, 0].tolist()
         ids = data["input_ids"][row, columns]
         log_probs = (model(input_ids=ids[None]).logits[0].float() / self.temperature).log_softmax(-1)

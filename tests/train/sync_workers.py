@@ -1,4 +1,4 @@
-"""Train ranks that are pipeline stages of nothing, and rollout workers that only hold weights."""
+"""Train ranks that hold weights as pipeline stages do, and rollout workers that only store weights."""
 
 import dataclasses
 import os
@@ -8,13 +8,13 @@ import torch
 
 from single_controller import Dispatch, Worker, register
 from workers.rollout.engine import RolloutEngine
-from workers.rollout.weight_receiver import WeightReceiver
-from workers.train.weight_sync import WeightSender
+from workers.weight_sync import WeightReceiver, WeightSender
+from workers.weight_sync.process_group import Invitation
 
 
 def model(dtype=torch.float32, seed=0):
-    """Names and tensors of a small model: tied, so its output layer is not there; of odd sizes, one without elements,
-    one 0-d, one that is larger than the buckets of the tests."""
+    """Names and tensors of a small model. It is tied, so it has no output layer; it has odd sizes, one tensor without
+    elements, one 0-d tensor, and one larger than the tests' buckets."""
     make = torch.Generator().manual_seed(seed)
     shapes = {
         "model.embed_tokens.weight": (33, 7),
@@ -29,13 +29,13 @@ def model(dtype=torch.float32, seed=0):
 
 
 class ToyEngine(RolloutEngine):
-    """Tensors, and nothing that would generate."""
+    """Stores tensors; cannot generate."""
 
     def __init__(self, shapes, dtype):
         self.weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
         self.calls = 0
 
-    def generate(self, prompts, sampling, seeds):
+    def generate(self, prompts, sampling_params, seeds):
         raise NotImplementedError
 
     def load_weights(self, weights):
@@ -68,7 +68,7 @@ class Rollout(WeightReceiver):
 
     @register(Dispatch.ONE_TO_ALL)
     def weights(self):
-        """The weights; None if they have moved."""
+        """The weights, or None if they have moved."""
         moved = {name: t.data_ptr() for name, t in self.engine.weights.items()} != self.where
         return None if moved else self.engine.weights
 
@@ -81,23 +81,25 @@ class Rollout(WeightReceiver):
     meets = True
 
     @register(Dispatch.ONE_TO_ALL)
-    def join_weight_group(self, key, invitation):
-        """As ever, or by nccl, without a device for it."""
-        super().join_weight_group(key, invitation if self.meets else dataclasses.replace(invitation, backend="nccl"))
+    def receive_weights(self, key, message):
+        """With ``meets=False``, join process groups with nccl, for which there is no device."""
+        if isinstance(message, Invitation) and not self.meets:
+            message = dataclasses.replace(message, backend="nccl")
+        super().receive_weights(key, message)
 
     @register(Dispatch.ONE_TO_ALL)
     def ask(self, what):
-        return {"order": self.order, "calls": self.engine.calls, "members": len(self._members)}[what]
+        return {"order": self.order, "calls": self.engine.calls, "channels": len(self.channels)}[what]
 
     @register(Dispatch.ONE_TO_ALL)
     def note(self, caller, number, seconds):
-        """A call of some driver, which takes its time."""
+        """A driver's call that lasts ``seconds``."""
         self.order.append((caller, number))
         time.sleep(seconds)
 
 
 class Stage(Worker):
-    """One train rank of a gloo group; has every ranks-th tensor, as pipeline stages have their own layers."""
+    """One train rank of a gloo group. It holds every ranks-th tensor, as pipeline stages hold their own layers."""
 
     def __init__(self):
         super().__init__()
@@ -118,8 +120,8 @@ class Stage(Worker):
         return self.sender.send(version, pairs, rank=self.rank, ranks=self.world_size)
 
     def pairs(self, version, dtype, leave_out, twice, reshape, rename, here):
-        """As a backend gives them: with collectives in between, which need all ranks. Not where ranks are to have
-        other pairs: with those, nobody could say who waits for whom."""
+        """As a backend yields them: with collectives in between, which all ranks must join. With ``here``, ranks
+        have different pairs and there are no collectives, which would deadlock."""
         for number, (name, tensor) in enumerate(model(dtype, version).items()):
             if not here:
                 torch.distributed.barrier()
@@ -139,18 +141,18 @@ class Stage(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def groups_made(self):
-        return self.sender._transport._groups_made
+        return self.sender._transport.groups_made
 
     @register(Dispatch.ONE_TO_ALL)
     def call_many_times(self, rollout, times, seconds):
-        """Drive the rollout workers from here: futures first, all in one go."""
+        """Call the rollout workers from here: first all futures, at once."""
         futures = [rollout.note.remote(self.rank, number, seconds) for number in range(times)]
         for future in futures:
             future.result()
 
 
 class Manager:
-    """To be a Ray actor: without a group, and busy when told to be."""
+    """Becomes a Ray actor: it has no group, and is busy when told to be."""
 
     def weight_receivers(self):
         return []
@@ -163,8 +165,8 @@ class Manager:
 
 
 class StageBeside(Stage):
-    """The same with a rollout worker in its process."""
+    """A `Stage` with a rollout worker in the same process."""
 
     @register(Dispatch.ONE_TO_ALL)
     def connect(self, transport="device", **options):
-        self.sender = WeightSender(transport, neighbour=self.neighbour("rollout"), **options)
+        self.sender = WeightSender(transport, neighbour=self.role_worker("rollout"), **options)

@@ -1,4 +1,4 @@
-"""Advantages against loops over rows and tokens."""
+"""Advantages compared with loops over rows and tokens."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from workers.train.advantages import gae, group_advantages, moments, token_rewar
 
 
 @given(st.lists(st.tuples(st.sampled_from([-3, 0, 7, 10**12]), st.floats(-5, 5, width=32)), max_size=20), st.booleans())
-def test_groups_against_a_loop(rows, divide):
+def test_group_advantages_match_a_loop(rows, divide):
     rewards = torch.tensor([reward for _, reward in rows], dtype=torch.float32)
     ids = torch.tensor([group for group, _ in rows], dtype=torch.int64)
     expected = []
@@ -32,13 +32,13 @@ def test_equal_rewards_give_no_signal():
     assert group_advantages(rewards, torch.zeros(7, dtype=torch.int64)).abs().max() < 1e-6
 
 
-def test_groups_of_rows_that_are_not_alike():
+def test_rewards_and_group_ids_must_have_equal_lengths():
     with pytest.raises(ValueError, match=r"rewards is \(2,\) and group_ids \(3,\)"):
         group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
 
 
 def naive_gae(rewards, values, mask, gamma, lam):
-    """Straight from the definition: the sum over later tokens of (gamma lam)^k delta."""
+    """Directly from the definition: the sum over later tokens of (gamma lam)^k delta."""
     advantages = [[0.0] * len(row) for row in mask]
     for b, row in enumerate(mask):
         counted = [t for t, flag in enumerate(row) if flag]
@@ -53,7 +53,7 @@ def naive_gae(rewards, values, mask, gamma, lam):
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 11), st.integers(0, 10**6), st.sampled_from([0.0, 0.9, 1.0]), st.booleans())
-def test_gae_against_its_definition(rows, tokens, seed, gamma, holes):
+def test_gae_matches_its_definition(rows, tokens, seed, gamma, holes):
     g = torch.Generator().manual_seed(seed)
     if holes:
         mask = torch.randint(0, 2, (rows, tokens), generator=g)
@@ -79,7 +79,7 @@ def test_gae_against_its_definition(rows, tokens, seed, gamma, holes):
     torch.testing.assert_close(returns, torch.where(mask != 0, expected + values, 0.0), rtol=1e-5, atol=1e-5)
 
 
-def test_with_lambda_one_the_returns_are_the_rewards():
+def test_lambda_one_returns_the_rewards():
     mask = torch.tensor([[0, 1, 1, 1, 0]])
     rewards = token_rewards(torch.tensor([2.0]), mask)
     assert rewards.tolist() == [[0, 0, 0, 2, 0]]
@@ -88,7 +88,7 @@ def test_with_lambda_one_the_returns_are_the_rewards():
 
 
 @pytest.mark.parametrize("keep_mean", [False, True])
-def test_whitening_over_ranks_is_that_over_all(keep_mean):
+def test_whitening_over_ranks_equals_whitening_over_all_rows(keep_mean):
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)) * 3 + 100
     mask = torch.rand(6, 5, generator=torch.Generator().manual_seed(2)) > 0.4
     x = x.masked_fill(~mask, math.nan)
@@ -101,7 +101,7 @@ def test_whitening_over_ranks_is_that_over_all(keep_mean):
     assert not got[~mask].any()
 
 
-def test_nothing_and_one_entry_can_be_whitened():
+def test_whitening_zero_and_one_entries():
     for counted in (0, 1):
         mask = torch.arange(3)[None] < counted
         x = torch.tensor([[4.0, 5.0, 6.0]])

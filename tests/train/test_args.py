@@ -1,4 +1,4 @@
-"""A training run's configuration: complete, checked, and explained on one page."""
+"""A training run's configuration: complete, validated, and documented on one page."""
 
 import argparse
 import pickle
@@ -9,18 +9,16 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from workers.train.args import TrainArgs, table
-from workers.train.postprocess import function_at
-from workers.train.read_args import TrainArgsError, read_args, role_args
+from workers.train.args import TrainArgs, TrainArgsError, function_at, read_args, role_args, table
 
 PAGE = Path(__file__).resolve().parents[2] / "workers" / "train" / "ARGUMENTS.md"
 
 
-def test_the_page_has_every_key_as_it_is():
+def test_documentation_page_lists_every_key():
     assert PAGE.read_text().endswith(table() + "\n"), "python -m workers.train.args prints the table"
 
 
-def test_defaults_and_what_was_given():
+def test_defaults_and_given_values():
     args = read_args(OmegaConf.create({"lr": 3, "user": {"mine": [1, {"deep": 2}]}, "rollout_stop_token_ids": [5]}))
     assert (args.lr, args.train_backend, args.user.mine[1].deep, list(args.rollout_stop_token_ids)) == (
         3.0,
@@ -39,43 +37,43 @@ def test_defaults_and_what_was_given():
     ("given", "message"),
     [
         ({"clip_gradd": 1}, "no key 'clip_gradd'; did you mean 'clip_grad'?"),
-        ({"zzz": 1}, "no key 'zzz'; keys of your own go under 'user'"),
-        ({"lr": "fast"}, r"args.lr='fast': it is float"),
-        ({"num_rollout": 1.5}, r"args.num_rollout=1.5: it is int"),
-        ({"colocate": "perhaps"}, r"args.colocate='perhaps': it is bool"),
-        ({"rollout_stop_token_ids": 3}, "rollout_stop_token_ids=3: it is list"),
-        ({"lr": -1}, "args.lr=-1.0: it is a number from 0"),
+        ({"zzz": 1}, "no key 'zzz'; put your own keys under 'user'"),
+        ({"lr": "fast"}, r"args.lr='fast': expected float"),
+        ({"num_rollout": 1.5}, r"args.num_rollout=1.5: expected int"),
+        ({"colocate": "perhaps"}, r"args.colocate='perhaps': expected bool"),
+        ({"rollout_stop_token_ids": 3}, "rollout_stop_token_ids=3: expected list"),
+        ({"lr": -1}, "args.lr=-1.0: expected a number of at least 0"),
         ({"train_backend": "megatrn"}, "'fsdp', 'megatron'; did you mean 'megatron'?"),
         ({"hf_config": {"hidden_size": 3}}, "no 'model_type'"),
         ({"hf_config": {"model_type": "llama"}, "hf_checkpoint": "x"}, "are both set"),
         ({"update_weights_transport": "disk"}, "needs update_weights_disk_dir"),
         ({"keep_old_actor": True, "enable_weights_backuper": False}, "needs enable_weights_backuper"),
-        ({"save_hf": "out/{step}"}, r"save_hf='out/{step}': {rollout_id} is all that is replaced"),
-        ({"critic_save_hf": "out/{rollout_id"}, r"critic_save_hf=.* is all that is replaced"),
-        ({"profile_step_start": 1}, "set together"),
+        ({"save_hf": "out/{step}"}, r"save_hf='out/{step}': the only placeholder is {rollout_id}"),
+        ({"critic_save_hf": "out/{rollout_id"}, r"critic_save_hf=.* the only placeholder"),
+        ({"profile_step_start": 1}, "set both"),
         ({"profile_step_start": 1, "profile_step_end": 1, "profile_dir": "x"}, "above profile_step_start=1"),
-        ({"temperature": 0}, "args.temperature=0.0: it is a number above 0"),
-        ({"rollout_top_p": 1.5}, "rollout_top_p=1.5: it is a number above 0 and at most 1"),
-        ({"adam_beta1": 1.0}, "adam_beta1=1.0: it is a number from 0 and below 1"),
-        ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: it is a number above 0"),
-        ({"param_dtype": "fp16"}, "on fsdp it is 'bf16' or 'fp32'"),
-        ({"kl_coef": 0.1}, "kl_coef=0.1 counts with advantage_estimator='gae' alone"),
-        ({"advantage_estimator": "gae", "critic_num_nodes": 2}, "make 4 ranks, actor_num_nodes and .* 2"),
+        ({"temperature": 0}, "args.temperature=0.0: expected a number above 0"),
+        ({"rollout_top_p": 1.5}, "rollout_top_p=1.5: expected a number above 0 and at most 1"),
+        ({"adam_beta1": 1.0}, "adam_beta1=1.0: expected a number of at least 0 and below 1"),
+        ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: expected a number above 0"),
+        ({"param_dtype": "fp16"}, "use 'bf16' or 'fp32' with fsdp"),
+        ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae'"),
+        ({"advantage_estimator": "gae", "critic_num_nodes": 2}, "is 4, but actor_num_nodes .* is 2"),
         ({"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_iters": 5}, "less than lr_warmup_iters=5"),
         ({"lr_decay_style": "cosine", "lr_decay_iters": 3, "critic_lr_warmup_iters": 5}, "than critic_lr_warmup_iters"),
         ("lr=3", "an OmegaConf config, a mapping or a Namespace"),
         (argparse.Namespace(lr="fast"), "args.lr='fast'"),
     ],
 )
-def test_what_is_wrong_is_named(given, message):
+def test_error_names_the_invalid_key(given, message):
     with pytest.raises(TrainArgsError, match=message) as caught:
         read_args(given)
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
 
 
-def test_a_namespace_may_have_more():
+def test_namespace_may_have_extra_keys():
     thing = object()
-    with pytest.warns(UserWarning, match="passed through as they are: megatron_thing, other") as told:
+    with pytest.warns(UserWarning, match="passed through unchecked: megatron_thing, other") as told:
         args = read_args(argparse.Namespace(lr=1e-3, megatron_thing=thing, other=3, train_env_vars={"A": "b"}))
     assert len(told) == 1
     assert (args.lr, args.megatron_thing, args.other, dict(args.train_env_vars)) == (1e-3, thing, 3, {"A": "b"})
@@ -85,7 +83,7 @@ def test_a_namespace_may_have_more():
     assert again.megatron_thing is thing
 
 
-def test_the_critic_has_keys_of_its_own():
+def test_critic_has_its_own_keys():
     args = read_args({"load": "a", "save": "b", "lr": 1.0, "critic_load": "c", "critic_save": "d", "critic_lr": 2.0,
                       "critic_lr_warmup_iters": 7})  # fmt: skip
     critic, actor = role_args(args, "critic"), role_args(args, "actor")
@@ -93,18 +91,18 @@ def test_the_critic_has_keys_of_its_own():
     assert (actor.load, actor.save, actor.lr, actor.lr_warmup_iters) == ("a", "b", 1.0, 0)
     assert args.load == "a"
     other = role_args(read_args({"lr": 5.0, "save": "x", "save_hf": "y_{rollout_id}"}), "critic")
-    assert (other.lr, other.save, other.load) == (5.0, "x/critic", None)  # never the actor's own folder
+    assert (other.lr, other.save, other.load) == (5.0, "x/critic", None)  # never the actor's folder
     assert other.save_hf == "y_{rollout_id}/critic"
     assert role_args(read_args({"save_hf": "y", "critic_save_hf": "z"}), "critic").save_hf == "z"
 
 
-def test_a_function_by_its_path():
+def test_function_path_is_imported():
     assert function_at("os.path.join", "key") is __import__("os").path.join
     for path, message in (
         ("join", "a dotted path such as"),
-        ("os.path.jion", "args.key='os.path.jion' cannot be had: .*jion"),
+        ("os.path.jion", "args.key='os.path.jion' cannot be imported: .*jion"),
         ("no_such_module.f", "No module named 'no_such_module'"),
-        ("os.sep", "is str, not a function"),
+        ("os.sep", "is a str, not a function"),
     ):
         with pytest.raises(TrainArgsError, match=message):
             function_at(path, "key")

@@ -1,4 +1,4 @@
-"""Which checkpoint is complete; in this process alone, with a model that only says whether it could be written."""
+"""Which checkpoint counts as complete. Runs in this process, with a model whose save succeeds or fails on demand."""
 
 import pytest
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 
 
 class Model:
-    """Writing it fails where it is told to."""
+    """Its save fails when told to."""
 
     fails = False
 
@@ -23,7 +23,7 @@ def alone():
     dist.destroy_process_group()
 
 
-def test_one_that_was_written_over_and_not_to_its_end_is_not_complete(alone, tmp_path):
+def test_partially_overwritten_checkpoint_is_not_complete(alone, tmp_path):
     model = Model()
     writing = RolloutCheckpoints(None, str(tmp_path), 0)
     for step in (3, 4):
@@ -32,14 +32,14 @@ def test_one_that_was_written_over_and_not_to_its_end_is_not_complete(alone, tmp
     model.fails = True
     with pytest.raises(CheckpointError, match="a checkpoint could not be written: OSError: disk full"):
         writing.save(model, 3, optimizer_step=9, weight_version=0, background=False)
-    with pytest.raises(CheckpointError, match="no complete one of ckpt_step=3; there are rollout_0000004"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of ckpt_step=3; found: rollout_0000004"):
         RolloutCheckpoints(str(tmp_path), None, 0, step=3).find()
     assert RolloutCheckpoints(str(tmp_path), None, 0).find().rollout_id == 4
 
 
-def test_folders_of_another_run_and_folders_without_any_are_told_of(alone, tmp_path, caplog):
+def test_folders_of_another_run_and_empty_folders_are_logged(alone, tmp_path, caplog):
     assert RolloutCheckpoints(str(tmp_path / "misspelt"), str(tmp_path), 0).find() is None
-    assert "misspelt has no complete checkpoint: the run begins with rollout 0" in caplog.text
+    assert "misspelt has no complete checkpoint; the run starts with rollout 0" in caplog.text
     caplog.clear()
     RolloutCheckpoints(None, str(tmp_path), 0).save(Model(), 7, optimizer_step=1, weight_version=0, background=False)
     assert RolloutCheckpoints(str(tmp_path), str(tmp_path), 0).find().rollout_id == 7 and not caplog.text

@@ -1,4 +1,4 @@
-"""What sleeps gives its memory away, and has it back when it wakes."""
+"""Offload frees device memory, and onload restores it."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -19,10 +19,10 @@ def on(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_sleep_frees_and_wake_up_brings_back(device):
+def test_offload_frees_memory_and_onload_restores_it(device):
     device = on(device)
     if device.type == "cpu" and has_cuda():
-        pytest.skip("tensors on the CPU do not sleep where there is CUDA")
+        pytest.skip("CPU tensors are not offloaded where CUDA is available")
     layer = torch.nn.Linear(100, 50, device=device)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, foreach=True)
     layer(torch.ones(2, 100, device=device)).sum().backward()
@@ -44,22 +44,22 @@ def test_sleep_frees_and_wake_up_brings_back(device):
     assert views[0].untyped_storage()._cdata == flat.untyped_storage()._cdata
     views[0].zero_()
     assert not bool(flat[:10].any())
-    layer(torch.ones(2, 100, device=device)).sum().backward()  # the same objects train on
+    layer(torch.ones(2, 100, device=device)).sum().backward()  # training continues with the same objects
     optimizer.step()
     assert not torch.equal(layer.weight, before[0])
 
 
-def test_memory_leaves_the_process():
-    """The resident size falls by what sleep() says, but for the copy.
+def test_offloaded_memory_is_returned_to_the_system():
+    """The resident size falls by the size that was offloaded, except for the copy.
 
-    In a process of its own: in this one, malloc may find room for a tensor amid what earlier tests have freed, and what
-    lies there never goes back to the system.
+    Runs in a process of its own: in this one, malloc could reuse memory that earlier tests freed, and such memory never
+    returns to the system.
     """
     if has_cuda():
-        pytest.skip("tensors on the CPU do not sleep where there is CUDA")
+        pytest.skip("CPU tensors are not offloaded where CUDA is available")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         before, asleep, awake = pool.submit(resident_before_asleep_and_awake).result()
-    assert asleep < before + (32 << 20)  # the copies are there, the tensors' own memory is not
+    assert asleep < before + (32 << 20)  # the copies exist, the tensors' own memory does not
     assert awake < before + (32 << 20)  # and the copies are gone
 
 
@@ -75,7 +75,7 @@ def resident_before_asleep_and_awake():
     return before, asleep, awake
 
 
-def test_host_memory_is_used_again_only_if_kept():
+def test_host_memory_is_reused_only_if_kept():
     tensor = torch.ones(1000)
     if has_cuda():
         tensor = tensor.cuda()
@@ -90,11 +90,11 @@ def test_host_memory_is_used_again_only_if_kept():
         memory.wake_up()
 
 
-def test_memory_that_is_not_the_tensors_own_stays():
+def test_memory_not_owned_by_the_tensors_stays():
     import numpy
 
     if has_cuda():
-        pytest.skip("tensors on the CPU do not sleep where there is CUDA")
+        pytest.skip("CPU tensors are not offloaded where CUDA is available")
     borrowed, own = torch.from_numpy(numpy.ones(10)), torch.ones(10)
     memory = DeviceMemory(lambda: [borrowed, own])
     assert memory.sleep() == 40
@@ -103,7 +103,7 @@ def test_memory_that_is_not_the_tensors_own_stays():
     assert bool((own == 1).all())
 
 
-def test_what_fails_on_the_way_to_sleep_leaves_all_awake(monkeypatch):
+def test_failed_offload_leaves_everything_on_the_device(monkeypatch):
     tensors = [torch.ones(10), torch.ones(20)]
     if has_cuda():
         tensors = [tensor.cuda() for tensor in tensors]
@@ -122,7 +122,7 @@ def test_what_fails_on_the_way_to_sleep_leaves_all_awake(monkeypatch):
     assert memory.sleep() == 120
 
 
-def test_the_memory_saver_is_not_used_without_cuda(monkeypatch):
+def test_memory_saver_is_not_used_without_cuda(monkeypatch):
     for name in ("TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"):
         monkeypatch.setenv(name, "1")
     if not has_cuda():

@@ -1,4 +1,4 @@
-"""What the configuration says of the model: its config, its tokenizer, the size of its vocabulary."""
+"""The model's config, tokenizer and vocabulary size, as the configuration determines them."""
 
 import pytest
 from reference import small_llama
@@ -6,7 +6,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from workers.rollout.engine import Sampling
+from workers.rollout.engine import SamplingParams
+from workers.train.args import read_args
 from workers.train.hf_files import (
     ModelFilesError,
     end_tokens,
@@ -15,7 +16,6 @@ from workers.train.hf_files import (
     tokens_of,
     vocab_size_of,
 )
-from workers.train.read_args import read_args
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
 
@@ -26,7 +26,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_config_from_a_folder_and_from_a_dict(folder):
+def test_config_from_a_folder_and_from_a_dict(folder):
     config = read_config(read_args({"hf_checkpoint": str(folder), "model_name": "llama"}))
     assert (config.model_type, config.vocab_size) == ("llama", 32)
     config = read_config(read_args({"hf_config": LLAMA}))
@@ -40,16 +40,16 @@ def test_a_config_from_a_folder_and_from_a_dict(folder):
             {"hf_config": {**LLAMA, "num_hidden_layer": 3}},
             r"'llama' config has no 'num_hidden_layer'; did you mean 'num_h",
         ),
-        ({}, r"args name no model: set hf_checkpoint \(a folder or hub name\) or hf_config"),
-        ({"hf_config": LLAMA, "model_name": "qwen2"}, "model_name='qwen2', but the model is a 'llama'"),
+        ({}, r"args names no model: set hf_checkpoint \(a folder or hub name\) or hf_config"),
+        ({"hf_config": LLAMA, "model_name": "qwen2"}, "model_name='qwen2', but the model's type is 'llama'"),
     ],
 )
-def test_a_model_that_is_not_named_or_another(given, message):
+def test_invalid_model_config_is_an_error(given, message):
     with pytest.raises(ModelFilesError, match=message):
         read_config(read_args(given))
 
 
-def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(folder):
+def test_vocabulary_size_comes_from_the_tokenizer_unless_set(folder):
     args = read_args({"hf_checkpoint": str(folder)})
     config = read_config(args)
     assert read_tokenizer(args) is None
@@ -66,13 +66,13 @@ def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(folder):
         vocab_size_of(read_args({"vocab_size": 33}), config, tokenizer)
 
 
-def test_a_model_of_several_parts_has_the_tokens_of_its_text():
+def test_multimodal_model_uses_the_tokens_of_its_text_config():
     from transformers import Gemma3Config
 
     assert tokens_of(Gemma3Config(text_config={"vocab_size": 77})) == 77
 
 
-def test_the_tokens_that_end_a_text(tmp_path):
+def test_end_of_sequence_tokens(tmp_path):
     from transformers import GenerationConfig, LlamaConfig
 
     assert end_tokens(read_args({"hf_config": {"model_type": "llama"}})) == []
@@ -81,8 +81,8 @@ def test_the_tokens_that_end_a_text(tmp_path):
     assert end_tokens(args) == [5]
     GenerationConfig(eos_token_id=[6, 7]).save_pretrained(tmp_path)
     assert end_tokens(args) == [6, 7]
-    assert Sampling.of(args).stop_token_ids == (6, 7)
-    assert Sampling.of({"hf_checkpoint": str(tmp_path), "rollout_stop_token_ids": []}).stop_token_ids == ()
-    assert Sampling.of({"rollout_max_response_len": 3, "rollout_stop_token_ids": [1]}) == Sampling(
+    assert SamplingParams.from_args(args).stop_token_ids == (6, 7)
+    assert SamplingParams.from_args({"hf_checkpoint": str(tmp_path), "rollout_stop_token_ids": []}).stop_token_ids == ()
+    assert SamplingParams.from_args({"rollout_max_response_len": 3, "rollout_stop_token_ids": [1]}) == SamplingParams(
         3, stop_token_ids=(1,)
     )

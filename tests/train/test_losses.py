@@ -1,4 +1,4 @@
-"""Losses against loops over tokens, and their gradients against formulas."""
+"""Losses compared with loops over tokens, and their gradients with formulas."""
 
 import math
 import re
@@ -19,7 +19,7 @@ def data(**changes):
     first = torch.tensor([0, 5, 2, 3, 1])
     at = torch.arange(TOKENS)
     real = (at >= first[:, None]) & (at < (first + length)[:, None])
-    counts = real & (at > first[:, None] + 1)  # two tokens of prompt; the row of two tokens has no answer
+    counts = real & (at > first[:, None] + 1)  # the prompt has two tokens; the row of two tokens has no completion
     weights, count = token_weights(counts)
     batch = {
         "input_ids": torch.randint(0, 32, (ROWS, TOKENS), generator=g),
@@ -32,7 +32,7 @@ def data(**changes):
 
 
 def run(loss, batch, max_tokens, *, outputs):
-    """The loss of a step and its sums, cut into micro-batches, with a filler; outputs are the batch's own entries."""
+    """A step's loss and its sums over micro-batches, with a filler; outputs are the batch's own entries."""
     total, sums = torch.zeros(()), {}
     cut = cut_by_tokens(batch, max_tokens)
     for part in [*cut, cut_by_tokens(batch, max_tokens, at_least=len(cut) + 1)[-1]]:
@@ -46,7 +46,7 @@ def run(loss, batch, max_tokens, *, outputs):
 
 
 def mean(batch, token):
-    """Of what ``token(entries of that token)`` gives, over the tokens that count."""
+    """The mean of ``token(entries of that token)`` over the tokens that count."""
     names = [name for name, value in batch.items() if value.dtype == torch.float32]
     total = count = 0.0
     for b in range(ROWS):
@@ -58,7 +58,7 @@ def mean(batch, token):
 
 
 @pytest.mark.parametrize("max_tokens", [7, 18, 1000])
-def test_policy_loss_against_a_loop(max_tokens):
+def test_policy_loss_matches_a_loop(max_tokens):
     batch = data()
     batch["log_probs"] = batch["log_probs"].requires_grad_()
     loss = policy_loss(eps_clip=0.2, eps_clip_high=0.5, kl_coef=0.3, entropy_coef=0.1)
@@ -104,7 +104,7 @@ def test_policy_loss_against_a_loop(max_tokens):
             assert float(gradient[b, t]) == pytest.approx(expected_gradient, rel=1e-4, abs=1e-7)
 
 
-def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_reinforce():
+def test_without_old_log_probs_the_gradient_is_that_of_reinforce():
     batch = data()
     del batch["old_log_probs"], batch["ref_log_probs"]
     batch["log_probs"] = batch["log_probs"].requires_grad_()
@@ -116,7 +116,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_reinfor
     torch.testing.assert_close(gradient, -torch.nan_to_num(batch["advantages"]) * batch["loss_weights"])
 
 
-def test_one_micro_batch_of_a_filler_alone_still_has_a_graph():
+def test_micro_batch_with_only_a_filler_has_a_graph():
     batch = {name: value[:0] for name, value in data().items()}
     (filler,) = cut_by_tokens(batch, 8, at_least=1)
     log_probs = torch.full((1, 2), -math.inf, requires_grad=True)
@@ -127,7 +127,7 @@ def test_one_micro_batch_of_a_filler_alone_still_has_a_graph():
 
 @pytest.mark.parametrize("eps_clip", [0.4, None])
 @pytest.mark.parametrize("max_tokens", [7, 1000])
-def test_value_loss_against_a_loop(eps_clip, max_tokens):
+def test_value_loss_matches_a_loop(eps_clip, max_tokens):
     batch = data()
     total, sums = run(value_loss(eps_clip=eps_clip), batch, max_tokens, outputs={"values": "new"})
 
@@ -147,7 +147,7 @@ def test_value_loss_against_a_loop(eps_clip, max_tokens):
         assert 0 < expected["value_clip_fraction"] < 1
 
 
-def test_estimators_agree_with_the_divergence_itself():
+def test_kl_estimators_agree_with_the_exact_divergence():
     """Their expectation over all tokens of two distributions, summed exactly."""
     g = torch.Generator().manual_seed(3)
     p = (torch.randn(50, generator=g) * 0.3).log_softmax(0)
@@ -159,13 +159,13 @@ def test_estimators_agree_with_the_divergence_itself():
     assert bool((kl_estimate(p, q, "k3") >= 0).all()) and float(kl_estimate(p, p, "k3").abs().max()) == 0
 
 
-def test_the_gradient_of_k2_is_that_of_the_divergence_and_k1s_has_mean_zero():
+def test_k2_has_the_gradient_of_the_divergence_and_k1_a_zero_mean_gradient():
     g = torch.Generator().manual_seed(4)
     logits = torch.randn(20, generator=g, requires_grad=True)
     q = torch.randn(20, generator=g).log_softmax(0)
     p = logits.log_softmax(0)
     (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
-    drawn = p.detach().exp()  # as a loss has it: the tokens are drawn first, and their weights have no gradient
+    drawn = p.detach().exp()  # as in a loss: the tokens are sampled first, and their weights have no gradient
     of = {
         name: torch.autograd.grad((drawn * kl_estimate(p, q, name)).sum(), logits, retain_graph=True)[0]
         for name in ("k1", "k2")
@@ -174,7 +174,7 @@ def test_the_gradient_of_k2_is_that_of_the_divergence_and_k1s_has_mean_zero():
     assert float(of["k1"].abs().max()) < 1e-6
 
 
-def test_ratios_beyond_measure_stay_finite():
+def test_extreme_ratios_stay_finite():
     log_probs = torch.tensor([0.0, -500.0, -math.inf], requires_grad=True)
     loss, ratio, _ = ppo_clip(log_probs, torch.tensor([-500.0, 0.0, 0.0]), torch.tensor([-1.0, -1.0, 1.0]))
     assert bool(loss.isfinite().all()) and bool(ratio.isfinite().all())
@@ -183,7 +183,7 @@ def test_ratios_beyond_measure_stay_finite():
 
 @pytest.mark.parametrize("cut", [1, 2, 5])
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_weights_make_the_mean_that_was_asked_for(aggregation, cut):
+def test_weights_give_the_requested_mean(aggregation, cut):
     mask = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]])
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(5))
     ranks = [token_weights(piece, aggregation) for piece in mask.tensor_split(cut)]
@@ -198,7 +198,7 @@ def test_weights_make_the_mean_that_was_asked_for(aggregation, cut):
     assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_clipped_value_loss_alone():
+def test_clipped_value_loss():
     loss, clipped = clipped_value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([3.0]), eps_clip=1.0)
     assert loss.tolist() == [2.0] and clipped.tolist() == [True]
 
@@ -214,25 +214,25 @@ def test_clipped_value_loss_alone():
         ),
         (policy_loss(), {"log_probs": "log_probs"}, "advantages", "no 'advantages', only entropy, log_probs"),
         (policy_loss(kl_coef=0.1), {"log_probs": "log_probs"}, "ref_log_probs", "no 'ref_log_probs'"),
-        (policy_loss(), {"values": "values"}, "new", "the model gave no log_probs"),
-        (policy_loss(entropy_coef=0.1), {"log_probs": "log_probs"}, "new", "the model gave no entropy"),
+        (policy_loss(), {"values": "values"}, "new", "the model returned no log_probs"),
+        (policy_loss(entropy_coef=0.1), {"log_probs": "log_probs"}, "new", "the model returned no entropy"),
         (value_loss(), {"values": "new"}, "values", "value_loss: the micro-batch has no 'values'"),
         (value_loss(), {"values": "new"}, "returns", "no 'returns'"),
     ],
 )
-def test_what_is_missing_is_named(loss, outputs, without, message):
+def test_error_names_the_missing_entry(loss, outputs, without, message):
     batch = data()
     del batch[without]
     with pytest.raises(ValueError, match=re.escape(message)):
         run(loss, batch, 100, outputs=outputs)
 
 
-def test_an_entry_of_another_shape_is_named():
-    with pytest.raises(ValueError, match=re.escape("advantages is (5,); it is one number for each token: (5, 9)")):
+def test_error_names_an_entry_of_the_wrong_shape():
+    with pytest.raises(ValueError, match=re.escape("advantages has shape (5,); expected one number per token, (5, 9)")):
         run(policy_loss(), data(advantages=torch.zeros(ROWS)), 100, outputs={"log_probs": "log_probs"})
 
 
-def test_options_that_make_no_sense():
+def test_invalid_options():
     with pytest.raises(ValueError, match="eps_clip=-1"):
         policy_loss(eps_clip=-1)
     with pytest.raises(ValueError, match="kl_coef=nan"):
@@ -243,5 +243,5 @@ def test_options_that_make_no_sense():
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
     with pytest.raises(ValueError, match=r"eps_clip=-0\.1"):
         value_loss(eps_clip=-0.1)
-    with pytest.raises(ValueError, match="aggregation='row'; it is one of token, sequence"):
+    with pytest.raises(ValueError, match="aggregation='row'; expected one of token, sequence"):
         token_weights(torch.ones(1, 1), "row")

@@ -1,4 +1,4 @@
-"""Micro-batches: every token once, within the budget, and back where it stood."""
+"""Micro-batches hold every token once, stay within the budget, and restore the original order."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from workers.train.micro_batches import cut_by_tokens, restore
 
 
 def batch(spans, tokens):
-    """Rows with real tokens in [start, start + length); every real number is nonzero, and padding is junk."""
+    """Rows with real tokens in [start, start + length); real entries are nonzero, and padding holds junk."""
     rows = len(spans)
     mask = torch.zeros(rows, tokens, dtype=torch.int64)
     for row, (start, length) in enumerate(spans):
@@ -50,7 +50,7 @@ def test_every_token_once_within_the_budget(spans_tokens, max_tokens, at_least, 
     real = [part for part in cut if len(part.rows)]
     assert cut[: len(real)] == real  # fillers are last
     if len(cut) > len(real):
-        assert len(cut) - multiple_of < max(at_least, len(real))  # and no more of them than needed
+        assert len(cut) - multiple_of < max(at_least, len(real))  # no more of them than needed
     assert sorted(row for part in real for row in part.rows.tolist()) == list(range(len(spans)))
     for part in real:
         b, s = part.input_ids.shape
@@ -62,7 +62,7 @@ def test_every_token_once_within_the_budget(spans_tokens, max_tokens, at_least, 
             for name in ("input_ids", "old_log_probs", "loss_mask"):
                 got = part.input_ids if name == "input_ids" else part.others[name]
                 assert got[k, :length].tolist() == data[name][row, start : start + length].tolist()
-                assert not got[k, length:].any()  # junk is gone
+                assert not got[k, length:].any()  # the padding is gone
                 assert got.dtype == data[name].dtype
             assert part.others["rewards"][k] == data["rewards"][row]
             assert torch.equal(part.others["features"][k], data["features"][row])
@@ -77,8 +77,8 @@ def test_every_token_once_within_the_budget(spans_tokens, max_tokens, at_least, 
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(6, 20))
-def test_no_partition_needs_fewer(lengths, max_tokens):
-    """Against a search over all partitions of the rows."""
+def test_no_partition_needs_fewer_micro_batches(lengths, max_tokens):
+    """Compared with a search over all partitions of the rows."""
 
     def fewest(rest):
         if not rest:
@@ -95,7 +95,7 @@ def test_no_partition_needs_fewer(lengths, max_tokens):
     assert len(cut_by_tokens(data, max_tokens)) == fewest(lengths)
 
 
-def test_a_filler_is_all_zero():
+def test_filler_is_all_zero():
     data = batch([(1, 3)], 4)
     real, filler = cut_by_tokens(data, 100, at_least=2)
     assert not real.is_filler and filler.is_filler
@@ -110,7 +110,7 @@ def test_a_filler_is_all_zero():
     assert all(value.dtype == data[name].dtype and not value.any() for name, value in filler.others.items())
 
 
-def test_a_rank_without_rows_joins_in():
+def test_rank_without_rows_participates():
     data = {name: value[:0] for name, value in batch([(0, 2)], 4).items()}
     assert cut_by_tokens(data, 8) == []
     fillers = cut_by_tokens(data, 8, at_least=3, multiple_of=2)
@@ -119,12 +119,12 @@ def test_a_rank_without_rows_joins_in():
     assert restore([], [], (0, 4)).shape == (0, 4)
 
 
-def test_a_long_row_is_alone():
+def test_long_row_gets_its_own_micro_batch():
     cut = cut_by_tokens(batch([(0, 2), (0, 9), (0, 2)], 9), 4)
     assert [part.rows.tolist() for part in cut] == [[1], [0, 2]]
 
 
-def test_a_tensordict_serves_and_what_is_no_tensor_is_left_out():
+def test_tensordict_is_accepted_and_non_tensors_are_left_out():
     data = batch([(2, 2), (0, 4)], 4)
     whole = TensorDict({**data, "note": ["a", "b"]}, batch_size=[2])
     cut = cut_by_tokens(whole, 8)
@@ -132,7 +132,7 @@ def test_a_tensordict_serves_and_what_is_no_tensor_is_left_out():
     assert torch.equal(cut[0].others["rewards"], data["rewards"][[1, 0]])
 
 
-def test_the_budget_holds_for_bool_masks_and_to_moves_all_but_the_rows():
+def test_budget_holds_for_bool_masks_and_to_moves_everything_but_the_rows():
     data = batch([(0, 2)], 3)
     data["attention_mask"] = data["attention_mask"].bool()
     (part,) = cut_by_tokens(data, 3)
@@ -145,27 +145,27 @@ def test_the_budget_holds_for_bool_masks_and_to_moves_all_but_the_rows():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens=0; it is from 1"),
+        ({"max_tokens": 0}, "max_tokens=0; expected at least 1"),
         ({"max_tokens": 3, "at_least": -1}, "at_least=-1"),
         ({"max_tokens": 3, "multiple_of": 0}, "multiple_of=0"),
     ],
 )
-def test_numbers_that_make_no_sense(arguments, message):
+def test_arguments_out_of_range(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         cut_by_tokens(batch([(0, 2)], 3), **arguments)
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 0], [1, 0, 1]])
-def test_masks_that_make_no_sense(mask):
+def test_invalid_masks(mask):
     data = batch([(0, 2), (0, 3)], 3)
     data["attention_mask"][1] = torch.tensor(mask)
     with pytest.raises(ValueError, match="attention_mask of row 1"):
         cut_by_tokens(data, 8)
 
 
-def test_restore_wants_one_part_for_each():
+def test_restore_needs_one_output_per_micro_batch():
     cut = cut_by_tokens(batch([(0, 2), (1, 2)], 3), 2)
-    with pytest.raises(ValueError, match="1 parts for 2 micro-batches"):
+    with pytest.raises(ValueError, match="got 1 outputs for 2 micro-batches"):
         restore([torch.ones(1, 2)], cut, (2, 3))
-    with pytest.raises(ValueError, match=re.escape("part 1 is (1, 3), its micro-batch (1, 2)")):
+    with pytest.raises(ValueError, match=re.escape("output 1 has shape (1, 3), but its micro-batch has (1, 2)")):
         restore([torch.ones(1, 2), torch.ones(1, 3)], cut, (2, 3))

@@ -1,4 +1,4 @@
-"""The reference itself, and the shared mathematics against it: the same steps, cut into micro-batches and ranks."""
+"""The reference itself, and the shared math against it: the same steps, split into micro-batches and over ranks."""
 
 import copy
 
@@ -15,9 +15,9 @@ from workers.train.rollout_data import check_rollout_data
 
 @pytest.fixture(scope="module")
 def rollout():
-    """24 answers of several lengths to prompts of several lengths."""
+    """24 completions of various lengths to prompts of various lengths."""
     prompts = random_prompts(6, (4, 2, 6))
-    return sample(small_llama(), prompts, 4, 8, reward=lambda _, answer: answer.count(7) + len(answer) / 8,
+    return sample(small_llama(), prompts, 4, 8, reward=lambda _, completion: completion.count(7) + len(completion) / 8,
                   stop_token_ids=(3, 4, 5))  # fmt: skip
 
 
@@ -31,11 +31,11 @@ def outputs(model, part):
     return TokenOutputs(log_probs=torch.cat([first, of_tokens], 1), entropy=torch.cat([first, entropy], 1))
 
 
-def test_the_sampler_makes_rollout_data(rollout):
+def test_sampler_produces_rollout_data(rollout):
     check_rollout_data(rollout, vocab_size=32)
     assert rollout["input_ids"].shape == (24, 14)
     lengths = set(rollout["loss_mask"].sum(1).tolist())
-    assert 8 in lengths and len(lengths) > 2  # some answers were stopped
+    assert 8 in lengths and len(lengths) > 2  # some completions were stopped
     again = ReferenceGRPO(small_llama()).log_probs(rollout)
     torch.testing.assert_close(again * rollout["loss_mask"], rollout["rollout_log_probs"], rtol=1e-4, atol=1e-5)
 
@@ -50,7 +50,7 @@ def test_log_probs_through_micro_batches(rollout):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_three_steps_give_the_references_weights(rollout, ranks, aggregation):
+def test_three_steps_match_the_reference_weights(rollout, ranks, aggregation):
     options = {"kl_coef": 0.05, "entropy_coef": 0.01}
     reference = ReferenceGRPO(small_llama(), lr=3e-3, eps_clip=0.05, aggregation=aggregation, **options)
     old_model, model = small_llama(), small_llama()
@@ -85,13 +85,13 @@ def test_three_steps_give_the_references_weights(rollout, ranks, aggregation):
         torch.testing.assert_close(value, reference.weights()[name], rtol=0, atol=1e-4)
 
 
-def test_the_reference_learns():
-    """Token 7 more often, in a few steps."""
+def test_reference_learns():
+    """Within a few steps, token 7 becomes more frequent."""
     trainer = ReferenceGRPO(small_llama(num_hidden_layers=1), lr=1e-2, kl_coef=0.01)
     rewards = []
     for step in range(12):
         prompts = random_prompts(3, (3,), seed=step)
-        data = sample(trainer.model, prompts, 6, 4, reward=lambda _, answer: answer.count(7) / 4, seed=step)
+        data = sample(trainer.model, prompts, 6, 4, reward=lambda _, completion: completion.count(7) / 4, seed=step)
         trainer.step(data)
         rewards.append(float(data["rewards"].mean()))
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards

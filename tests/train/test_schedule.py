@@ -1,4 +1,4 @@
-"""Learning rates at the steps that matter, and against torch's own schedulers."""
+"""Learning rates at the steps that matter, and compared with torch's schedulers."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ import torch
 from workers.train.schedule import learning_rate
 
 
-def test_constant_after_the_warm_up():
+def test_constant_after_warmup():
     rates = [learning_rate(step, lr=1.0, warmup=4) for step in range(6)]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert learning_rate(0, lr=0.5) == 0.5
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
-def test_decay_against_torch(style):
-    """Four steps of warm-up, of which the last is the first of the decay, which takes 16."""
+def test_decay_matches_torch(style):
+    """Four warm-up steps; the last one is also the first of 16 decay steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.2)
     if style == "linear":
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=16)
@@ -29,12 +29,12 @@ def test_decay_against_torch(style):
     assert learning_rate(19, **options) == pytest.approx(0.02) == learning_rate(1000, **options)
 
 
-def test_decay_without_warm_up_begins_at_the_top():
+def test_decay_without_warmup_starts_at_the_maximum():
     rates = [learning_rate(step, lr=1.0, decay_style="linear", decay_steps=4) for step in range(6)]
     assert rates == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
 
 
-def test_a_warm_up_as_long_as_the_decay():
+def test_warmup_as_long_as_the_decay():
     rates = [learning_rate(s, lr=1.0, warmup=2, decay_style="cosine", decay_steps=2, min_lr=0.5) for s in range(4)]
     assert rates == [0.5, 1.0, 0.5, 0.5]
 
@@ -44,12 +44,12 @@ def test_a_warm_up_as_long_as_the_decay():
     [
         ({"decay_style": "linear"}, "decay_steps=None"),
         ({"decay_style": "cosine", "decay_steps": 3, "warmup": 4}, "decay_steps=3"),
-        ({"decay_style": "square"}, "decay_style='square'; it is one of constant, linear, cosine"),
+        ({"decay_style": "square"}, "decay_style='square'; expected one of constant, linear, cosine"),
         ({"decay_style": "linear", "decay_steps": 3, "min_lr": 2.0}, "min_lr=2.0"),
         ({"step": -1}, "step=-1"),
         ({"warmup": -1}, "warmup=-1"),
     ],
 )
-def test_what_makes_no_sense(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         learning_rate(**{"step": 0, "lr": 1.0, **options})

@@ -1,4 +1,4 @@
-"""What logits say of tokens: values and gradients as torch computes them the plain way."""
+"""Log-probs and entropies from logits: values and gradients match plain torch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from workers.train.token_log_probs import token_log_probs
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("vocab_size", [None, 13])
 @pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
-def test_as_log_softmax_has_it(temperature, vocab_size, uses):
+def test_matches_log_softmax(temperature, vocab_size, uses):
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 16, requires_grad=True)
     tokens = torch.randint(0, 13, (2, 3))
@@ -31,8 +31,8 @@ def test_as_log_softmax_has_it(temperature, vocab_size, uses):
     assert (found[1] is None) == (uses == "log_probs")
 
 
-def test_an_entropy_that_is_only_reported_costs_no_memory():
-    """What is kept for the backward pass is the softmax, once."""
+def test_entropy_without_gradient_uses_no_extra_memory():
+    """Only the softmax is kept for the backward pass, once."""
     logits = torch.randn(4, 1000, requires_grad=True)
     kept = {}
 

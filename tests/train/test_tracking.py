@@ -1,4 +1,4 @@
-"""A run's metrics, read back by TensorBoard's own reader."""
+"""A run's metrics, read back with TensorBoard's own reader."""
 
 import time
 
@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from workers.train.tracking import RunLog
 
 
-def test_metrics_are_in_the_event_files_at_once(tmp_path):
+def test_metrics_are_written_immediately(tmp_path):
     with RunLog(tmp_path) as log:
         for step in range(3):
             with log.timed("rollout"):
@@ -26,7 +26,7 @@ def test_metrics_are_in_the_event_files_at_once(tmp_path):
     assert {event.step for event in events.Scalars("seconds/train")} == {0, 1, 2}
 
 
-def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with RunLog() as log:
         assert log.log(4, {"reward": 1}) == {"reward": 1.0}
@@ -35,7 +35,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_seconds_count_though_something_raised():
+def test_seconds_are_recorded_even_if_the_block_raises():
     log = RunLog()
     with pytest.raises(ZeroDivisionError), log.timed("train"):
         raise ZeroDivisionError

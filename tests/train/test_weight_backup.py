@@ -1,4 +1,4 @@
-"""Named snapshots of weights: what goes out comes back, bit by bit, into the same memory."""
+"""Named snapshots of weights: restoring copies them back bit for bit into the same memory."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def bits(tensor):
-    """The tensor's bytes, whatever NaNs are among them."""
+    """The tensor's bytes, so that NaNs compare equal."""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -38,7 +38,7 @@ def scribble(weights):
         tensor.copy_(torch.ones(tensor.shape, dtype=tensor.dtype))
 
 
-def test_what_was_copied_comes_back_bit_by_bit_into_the_same_memory(weights):
+def test_restore_is_bit_for_bit_into_the_same_memory(weights):
     told = []
     backup = WeightBackup(weights.items, after=lambda: told.append(1))
     before = {name: (bits(t), t.data_ptr(), t.untyped_storage().data_ptr()) for name, t in weights.items()}
@@ -50,10 +50,10 @@ def test_what_was_copied_comes_back_bit_by_bit_into_the_same_memory(weights):
     assert told == [1]
     with backup.swapped("actor"):
         pass
-    assert told == [1], "an optimizer keeps its float32 copies of what comes back"
+    assert told == [1], "the optimizer must not be notified: it keeps float32 copies of these weights"
 
 
-def test_what_lies_between_the_elements_is_left_alone(weights):
+def test_gaps_between_elements_are_not_written(weights):
     backing = weights["stripe"].untyped_storage()
     whole = torch.empty(0).set_(backing).view(6, 8)
     backup = WeightBackup(weights.items)
@@ -63,7 +63,7 @@ def test_what_lies_between_the_elements_is_left_alone(weights):
     assert bool((whole[:, 1::2] == 7.0).all()) and not bool((whole[:, ::2] == 7.0).any())
 
 
-def test_snapshots_are_independent_and_cloned_by_copy():
+def test_snapshots_are_independent_and_clone_copies():
     live = torch.zeros(1000)
     backup = WeightBackup(lambda: [("w", live)])
     backup.copy("ref")
@@ -81,7 +81,7 @@ def test_snapshots_are_independent_and_cloned_by_copy():
     assert backup.names == ("ref", "actor")
 
 
-def test_taking_a_snapshot_again_uses_its_memory_again():
+def test_new_snapshot_reuses_its_memory():
     live = torch.randn(1000)
     backup = WeightBackup(lambda: [("w", live)])
     backup.copy("actor")
@@ -92,14 +92,14 @@ def test_taking_a_snapshot_again_uses_its_memory_again():
     assert bool((backup._snapshots["actor"].parts["w"] == live).all())
 
 
-def test_tied_weights_take_room_once():
+def test_tied_weights_are_stored_once():
     embedding = torch.randn(1024)
     tied = WeightBackup(lambda: [("embed", embedding), ("head", embedding)])
     tied.copy("actor")
     assert tied.nbytes == 4096
 
 
-def test_swapped_gives_back_what_was_live_also_after_an_error(weights):
+def test_swapped_restores_the_live_weights_even_after_an_error(weights):
     backup = WeightBackup(weights.items)
     scribble(weights)
     backup.copy("ref")
@@ -122,25 +122,25 @@ def test_swapped_gives_back_what_was_live_also_after_an_error(weights):
 
 
 @pytest.mark.parametrize("what", ["restore", "drop", "swapped"])
-def test_an_unknown_name_is_an_error_that_knows_the_others(what):
+def test_unknown_snapshot_error_lists_the_known_names(what):
     live = torch.zeros(3)
     backup = WeightBackup(lambda: [("w", live)])
     backup.copy("actor")
-    with pytest.raises(BackupError, match=r"no snapshot 'actr'.*'actor'"):
+    with pytest.raises(BackupError, match=r"no weight snapshot 'actr'.*'actor'"):
         made = getattr(backup, what)("actr")
         with made:
             pass
-    with pytest.raises(BackupError, match="no snapshot 'old'"):
+    with pytest.raises(BackupError, match="no weight snapshot 'old'"):
         backup.clone("old", "older")
 
 
-def test_weights_that_have_changed_shape_are_refused_before_anything_is_written():
+def test_changed_shapes_are_rejected_before_anything_is_written():
     live = {"a": torch.zeros(3), "b": torch.zeros(4)}
     backup = WeightBackup(live.items)
     backup.copy("actor")
     live["a"].fill_(1.0)
     live["b"] = torch.zeros(5)
-    with pytest.raises(BackupError, match=r"'b' was \(4,\).*is \(5,\)"):
+    with pytest.raises(BackupError, match=r"'b' is .* \(4,\) in the snapshot, and now .* \(5,\)"):
         backup.restore("actor")
     assert bool((live["a"] == 1.0).all())
     live["c"] = live.pop("b")
@@ -148,12 +148,12 @@ def test_weights_that_have_changed_shape_are_refused_before_anything_is_written(
         backup.restore("actor")
 
 
-def test_weights_that_sleep_are_refused():
+def test_offloaded_weights_are_rejected():
     live = torch.zeros(3)
     backup = WeightBackup(lambda: [("w", live)])
     backup.copy("actor")
     live.untyped_storage().resize_(0)
-    with pytest.raises(BackupError, match="asleep"):
+    with pytest.raises(BackupError, match="offloaded"):
         backup.copy("actor")
-    with pytest.raises(BackupError, match="asleep"):
+    with pytest.raises(BackupError, match="offloaded"):
         backup.restore("actor")

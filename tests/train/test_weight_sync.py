@@ -1,4 +1,4 @@
-"""Weights from train ranks, each with a part of them, to rollout workers: whole, once, and with a version."""
+"""Weights from train ranks, each holding a part, to rollout workers: complete, each tensor once, with a version."""
 
 import contextlib
 import threading
@@ -12,14 +12,13 @@ from sync_workers import model
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerError, colocate
 from workers.train import rollout_link
-from workers.train.sync_by_group import GroupTransport
-from workers.train.sync_on_device import DeviceTransport, name_of
-from workers.train.weight_receivers import Receivers
-from workers.train.weight_sync import WeightSender, WeightSyncError
-from workers.train.weight_transport import Ranks, Update
+from workers.weight_sync import WeightSender, WeightSyncError
+from workers.weight_sync.device import DeviceTransport, name_of
+from workers.weight_sync.process_group import ProcessGroupTransport
+from workers.weight_sync.protocol import Receivers, Update
 
 TRANSPORTS = ["store", "group", "disk", "device"]
-SMALL = 600  # bytes of a bucket: several for each sender
+SMALL = 600  # bytes per bucket: several for each sender
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def train(pool):
 
 @pytest.fixture(scope="module")
 def rollouts(pool):
-    """Groups of one and of two receivers; they are not killed."""
+    """Groups of one and of two receivers, which no test kills."""
     made = RayClassWithInitArgs(sync_workers.Rollout)
     groups = {2: RayWorkerGroup(pool, made), 1: RayWorkerGroup(pool[0:1], made)}
     yield groups
@@ -65,7 +64,7 @@ def same(weights, version, dtype=torch.float32, to=torch.float32):
 
 @pytest.mark.parametrize("receivers", [1, 2])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_weights_arrive_bit_by_bit_in_place_with_their_version(train, rollouts, transport, receivers, tmp_path):
+def test_weights_arrive_bit_for_bit_in_place_with_their_version(train, rollouts, transport, receivers, tmp_path):
     rollout = rollouts[receivers]
     train.connect(rollout, transport, **options(transport, tmp_path))
     for version in (3, 4):
@@ -80,7 +79,7 @@ def test_weights_arrive_bit_by_bit_in_place_with_their_version(train, rollouts, 
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_bfloat16_goes_into_float32(train, rollout, transport, tmp_path):
+def test_bfloat16_is_loaded_into_float32(train, rollout, transport, tmp_path):
     train.connect(rollout, transport, **options(transport, tmp_path))
     train.update(5, dtype=torch.bfloat16)
     assert same(rollout.weights(), 5, torch.bfloat16)
@@ -88,9 +87,9 @@ def test_bfloat16_goes_into_float32(train, rollout, transport, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("bucket_bytes", [1, SMALL, 1 << 20])
-def test_pairs_on_one_rank_only_are_refused_where_every_rank_needs_them(train, rollout, bucket_bytes, rank):
+def test_different_pairs_per_rank_are_rejected_when_all_must_agree(train, rollout, bucket_bytes, rank):
     train.connect(rollout, "device", bucket_bytes=bucket_bytes)
-    with pytest.raises(WorkerError, match=r"train ranks (0 and 1 do not have|are not at) the same"):
+    with pytest.raises(WorkerError, match=r"train ranks (0 and 1 sent different pairs|disagree about the step)"):
         train.update(7, here={"norm.weight": rank})
     assert rollout.current_weight_version() == [None, None]
     train.update(8)
@@ -105,51 +104,51 @@ def test_several_groups_receive_at_once(train, rollouts, transport, tmp_path):
     assert same(rollouts[1].weights() + rollouts[2].weights(), 6)
 
 
-def test_a_process_group_is_made_once_and_kept(train, rollouts):
+def test_process_group_is_created_once_and_kept(train, rollouts):
     train.connect(rollouts[2], "group", bucket_bytes=SMALL)
     for version in (1, 2, 3):
         train.update(version)
     assert train.groups_made() == [1, 1]
-    assert rollouts[2].ask("members") == [2, 2]
-    train.reconnect([rollouts[2], rollouts[1]])  # one more receiver has come
+    assert rollouts[2].ask("channels") == [2, 2]
+    train.reconnect([rollouts[2], rollouts[1]])  # one more receiver
     train.update(4)
     assert train.groups_made() == [2, 2]
     assert same(rollouts[1].weights(), 4)
 
 
-def test_the_process_groups_of_who_sends_no_more_are_left(train, rollout):
+def test_receivers_leave_the_process_groups_of_unused_senders(train, rollout):
     train.connect(rollout, "group", bucket_bytes=SMALL)
     train.update(1)
-    assert rollout.ask("members") == [2, 2]
+    assert rollout.ask("channels") == [2, 2]
     WeightSender("store", rollout).send(2, model(seed=2).items())
-    assert rollout.ask("members") == [0, 0] and same(rollout.weights(), 2)
-    train.update(3)  # they do send again, and meet anew
-    assert rollout.ask("members") == [2, 2] and same(rollout.weights(), 3)
+    assert rollout.ask("channels") == [0, 0] and same(rollout.weights(), 2)
+    train.update(3)  # they send again, and create new process groups
+    assert rollout.ask("channels") == [2, 2] and same(rollout.weights(), 3)
     assert train.groups_made() == [2, 2]
 
 
-def test_a_meeting_that_fails_ends_the_update_at_once_on_all_ranks(train, rollouts):
+def test_failed_process_group_setup_ends_the_update_on_all_ranks(train, rollouts):
     rollout = rollouts[1]
     train.connect(rollout, "group", bucket_bytes=SMALL)
     rollout.configure(meets=False)
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rollout rank 0 did not meet sender \d in a process group"):
+    with pytest.raises(WorkerError, match=r"rollout rank 0 could not connect to sender \d in a process group"):
         train.update(1)
-    train.groups_made()  # both ranks have ended
+    train.groups_made()  # returns once both ranks have ended
     assert time.monotonic() - begun < 10
     rollout.configure()
     train.update(2)
     assert rollout.current_weight_version() == [2] and same(rollout.weights(), 2)
 
 
-def test_senders_take_turns_and_pass_them_on_when_they_fail():
-    first, second = GroupTransport(5.0), GroupTransport(0.2)
-    updates = [Update("key", 1, Ranks(rank, 2), Receivers(None, 1.0)) for rank in range(2)]
+def test_senders_take_turns_even_after_a_failure():
+    first, second = ProcessGroupTransport(5.0), ProcessGroupTransport(0.2)
+    updates = [Update(1, rank, 2, Receivers(None, 1.0), key="key") for rank in range(2)]
     address = first.prepare(updates[0])
     for transport, update in zip((first, second), updates, strict=True):
         update.shared = address
         transport.begin(update)
-    with first._turn(updates[0]), pytest.raises(WeightSyncError, match=r"train rank 1 has waited 0.2 s for"):
+    with first._turn(updates[0]), pytest.raises(WeightSyncError, match=r"train rank 1 waited 0.2 s for"):
         with second._turn(updates[1]):
             raise AssertionError("two at once")
     updates[0].key = updates[1].key = "next"
@@ -168,16 +167,16 @@ def test_senders_take_turns_and_pass_them_on_when_they_fail():
         send(first, updates[0])
         others.join()
     assert order == ["in", "out"] * 6
-    left = first._known_store().num_keys()
-    assert left <= 5, "tickets of both updates, a turn that nobody has taken of each, and one of the store's own"
+    left = first._store.num_keys()
+    assert left <= 5, "expected: both updates' tickets, a free turn of each, and one key of the store's own"
 
 
-def test_the_disk_keeps_the_last_two_versions_as_transformers_reads_them(train, rollout, tmp_path):
+def test_disk_keeps_the_last_two_versions_readable_by_transformers(train, rollout, tmp_path):
     import json
 
     from safetensors import safe_open
 
-    from workers.train.sync_by_disk import latest
+    from workers.weight_sync.disk import latest
 
     train.connect(rollout, "disk", **options("disk", tmp_path))
     for version in (7, 8, 9, 9):
@@ -191,7 +190,7 @@ def test_the_disk_keeps_the_last_two_versions_as_transformers_reads_them(train, 
         with safe_open(folder / "version-9" / file, "pt") as opened:
             found[name] = opened.get_tensor(name)
     assert same([found], 9)
-    train.update(2)  # a run that was resumed counts from where its checkpoint was
+    train.update(2)  # a resumed run counts from its checkpoint
     assert sorted(path.name for path in folder.iterdir()) == ["version-2", "version-9"]
 
 
@@ -199,14 +198,14 @@ def test_the_disk_keeps_the_last_two_versions_as_transformers_reads_them(train, 
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ({"leave_out": ["norm.weight"]}, "has not got 1 of 7 tensors of version 11: norm.weight"),
+        ({"leave_out": ["norm.weight"]}, "did not get 1 of 7 tensors of version 11: norm.weight"),
         ({"twice": ["layers.0.bias"]}, "'layers.0.bias' came twice"),
-        ({"reshape": ["layers.0.weight"]}, r"'layers.0.weight' came as \(45, 1\); the engine has \(5, 9\)"),
-        ({"rename": {"norm.weight": "norm.w"}}, "'norm.w' is no weight of the engine"),
-        ({"dtype": torch.complex64}, "came as torch.complex64"),
+        ({"reshape": ["layers.0.weight"]}, r"'layers.0.weight' has shape \(45, 1\); the engine expects \(5, 9\)"),
+        ({"rename": {"norm.weight": "norm.w"}}, "the engine has no weight 'norm.w'"),
+        ({"dtype": torch.complex64}, "has dtype torch.complex64"),
     ],
 )
-def test_an_update_that_is_not_whole_is_refused(train, rollout, transport, fault, says, tmp_path):
+def test_incomplete_update_is_rejected(train, rollout, transport, fault, says, tmp_path):
     """The rollout workers have no version afterwards, and the next update repairs it."""
     train.connect(rollout, transport, **options(transport, tmp_path))
     train.update(10)
@@ -219,10 +218,10 @@ def test_an_update_that_is_not_whole_is_refused(train, rollout, transport, fault
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_engine_that_fails_is_named(train, rollout, transport, tmp_path):
+def test_error_names_the_failing_engine(train, rollout, transport, tmp_path):
     train.connect(rollout, transport, **options(transport, tmp_path))
     rollout.configure(fail_at="norm.weight", rank=1)
-    with pytest.raises(WorkerError, match=r"rollout rank 1: ToyEngine did not take .* no room for it"):
+    with pytest.raises(WorkerError, match=r"rollout rank 1: ToyEngine could not load .* no room for it"):
         train.update(13)
     assert rollout.current_weight_version()[1] is None
     rollout.configure()
@@ -231,18 +230,23 @@ def test_an_engine_that_fails_is_named(train, rollout, transport, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def mortal(pool):
+def killable(pool):
     """Two receivers that tests kill, one at a time."""
     made = RayClassWithInitArgs(sync_workers.Rollout)
-    with RayWorkerGroup(pool, made, name_prefix="mortal_", collectives=False) as group:
+    with RayWorkerGroup(pool, made, name_prefix="killable_", collectives=False) as group:
         yield group
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_receiver_that_dies_is_named_within_seconds_and_the_next_update_repairs(train, mortal, transport, tmp_path):
-    train.connect(mortal, transport, **options(transport, tmp_path))
+full = pytest.mark.full("deaths and delays of receivers with the other transports")
+
+
+@pytest.mark.parametrize(
+    "transport", ["group", *(pytest.param(name, marks=full) for name in TRANSPORTS if name != "group")]
+)
+def test_receiver_death_is_reported_within_seconds_and_the_next_update_works(train, killable, transport, tmp_path):
+    train.connect(killable, transport, **options(transport, tmp_path))
     train.update(15)
-    mortal.configure(die_at="norm.weight", rank=1)
+    killable.configure(die_at="norm.weight", rank=1)
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 died") as caught:
         train.update(16)
@@ -250,37 +254,38 @@ def test_a_receiver_that_dies_is_named_within_seconds_and_the_next_update_repair
         train.update(17)  # it is still dead
     assert time.monotonic() - begun < 15
     assert caught.value.cause_type.endswith("WeightSyncError")
-    mortal.restart(ranks=[1])
-    assert mortal.current_weight_version() == [None, None]
-    train.reconnect(mortal)
+    killable.restart(ranks=[1])
+    assert killable.current_weight_version() == [None, None]
+    train.reconnect(killable)
     train.update(18)
-    assert train.versions() == [[18, 18]] * 2 and same(mortal.weights(), 18)
+    assert train.versions() == [[18, 18]] * 2 and same(killable.weights(), 18)
 
 
-def test_rollout_workers_that_were_restarted_get_the_current_version(train, mortal):
-    train.connect(mortal, "group", bucket_bytes=SMALL)
+@full
+def test_restarted_rollout_workers_receive_the_current_version(train, killable):
+    train.connect(killable, "group", bucket_bytes=SMALL)
     train.update(19)
-    mortal.restart()
-    assert mortal.current_weight_version() == [None, None]
-    train.reconnect(mortal)
+    killable.restart()
+    assert killable.current_weight_version() == [None, None]
+    train.reconnect(killable)
     assert train.versions() == [[None, None]] * 2
     train.update(19)
-    assert mortal.current_weight_version() == [19, 19] and same(mortal.weights(), 19)
+    assert killable.current_weight_version() == [19, 19] and same(killable.weights(), 19)
 
 
-@pytest.mark.parametrize("transport", ["store", "group"])
-def test_a_receiver_that_is_late_ends_the_update_but_not_the_next(train, rollouts, transport):
+@pytest.mark.parametrize("transport", ["store", pytest.param("group", marks=full)])
+def test_late_receiver_fails_the_update_but_not_the_next(train, rollouts, transport):
     rollout = rollouts[1]
     train.connect(rollout, transport, timeout=1.0)
     busy = rollout.note.remote(9, 0, 2.5)
-    with pytest.raises(WorkerError, match=r"begin_weights\(\) passed its timeout of 1 s"):
+    with pytest.raises(WorkerError, match=r"begin_weights\(\) exceeded its timeout of 1 s"):
         train.update(20)
     busy.result()
     train.update(21)
     assert rollout.current_weight_version() == [21] and same(rollout.weights(), 21)
 
 
-def test_the_rollout_worker_in_the_same_process_is_fed_directly(pool):
+def test_rollout_worker_in_the_same_process_is_updated_directly(pool):
     roles = {
         "train": RayClassWithInitArgs(sync_workers.StageBeside),
         "rollout": RayClassWithInitArgs(sync_workers.Rollout),
@@ -298,8 +303,8 @@ def test_the_rollout_worker_in_the_same_process_is_fed_directly(pool):
         assert both.train.versions() == [[23], [23]] and same(both.rollout.weights(), 23)
 
 
-def test_calls_of_several_drivers_to_the_same_workers_come_each_in_its_order(train, rollouts):
-    """Train ranks each drive the rollout group: nothing is lost, and the calls of one rank keep their order."""
+def test_calls_of_several_drivers_keep_their_order(train, rollouts):
+    """Train ranks each call the rollout group: nothing is lost, and the calls of one rank keep their order."""
     rollouts[2].note(9, 0, 0.0)
     train.call_many_times(rollouts[2], 20, 0.002)
     for seen in rollouts[2].ask("order"):
@@ -308,24 +313,24 @@ def test_calls_of_several_drivers_to_the_same_workers_come_each_in_its_order(tra
             assert [number for who, number in calls if who == caller] == list(range(20))
 
 
-def test_a_bucket_of_another_update_is_refused(rollouts):
+def test_bucket_of_another_update_is_rejected(rollouts):
     rollout = rollouts[1]
     rollout.begin_weights("first", 1, "test")
     rollout.begin_weights("second", 2, "test")
     with pytest.raises(WorkerError, match="another update has begun since"):
-        rollout.take_weights("first", {"norm.weight": torch.zeros(7)})
+        rollout.receive_bucket("first", {"norm.weight": torch.zeros(7)})
     rollout.set_weight_version(5)
-    with pytest.raises(WorkerError, match="no update is under way"):
+    with pytest.raises(WorkerError, match="no update is in progress"):
         rollout.finish_weights("second")
     assert rollout.current_weight_version() == [5]
 
 
-def test_options_that_make_no_sense_are_refused(rollouts):
+def test_invalid_options_are_rejected(rollouts):
     for bad, says in (
-        ({"transport": "post"}, "known are 'store', 'group', 'disk', 'device'"),
+        ({"transport": "post"}, "use one of 'store', 'group', 'disk', 'device'"),
         ({"transport": "disk"}, "needs a folder"),
-        ({"folder": "/tmp/x"}, "needs a folder, the others none"),
-        ({"bucket_bytes": 0}, "from 1, got 0"),
+        ({"folder": "/tmp/x"}, "needs a folder, other transports take none"),
+        ({"bucket_bytes": 0}, "at least 1"),
         ({"timeout": -1}, "timeout"),
         ({"neighbour": object()}, "'device'"),
     ):
@@ -333,21 +338,24 @@ def test_options_that_make_no_sense_are_refused(rollouts):
             WeightSender(**bad)
     sender = WeightSender("store", rollouts[1])
     for version in (0, -1, 1.5, True, None):
-        with pytest.raises(ValueError, match=r"integer from 1, got .*; 0 are the weights that .* begins with"):
+        with pytest.raises(
+            ValueError,
+            match=r"expected an integer of at least 1; version 0 means that .* received no weights since",
+        ):
             sender.send(version, [])
-    with pytest.raises(WeightSyncError, match="is a group of rollout workers"):
+    with pytest.raises(WeightSyncError, match="must be a group of rollout workers"):
         WeightSender("store", 3).send(1, [])
 
 
-def test_a_driver_can_send_by_itself(rollouts):
+def test_driver_can_send_weights(rollouts):
     """One rank, no process group; the driver owns the rollout group."""
     sender = WeightSender("store", lambda: rollouts[1])
     report = sender.send(30, model(seed=30).items())
     assert sender.versions() == [30] and report.buckets == 1 and same(rollouts[1].weights(), 30)
 
 
-def test_a_manager_that_does_not_answer_is_named(ray_cluster, monkeypatch):
-    """A Ray actor, which does one thing at a time, and may be at what waits for the update."""
+def test_error_names_an_unresponsive_manager(ray_cluster, monkeypatch):
+    """A Ray actor runs one method at a time, and may be busy with one that waits for the update."""
     manager = ray.remote(num_cpus=0)(sync_workers.Manager).remote()
     link = rollout_link.RolloutLink(manager, lambda: 1)
     asks = [
@@ -360,16 +368,18 @@ def test_a_manager_that_does_not_answer_is_named(ray_cluster, monkeypatch):
     monkeypatch.setattr(rollout_link, "MANAGER_SECONDS", 0.5)
     manager.generate.remote(60.0)
     for ask in asks:
-        with pytest.raises(WeightSyncError, match=r"Actor\(Manager, .* within 0.5 s: .* busy in generate\(\)"):
+        with pytest.raises(WeightSyncError, match=r"Actor\(Manager, .* within 0.5 s\. .* busy in generate\(\)"):
             ask()
     ray.kill(manager)
     for ask in asks:
-        with pytest.raises(WeightSyncError, match=r"Actor\(Manager, .* cannot be asked for .* make it anew"):
+        with pytest.raises(
+            WeightSyncError, match=r"of the rollout manager Actor\(Manager, .* failed: .* create a new one"
+        ):
             ask()
 
 
-def test_where_there_is_no_proc(rollouts, monkeypatch):
-    """As on macOS. Only memory of other processes cannot be had there."""
+def test_without_proc(rollouts, monkeypatch):
+    """As on macOS: only the memory of other processes is unavailable there."""
 
     def no_proc(path):
         raise FileNotFoundError(path)
@@ -378,5 +388,5 @@ def test_where_there_is_no_proc(rollouts, monkeypatch):
     monkeypatch.delattr("os.memfd_create")
     assert name_of(torch.device("cpu")).startswith("cpu:")
     WeightSender("store", rollouts[1]).send(1, model(seed=1).items())
-    with pytest.raises(WeightSyncError, match=r"only on Linux .* use 'store', 'group' or 'disk'"):
-        DeviceTransport()._room(torch.device("cpu"), 1)
+    with pytest.raises(WeightSyncError, match=r"only on Linux; use 'store', 'group' or 'disk'"):
+        DeviceTransport()._take(torch.device("cpu"), 1)

@@ -1,9 +1,9 @@
-"""Groups of ranks of both backends that several files share. A test initialises them as it needs them."""
+"""Train groups of both backends, shared by several files. Each test initializes them as it needs."""
 
 import pytest
 from folder_scope import shared
 from reference import small_llama
-from train_kit import rollout, saved
+from train_helpers import rollout, saved
 
 from single_controller import RayResourcePool
 from workers.train.group import RayTrainGroup
@@ -17,31 +17,33 @@ def train_pool(ray_cluster):
 
 @pytest.fixture(scope="module")
 def fsdp_groups(train_pool):
-    """Groups of one, two and four ranks of FSDP, made when first asked for: ``fsdp_groups(2)``."""
+    """FSDP groups of one, two and four ranks, created on first use: ``fsdp_groups(2)``."""
     return groups_of("fsdp", train_pool)
 
 
 @pytest.fixture(scope="module")
 def megatron_groups(train_pool):
-    """Groups of two and four ranks of Megatron, made when first asked for. Give `begin` the sizes."""
-    return groups_of("megatron", train_pool)
+    """Megatron groups of two and four ranks, created on first use. Pass the parallel sizes to `begin`."""
+    from megatron_rank import MegatronRank
+
+    return groups_of("megatron", train_pool, MegatronRank)
 
 
-def groups_of(backend, pool):
+def groups_of(backend, pool, actor_cls=None):
     def of(ranks):
         args = {"train_backend": backend}
-        return shared(__file__, (backend, ranks), lambda: RayTrainGroup(args, 1, ranks, pool, num_gpus_per_actor=0.1))
+        return shared(__file__, (backend, ranks), lambda: RayTrainGroup(args, 1, ranks, pool, 0.1, actor_cls=actor_cls))
 
     return of
 
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory):
-    """A small Llama with random weights, saved."""
+    """The folder of a small Llama with random weights."""
     return saved(small_llama(), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
 def data():
-    """A rollout of that model: ragged rows."""
+    """A ragged rollout of that model."""
     return rollout(small_llama())

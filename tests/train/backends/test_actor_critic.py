@@ -1,4 +1,4 @@
-"""An actor and its critic, as FSDP ranks: what each computes for the other, once, on whatever number of ranks."""
+"""An actor and its critic as FSDP ranks: each value is computed once, and results do not depend on the rank count."""
 
 import pytest
 import ray
@@ -7,7 +7,7 @@ from plain_train_workers import Manager
 from reference import small_llama
 from tensordict import TensorDict
 from torch.nn.functional import pad
-from train_kit import begin, distance, learn, rollout, whole_weights
+from train_helpers import begin, distance, learn, rollout, whole_weights
 
 from single_controller import GroupClosedError, WorkerError
 from workers.train.group import RayTrainGroup
@@ -25,7 +25,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def pair_of(fsdp_groups, train_pool):
-    """An actor and a critic of so many ranks, connected."""
+    """A connected actor and critic: ``pair_of(ranks, args)``."""
     critics = {}
 
     def of(ranks, args, with_ref=False):
@@ -38,12 +38,12 @@ def pair_of(fsdp_groups, train_pool):
 
     yield of
     for group in critics.values():
-        group.disconnect()  # others use the actors alone
+        group.disconnect()  # other tests use the actors alone
         group.close()
 
 
 def estimates(rewards, values, counts, gamma, lam):
-    """Advantages and returns, token by token: one list of each for every row."""
+    """Per-token advantages and returns: one flat list of each, row after row."""
     made = ([], [])
     for row in range(len(counts)):
         at = counts[row].nonzero()[:, 0].tolist()
@@ -62,7 +62,7 @@ def mean(numbers):
     return sum(numbers) / len(numbers)
 
 
-def test_a_step_is_what_is_computed_by_hand_on_one_rank_and_on_two(pair_of, llama_folder, data):
+def test_step_matches_manual_computation_on_one_and_two_ranks(pair_of, llama_folder, data):
     counts = data["loss_mask"] != 0
     rewards = torch.zeros(counts.shape)
     for row in range(len(data)):
@@ -82,10 +82,10 @@ def test_a_step_is_what_is_computed_by_hand_on_one_rank_and_on_two(pair_of, llam
         weights.append([whole_weights(actor), whole_weights(critic)])
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
     assert all(distance(one, two) < 1e-4 for one, two in zip(*weights, strict=True))
-    assert losses[0][1] != losses[0][3], "values of another rollout are not those of the first"
+    assert losses[0][1] != losses[0][3], "the values of an earlier rollout were used again"
 
 
-def test_who_learns_first_makes_no_difference_and_the_driver_carries_no_values(pair_of, llama_folder, data):
+def test_call_order_does_not_matter_and_values_bypass_the_driver(pair_of, llama_folder, data):
     rows = TensorDict({key: pad(value, (0, 100)) if value.dim() == 2 else value for key, value in data.items()},
                       batch_size=[len(data)])  # fmt: skip
     found = []
@@ -102,32 +102,32 @@ def test_who_learns_first_makes_no_difference_and_the_driver_carries_no_values(p
     alone, values = last(critic, "compute_values")
     assert values >= 4 * rows["input_ids"].numel()
     for group in (actor, critic):
-        assert last(group, "train")[0] < alone + values / 4, "train() was sent the rollout, and where the values are"
+        assert last(group, "train")[0] < alone + values / 4, "train() sent the values, not just references"
 
 
-def test_rewards_less_the_divergence_from_the_reference(pair_of, llama_folder, data):
+def test_rewards_include_the_kl_penalty(pair_of, llama_folder, data):
     args = {"hf_checkpoint": llama_folder, **PPO, "kl_coef": 0.3, "num_steps_per_rollout": 2}
     actor, critic = pair_of(2, args, with_ref=True)
     learn(actor, 0, data)
     old, ref = actor.worker_group.compute_log_prob(data), actor.worker_group.compute_ref_log_prob(data)
     counts = data["loss_mask"] != 0
-    assert (old - ref)[counts].abs().max() > 1e-3, "the actor has moved"
+    assert (old - ref)[counts].abs().max() > 1e-3, "the actor has not moved"
     values = critic.worker_group.compute_values(data)
     rewards = -0.3 * (old - ref)
     for row in range(len(data)):
         rewards[row, counts[row].nonzero()[-1, 0]] += data["rewards"][row]
     _, returns = estimates(rewards, values, counts, 0.98, 0.9)
-    refs = actor.async_train(1, data)  # the actor first: the critic learns from what it was before
+    refs = actor.async_train(1, data)  # first the actor: the critic must use its log-probs from before this step
     of_critic = learn(critic, 1, data)
     ray.get(refs)
-    # Two steps of about as many tokens each.
+    # Two steps with about the same number of tokens each.
     assert of_critic["return"] == pytest.approx(mean(returns), abs=0.05)
     given = data.clone().set("old_log_probs", old).set("ref_log_probs", ref).set("values", values)
     actor, critic = pair_of(2, args)
     assert learn(critic, 1, given)["return"] == pytest.approx(of_critic["return"], abs=1e-5)
 
 
-def test_what_the_data_has_is_not_computed(pair_of, llama_folder, data):
+def test_entries_in_the_data_are_not_recomputed(pair_of, llama_folder, data):
     actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO})
     zeros = data.clone().set("values", torch.zeros(data["input_ids"].shape))
     before = critic.worker_group.stats().methods["compute_values"].calls
@@ -150,21 +150,21 @@ def test_references_instead_of_data(pair_of, llama_folder, data, balance):
         assert other == pytest.approx(found[0], abs=1e-6)
 
 
-def test_a_critic_that_is_released_is_named(pair_of, llama_folder, data):
+def test_error_names_the_released_critic(pair_of, llama_folder, data):
     actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO})
     critic.release()
-    with pytest.raises(GroupClosedError, match="the critic's train workers are released"):
+    with pytest.raises(GroupClosedError, match="the critic's train workers were released"):
         actor.async_train(0, data)
     critic.create()
     learn(actor, 0, data)
     critic.offload()
-    with pytest.raises(WorkerError, match=r"this worker sleeps; call onload\(\)"):
+    with pytest.raises(WorkerError, match=r"this worker is offloaded; call onload\(\)"):
         ray.get(actor.async_train(1, data))
     critic.onload()
-    learn(actor, 1, data)  # the same rows of the same rollout, asked for again
+    learn(actor, 1, data)  # the same rows of the same rollout, requested again
 
 
-def test_a_checkpoint_in_the_background_is_what_create_goes_on_from(fsdp_groups, train_pool, llama_folder, tmp_path):
+def test_create_resumes_from_a_background_checkpoint(fsdp_groups, train_pool, llama_folder, tmp_path):
     data = rollout(small_llama(), prompts=2, samples=2)
     args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "save": str(tmp_path), "async_save": True}
     with RayTrainGroup(args, 1, 1, train_pool, 0.1) as group:
@@ -172,7 +172,7 @@ def test_a_checkpoint_in_the_background_is_what_create_goes_on_from(fsdp_groups,
         learn(group, 0, data)
         group.save_model(0)
         expected = whole_weights(group)
-        group.release()  # waits for it
+        group.release()  # waits for the save
         assert (tmp_path / "latest.json").exists()
         assert group.create() == [1]
         assert distance(whole_weights(group), expected) == 0.0
@@ -186,7 +186,7 @@ def test_a_checkpoint_in_the_background_is_what_create_goes_on_from(fsdp_groups,
         assert group.create() == [2]
         assert distance(whole_weights(group), expected) == 0.0
 
-        # Nothing but rollouts: no model is made.
+        # Rollouts only: no model is created.
         assert begin(group, {"debug_rollout_only": True}) == [0]
         manager = Manager()
         group.set_rollout_manager(manager)

@@ -1,6 +1,6 @@
-"""FSDP and Megatron against a naive loop in one process: the same losses, the same weights, however they are cut.
+"""FSDP and Megatron against a naive loop in one process: same losses and weights under every parallel configuration.
 
-Processes are slow to start: groups of one, two and four ranks serve all tests, and are initialised anew for each.
+Starting processes is slow: groups of one, two and four ranks serve all tests and are initialized again for each.
 """
 
 import json
@@ -11,22 +11,25 @@ import pytest
 import ray
 import torch
 from reference import ReferenceGRPO, small_llama
-from train_kit import begin, distance, learn, rollout, saved, whole_weights
+from train_helpers import begin, distance, learn, rollout, saved, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
 
 from single_controller import WorkerError
+from workers.train.args import TrainArgsError
 from workers.train.hf_files import ModelFilesError
-from workers.train.read_args import TrainArgsError
 from workers.train.rollout_data import RolloutDataError
 
 pytestmark = pytest.mark.timeout(180)
+
+rare = pytest.mark.full("rare variants of train groups")
+four_of_fsdp = pytest.mark.full("FSDP on four ranks")
 
 GRPO = {"lr": 3e-3, "kl_loss_coef": 0.01, "entropy_coef": 0.003, "max_tokens_per_micro_batch": 64}
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is cut: a backend, a number of ranks, and the sizes of the axes."""
+    """A parallel configuration: the backend, the number of ranks, and the axis sizes."""
 
     backend: str
     ranks: int
@@ -34,7 +37,7 @@ class Way:
 
     @property
     def parallel(self):
-        """What the group says of it."""
+        """What the group's get_parallel_config() returns."""
         if self.backend == "fsdp":
             shard = self.sizes.get("fsdp_shard_size", self.ranks)
             return {"dp_size": self.ranks, "shard_size": shard, "replicas": self.ranks // shard}
@@ -54,7 +57,7 @@ NAMES = {"FSDP1": FSDP1, "FSDP2": FSDP2, "FSDP4": FSDP4, "HSDP": HSDP, "TP2": TP
 
 
 def called(value):
-    """A way's name, for the test's."""
+    """The name of a configuration, used in test ids."""
     if isinstance(value, Way):
         return next(name.lower() for name, way in NAMES.items() if way == value)
     return "-".join(value) or "plain" if isinstance(value, dict) else None
@@ -70,7 +73,7 @@ def other_rollout(model, seed):
 
 @pytest.fixture
 def start(fsdp_groups, megatron_groups, llama_folder):
-    """``start(way, with_ref=False, **args)``: a group with the model anew, cut in a way."""
+    """``start(way, with_ref=False, **args)``: a group with a freshly initialized model."""
 
     def of(way, with_ref=False, begins=0, **args):
         group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
@@ -88,28 +91,28 @@ def arguments(way, folder, **args):
     ("way", "options"),
     [
         (FSDP1, {}),
-        (FSDP2, {}),
-        (FSDP4, {"balance_data": True}),
-        (HSDP, {"loss_aggregation": "sequence"}),
+        (FSDP2, {"balance_data": True}),
+        pytest.param(FSDP4, {"balance_data": True}, marks=four_of_fsdp),
+        pytest.param(HSDP, {"loss_aggregation": "sequence"}, marks=four_of_fsdp),
         (FSDP2, {"gradient_checkpointing": True}),
         (TP2, {}),
         (PP2, {}),
         (TP2_DP2, {"balance_data": True, "use_distributed_optimizer": True}),
         (TP2_PP2, {"loss_aggregation": "sequence"}),
-        (TP2, {"gradient_checkpointing": True}),
+        pytest.param(TP2, {"gradient_checkpointing": True}, marks=rare),
         (PP2, {"gradient_checkpointing": True}),
     ],
     ids=called,
 )
-def test_three_steps_of_grpo_are_those_of_a_plain_loop(start, way, options):
-    """The prompts have the config's padding token in them, which Hugging Face does not train; nor may Megatron."""
+def test_three_grpo_steps_match_a_plain_loop(start, way, options):
+    """The prompts contain the config's padding token, which Hugging Face does not train; Megatron must not either."""
     group = start(way, with_ref=True, **GRPO, **options)
     assert group.get_parallel_config() == way.parallel
     plain = ReferenceGRPO(
         small_llama(), kl_coef=0.01, entropy_coef=0.003, aggregation=options.get("loss_aggregation", "token")
     )
     for step in range(3):
-        rows = other_rollout(plain.model, seed=step)  # 15 rows: no number of ranks divides them
+        rows = other_rollout(plain.model, seed=step)  # 15 rows: not divisible by any number of ranks
         expected = plain.step(rows)
         metrics = learn(group, step, rows)
         assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-4)
@@ -138,8 +141,8 @@ def test_tied_embeddings_and_biases(start, way, tmp_path):
 
 
 @ways(FSDP2, TP2, PP2)
-def test_epochs_of_one_rollout(start, way, data):
-    """With all rows in each step, epochs are the reference's: the ratio is to the policy before the first of them."""
+def test_several_epochs_over_one_rollout(start, way, data):
+    """With all rows in each step, epochs match the reference: the ratio is to the policy before the first epoch."""
     group = start(way, ppo_epochs=3)
     plain = ReferenceGRPO(small_llama())
     plain.step(data, epochs=3)
@@ -148,7 +151,7 @@ def test_epochs_of_one_rollout(start, way, data):
 
 
 @ways(FSDP2, TP2)
-def test_bfloat16_is_near(start, way, data):
+def test_bfloat16_is_close(start, way, data):
     group = start(way, param_dtype="bf16")
     found = group.worker_group.compute_log_prob(data)
     torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=0.1, rtol=0.1)
@@ -161,12 +164,12 @@ def test_bfloat16_is_near(start, way, data):
 
 
 @ways(FSDP2, TP2)
-def test_swapping_weights_leaves_the_optimizers_own_digits_alone(start, way, data):
-    """Steps that are too small for a bf16 weight add up in the optimizer's float32 copy, with a reference too."""
+def test_swapping_weights_keeps_the_optimizers_float32_precision(start, way, data):
+    """Steps too small for a bf16 weight add up in the optimizer's float32 copy, with a reference model too."""
     found = {}
     for with_ref in (False, True):
-        group = start(way, with_ref, param_dtype="bf16", lr=2e-6)
-        for step in range(60):
+        group = start(way, with_ref, param_dtype="bf16", lr=1e-5)
+        for step in range(12):
             learn(group, step, data[:2])
         found[with_ref] = whole_weights(group)
     assert distance(found[True], found[False]) == 0.0
@@ -174,8 +177,8 @@ def test_swapping_weights_leaves_the_optimizers_own_digits_alone(start, way, dat
 
 
 @ways(FSDP2, PP2, DP2)
-def test_old_log_probs_are_those_of_the_version_that_generated(start, way, data):
-    """Rows of the last version and of the one before are compared each with its own weights."""
+def test_old_log_probs_use_the_version_that_generated_each_row(start, way, data):
+    """Rows of the last two weight versions are each compared with the weights that generated them."""
     group = start(way, keep_old_actor=True)
     kept = []
     for version in (1, 2):
@@ -188,12 +191,12 @@ def test_old_log_probs_are_those_of_the_version_that_generated(start, way, data)
     counts = data["loss_mask"] != 0
     ratio = (now - mixed).exp()[counts].mean().item()
     assert learn(group, 3, data.clone().set("weight_versions", versions))["ratio"] == pytest.approx(ratio, abs=1e-5)
-    with pytest.raises(WorkerError, match=r"weight versions \[0\]; keep_old_actor has those of \[1, 2\]"):
+    with pytest.raises(WorkerError, match=r"weight versions \[0\], but keep_old_actor keeps \[1, 2\]"):
         group.worker_group.train(4, data.clone().set("weight_versions", versions * 0))
 
 
-@ways(FSDP2, TP2, PP2)
-def test_the_critic_learns_what_is_to_be_expected(start, way, llama_folder, data, tmp_path):
+@pytest.mark.parametrize("way", [FSDP2, pytest.param(TP2, marks=rare), PP2], ids=called)
+def test_critic_learns_the_expected_values(start, way, llama_folder, data, tmp_path):
     workers = start(way).worker_group
     args = arguments(way, llama_folder, critic_lr=1e-2, gae_lambda=1.0, advantage_estimator="gae")
     workers.init({**args, "save_hf": str(tmp_path)}, "critic")
@@ -212,8 +215,15 @@ def test_the_critic_learns_what_is_to_be_expected(start, way, llama_folder, data
     torch.testing.assert_close(values[0][row][1:], expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("way", "others"), [(FSDP4, [FSDP2, FSDP1]), (TP2_DP2, [PP2])], ids=["fsdp", "megatron"])
-def test_checkpoints_go_on_when_cut_otherwise(start, way, others, llama_folder, data, tmp_path):
+@pytest.mark.parametrize(
+    ("way", "others"),
+    [
+        pytest.param(FSDP2, [FSDP1], id="fsdp"),
+        pytest.param(TP2_DP2, [PP2], id="megatron"),
+        pytest.param(FSDP4, [FSDP2, FSDP1], id="fsdp4", marks=four_of_fsdp),
+    ],
+)
+def test_checkpoint_resumes_with_another_layout(start, way, others, llama_folder, data, tmp_path):
     folders = {"save": str(tmp_path), "load": str(tmp_path)}
     group = start(way, **folders)
     for step in range(2):
@@ -225,7 +235,7 @@ def test_checkpoints_go_on_when_cut_otherwise(start, way, others, llama_folder, 
     expected = learn(group, 2, data)["loss"], whole_weights(group)
     group.save_model(2)
     assert distance(whole_weights(start(others[0], begins=3, **folders)), expected[1]) == 0.0
-    with pytest.raises(WorkerError, match="ckpt_step=7; there are rollout_0000001, rollout_0000002"):
+    with pytest.raises(WorkerError, match="ckpt_step=7; found: rollout_0000001, rollout_0000002"):
         group.worker_group.init(arguments(way, llama_folder, ckpt_step=7, **folders), "actor")
     folders["ckpt_step"] = 1
     for other in others:
@@ -235,16 +245,16 @@ def test_checkpoints_go_on_when_cut_otherwise(start, way, others, llama_folder, 
         assert distance(whole_weights(group), expected[1]) < 1e-5
         group = start(other, begins=2, no_load_optim=True, **folders)
         learn(group, 2, data)
-        assert distance(whole_weights(group), expected[1]) > 1e-4  # Adam began anew
+        assert distance(whole_weights(group), expected[1]) > 1e-4  # Adam started from zero
 
 
 @pytest.mark.parametrize(("way", "other"), [(FSDP2, FSDP2), (TP2, PP2)], ids=["fsdp", "megatron"])
-def test_a_checkpoint_in_the_background(start, way, other, data, tmp_path):
+def test_checkpoint_in_the_background(start, way, other, data, tmp_path):
     args = {"save": str(tmp_path), "load": str(tmp_path), "async_save": True}
     group = start(way, **args)
     group.save_model(0)
     expected = whole_weights(group)
-    learn(group, 1, data)  # while it is written
+    learn(group, 1, data)  # while it is being written
     assert distance(whole_weights(group), expected) > 1e-4
     group.worker_group.wait_for_save()
     group = start(other, begins=1, **args)
@@ -254,7 +264,7 @@ def test_a_checkpoint_in_the_background(start, way, other, data, tmp_path):
 
 
 @ways(FSDP2, TP2_PP2)
-def test_the_export_is_a_hugging_face_model(start, way, data, tmp_path):
+def test_export_is_a_hugging_face_model(start, way, data, tmp_path):
     group = start(way, save_hf=str(tmp_path / "hf_{rollout_id}"))
     learn(group, 0, data)
     assert group.save_model(7) is None
@@ -266,22 +276,22 @@ def test_the_export_is_a_hugging_face_model(start, way, data, tmp_path):
 @pytest.mark.parametrize(
     ("way", "options", "bytes_per_parameter", "more"),
     [
-        (FSDP2, {}, 12, 0.0),  # a parameter, float32, and Adam's two moments
-        (TP2, {}, 16, 0.05),  # and its gradient; norms are on both tp ranks, and Megatron pads its buffers
+        (FSDP2, {}, 12, 0.0),  # a float32 parameter and Adam's two moments
+        (TP2, {}, 16, 0.05),  # plus its gradient; both tp ranks hold the norms, and Megatron pads its buffers
         (PP2, {}, 16, 0.05),
-        (DP2, {"use_distributed_optimizer": True}, 2 * 8 + 8, 0.05),  # both have all of it, and half of Adam each
+        (DP2, {"use_distributed_optimizer": True}, 2 * 8 + 8, 0.05),  # both hold everything but half of Adam
     ],
     ids=called,
 )
-def test_sleep_frees_every_byte_and_waking_up_changes_none(start, data, way, options, bytes_per_parameter, more):
+def test_offload_frees_all_memory_and_onload_restores_it(start, data, way, options, bytes_per_parameter, more):
     group = start(way, **options)
     learn(group, 0, data)
     before = whole_weights(group)
     freed = group.offload()
     assert freed == pytest.approx(bytes_per_parameter * sum(p.numel() for p in small_llama().parameters()), rel=more)
-    with pytest.raises(WorkerError, match="this worker sleeps; call onload"):
+    with pytest.raises(WorkerError, match="this worker is offloaded; call onload"):
         group.worker_group.train(1, data)
-    with pytest.raises(WorkerError, match="this worker sleeps; call onload"):
+    with pytest.raises(WorkerError, match="this worker is offloaded; call onload"):
         group.worker_group.compute_log_prob(data)
     assert group.onload() == freed
     assert distance(whole_weights(group), before) == 0.0
@@ -294,8 +304,8 @@ def test_sleep_frees_every_byte_and_waking_up_changes_none(start, data, way, opt
 WRONG = [
     (lambda data: data.exclude("loss_mask"), "rollout data has no 'loss_mask'"),
     (lambda data: data.exclude("group_ids"), "GRPO needs rewards and group_ids"),
-    (lambda data: data.clone().set("input_ids", data["input_ids"] + 30), "vocab_size is 32"),
-    (lambda data: data.clone().set("rewards", data["input_ids"].float()), "rewards is .*one number for each row"),
+    (lambda data: data.clone().set("input_ids", data["input_ids"] + 30), "but vocab_size is 32"),
+    (lambda data: data.clone().set("rewards", data["input_ids"].float()), "rewards is .*one number per row"),
     (lambda data: data.clone().set("loss_mask", torch.ones_like(data["loss_mask"])), "loss_mask of row 0 counts"),
     (lambda data: with_one(data, "rewards", torch.inf), "rewards of row 0 is not finite"),
     (lambda data: with_one(data, "ref_log_probs", torch.nan), "ref_log_probs of row 0 is not finite at a token"),
@@ -311,7 +321,7 @@ def with_one(data, name, number):
 
 
 @ways(FSDP2, PP2)
-def test_rollout_data_that_is_wrong_is_refused_and_changes_nothing(start, way, data):
+def test_invalid_rollout_data_is_rejected_and_changes_nothing(start, way, data):
     group = start(way)
     before = whole_weights(group)
     for change, message in WRONG:
@@ -321,7 +331,7 @@ def test_rollout_data_that_is_wrong_is_refused_and_changes_nothing(start, way, d
 
 
 @ways(FSDP2, PP2)
-def test_rows_in_the_drivers_process_are_refused_before_they_are_sent(start, way, data):
+def test_invalid_rows_are_rejected_before_sending(start, way, data):
     group = start(way)
     wrong = data.clone()
     wrong["rewards"][-2] = torch.nan
@@ -339,8 +349,8 @@ def test_rows_in_the_drivers_process_are_refused_before_they_are_sent(start, way
 
 
 @ways(FSDP2, TP2, PP2, DP2)
-def test_a_gradient_that_is_not_finite_changes_nothing(start, way, data):
-    """The step is left out: later ones are as if it had never been."""
+def test_non_finite_gradient_changes_nothing(start, way, data):
+    """The step is skipped: later steps are as if it had never happened."""
     group = start(way, lr_warmup_iters=3)
     expected = [learn(group, step, data) for step in range(2)]
     weights = whole_weights(group)
@@ -356,8 +366,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(start, way, data):
 
 
 @ways(FSDP2, DP2)
-def test_a_run_that_goes_on_has_its_own_settings(start, way, data, tmp_path):
-    """Not those of the optimizer that the checkpoint is of."""
+def test_resumed_run_uses_its_own_optimizer_settings(start, way, data, tmp_path):
+    """Not the settings stored in the checkpoint's optimizer."""
     group = start(way, save=str(tmp_path), weight_decay=0.0)
     learn(group, 0, data)
     group.save_model(0)
@@ -373,28 +383,30 @@ def test_a_run_that_goes_on_has_its_own_settings(start, way, data, tmp_path):
 
 
 @ways(FSDP2, DP2)
-def test_weights_of_a_checkpoint_are_of_no_version(start, way, data, tmp_path):
-    """They have learnt since the rollout had them: rows of that version are not compared with them."""
+def test_checkpoint_weights_have_no_version(start, way, data, tmp_path):
+    """They were trained after the rollout workers received them, so rows of that version are not compared with them."""
     group = start(way, save=str(tmp_path), keep_old_actor=True)
     learn(group, 0, data)
     group.save_model(0)
     group = start(way, begins=1, load=str(tmp_path), keep_old_actor=True)
-    with pytest.raises(WorkerError, match=r"weight versions \[0\]; keep_old_actor has those of no update since init"):
+    with pytest.raises(
+        WorkerError, match=r"weight versions \[0\], but keep_old_actor keeps none: no update since init"
+    ):
         group.worker_group.train(1, data)
     group.worker_group.execute_with_func_generator(lambda worker: worker._keep_version(1))
     learn(group, 1, data.clone().set("weight_versions", torch.full((len(data),), 1)))
     group.worker_group.set_weight_version(7)
-    with pytest.raises(WorkerError, match=r"weight versions \[1\]; keep_old_actor has those of no update"):
+    with pytest.raises(WorkerError, match=r"weight versions \[1\], but keep_old_actor keeps none: no update"):
         group.worker_group.train(2, data.clone().set("weight_versions", torch.full((len(data),), 1)))
 
 
 @ways(FSDP2, DP2)
-def test_a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all_and_the_group_goes_on(start, way, data, tmp_path):
+def test_rank_zero_checkpoint_failure_is_an_error_on_all_ranks(start, way, data, tmp_path):
     (tmp_path / "file").write_text("in the way")
     in_the_way = str(tmp_path / "file")
     for args, message in (
         ({"save": in_the_way}, "a checkpoint could not be written: rank 0: "),
-        ({"save_hf": in_the_way}, "the Hugging Face model could not be written into .*: rank 0: "),
+        ({"save_hf": in_the_way}, "the Hugging Face model could not be written to .*: rank 0: "),
     ):
         group = start(way, **args)
         with pytest.raises(WorkerError, match=message):
@@ -404,12 +416,12 @@ def test_a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all_and_the_group_
 
 
 @ways(FSDP2, DP2)
-def test_rows_that_are_wrong_on_one_rank_are_an_error_on_all_and_the_group_goes_on(start, way, data):
+def test_invalid_rows_on_one_rank_are_an_error_on_all_ranks(start, way, data):
     group = start(way)
     wrong = data.clone()
     wrong["input_ids"][-1] = 77
     for call in (group.worker_group.train, lambda _, rows: group.worker_group.compute_log_prob(rows)):
-        with pytest.raises(WorkerError, match=r"tokens from .* to 77; vocab_size is 32"):
+        with pytest.raises(WorkerError, match=r"token ids from .* to 77, but vocab_size is 32"):
             call(0, wrong)
     assert group.worker_group.broken is None
     learn(group, 0, data)
@@ -435,11 +447,11 @@ def test_references_instead_of_data(start, way, data):
             False,
             "=3 times pipeline.* does not divide the group's 2 ranks",
         ),
-        ("fsdp", {"hf_checkpoint": None}, False, "args name no model"),
+        ("fsdp", {"hf_checkpoint": None}, False, "args names no model"),
         ("megatron", {"enable_weights_backuper": False}, True, "needs enable_weights_backuper=True"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused_before_it_is_sent(
+def test_invalid_configuration_is_rejected_before_sending(
     fsdp_groups, megatron_groups, llama_folder, backend, args, with_ref, message
 ):
     group = (fsdp_groups if backend == "fsdp" else megatron_groups)(2)

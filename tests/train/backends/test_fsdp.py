@@ -1,4 +1,4 @@
-"""What only the FSDP workers can, and what comes before and after the sums, which are in test_both_backends.py."""
+"""FSDP workers only, and what surrounds the computation. The numbers are checked in test_both_backends.py."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 from reference import ReferenceGRPO, small_llama
-from train_kit import begin, distance, learn, saved, whole_weights
+from train_helpers import begin, distance, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from single_controller import WorkerError
@@ -35,7 +35,7 @@ def test_any_causal_model(fsdp_groups, data, config, tmp_path):
     torch.testing.assert_close(found, ReferenceGRPO(model).log_probs(data), atol=1e-5, rtol=1e-4)
 
 
-def test_random_weights_are_the_seeds(fsdp_groups):
+def test_random_weights_depend_only_on_the_seed(fsdp_groups):
     config = {"model_type": "llama", **small_llama().config.to_dict()}
     found = []
     for ranks in (1, 2):
@@ -46,24 +46,24 @@ def test_random_weights_are_the_seeds(fsdp_groups):
     assert distance(found[0], expected) == distance(found[1], expected) == 0.0
 
 
-def test_rows_are_dealt_to_steps_of_the_optimizer_by_a_schedule(fsdp_groups, llama_folder, data):
+def test_learning_rate_schedule_over_several_steps_per_rollout(fsdp_groups, llama_folder, data):
     group = fsdp_groups(2)
     begin(group, {"hf_checkpoint": llama_folder, "lr": 7e-3, "num_steps_per_rollout": 4, "num_rollout": 2,
                   "lr_decay_style": "linear", "lr_warmup_iters": 2})  # fmt: skip
-    # Eight steps: 3.5e-3, then from 7e-3 at step 1 down to 0 at step 8. The last of each rollout is told.
+    # Eight steps: 3.5e-3, then from 7e-3 at step 1 down to 0 at step 8. Only each rollout's last step is reported.
     assert [learn(group, step, data)["lr"] for step in range(2)] == pytest.approx([5e-3, 1e-3])
 
 
-def test_an_unfinished_checkpoint_is_not_gone_on_from(fsdp_groups, llama_folder, tmp_path):
+def test_unfinished_checkpoint_is_not_resumed(fsdp_groups, llama_folder, tmp_path):
     (tmp_path / "rollout_0000003").mkdir()
     assert begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "load": str(tmp_path)}) == [0, 0]
     (tmp_path / "latest.json").write_text("{ broken")
-    with pytest.raises(WorkerError, match=r"the checkpoint to go on from in .* is not known"):
+    with pytest.raises(WorkerError, match=r"cannot determine which checkpoint to load from load="):
         fsdp_groups(2).worker_group.init({"hf_checkpoint": llama_folder, "load": str(tmp_path)}, "actor")
 
 
 def doubled(args, data):
-    """A user's postprocessing: it sees the rows of its rank, and the user's own keys."""
+    """User postprocessing: it sees the rows of its own rank, and the user's own keys."""
     return data.clone().set("rewards", data["rewards"] * args.user.factor)
 
 
@@ -85,7 +85,7 @@ def test_profiles_are_written(fsdp_groups, llama_folder, data, tmp_path):
     assert json.loads((tmp_path / names[0]).read_text())["traceEvents"]
 
 
-def test_postprocessing_may_not_move_rows_whose_values_are_known(fsdp_groups, llama_folder, data):
+def test_postprocessing_must_not_move_rows_with_known_values(fsdp_groups, llama_folder, data):
     path = "test_fsdp.backwards"
     begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": path})
     learn(fsdp_groups(2), 0, data)
@@ -96,11 +96,11 @@ def test_postprocessing_may_not_move_rows_whose_values_are_known(fsdp_groups, ll
 
 
 def backwards(args, data):
-    """Postprocessing that puts rows into another order."""
+    """Postprocessing that reverses the rows."""
     return data.flip(0)
 
 
-def test_rows_are_balanced_also_in_a_dict(fsdp_groups, llama_folder, data):
+def test_rows_in_a_dict_are_balanced_too(fsdp_groups, llama_folder, data):
     found = []
     for given in (data, dict(data.items()), ray.put(dict(data.items()))):
         begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "balance_data": True})
@@ -108,7 +108,7 @@ def test_rows_are_balanced_also_in_a_dict(fsdp_groups, llama_folder, data):
     assert found[0] == found[1] == found[2]
 
 
-def test_dropout_is_the_seeds_also_after_a_checkpoint(fsdp_groups, data, tmp_path):
+def test_dropout_depends_only_on_the_seed_after_resuming(fsdp_groups, data, tmp_path):
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 32, "n_positions": 64}
     args = {"hf_config": {**config, "resid_pdrop": 0.3}, "lr": 1e-2, "save": str(tmp_path), "seed": 1 << 40}
     group = fsdp_groups(2)
@@ -127,7 +127,7 @@ def test_dropout_is_the_seeds_also_after_a_checkpoint(fsdp_groups, data, tmp_pat
     assert distance(whole_weights(group), found[0]) > 1e-4
 
 
-def test_a_checkpoint_before_the_first_step_changes_nothing(fsdp_groups, llama_folder, data, tmp_path):
+def test_checkpoint_before_the_first_step_changes_nothing(fsdp_groups, llama_folder, data, tmp_path):
     group = fsdp_groups(2)
     args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "weight_decay": 0.1, "save": str(tmp_path)}
     found = []
@@ -141,7 +141,7 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(fsdp_groups, llama_f
     assert distance(found[0], found[1]) == distance(found[0], found[2]) == 0.0
 
 
-def test_a_complete_checkpoint_is_never_written_over(fsdp_groups, llama_folder, data, tmp_path):
+def test_complete_checkpoint_is_never_overwritten(fsdp_groups, llama_folder, data, tmp_path):
     group = fsdp_groups(1)
     args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "save": str(tmp_path), "load": str(tmp_path)}
     begin(group, args)
@@ -158,7 +158,7 @@ def test_a_complete_checkpoint_is_never_written_over(fsdp_groups, llama_folder, 
     assert distance(whole_weights(group), expected) == 0.0
 
 
-def test_a_reference_of_its_own(fsdp_groups, llama_folder, data, tmp_path):
+def test_separate_reference_model(fsdp_groups, llama_folder, data, tmp_path):
     other = small_llama(seed=9)
     group = fsdp_groups(2)
     begin(group, {"hf_checkpoint": llama_folder, "ref_load": saved(other, tmp_path)}, with_ref=True)
@@ -167,14 +167,14 @@ def test_a_reference_of_its_own(fsdp_groups, llama_folder, data, tmp_path):
     found = group.worker_group.compute_log_prob(data)
     torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=1e-5, rtol=1e-4)
     begin(group, {"hf_checkpoint": llama_folder})
-    with pytest.raises(WorkerError, match=r"there is no reference: init\(with_ref=True\) keeps one"):
+    with pytest.raises(WorkerError, match=r"there are no reference weights; call init\(with_ref=True\)"):
         group.worker_group.compute_ref_log_prob(data)
     with pytest.raises(WorkerError, match="needs enable_weights_backuper=True"):
         group.worker_group.init({"hf_checkpoint": llama_folder, "enable_weights_backuper": False}, "actor", True)
 
 
-def test_a_rollout_engine_takes_all_that_the_model_has(fsdp_groups):
-    """Buffers too: the experts' bias of this model is none of its parameters."""
+def test_rollout_engine_accepts_every_tensor_of_the_model(fsdp_groups):
+    """Buffers too: this model's expert bias is not a parameter."""
     config = {"model_type": "deepseek_v3", "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
               "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32,
               "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 8,
@@ -188,10 +188,10 @@ def test_a_rollout_engine_takes_all_that_the_model_has(fsdp_groups):
     assert (found[bias].dtype, found["lm_head.weight"].dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_a_critic_needs_a_place_for_its_head(fsdp_groups):
+def test_critic_requires_a_token_classification_model(fsdp_groups):
     config = {"model_type": "olmo2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
               "num_attention_heads": 4, "vocab_size": 32}  # fmt: skip
-    with pytest.raises(WorkerError, match="a critic of 'olmo2': transformers has no token classification"):
+    with pytest.raises(WorkerError, match="'olmo2' cannot be a critic: transformers has no token classification"):
         fsdp_groups(1).worker_group.init({"hf_config": config, "advantage_estimator": "gae"}, "critic")
 
 
@@ -212,9 +212,10 @@ KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.full("the effect of each configuration key, in thirty short trainings")
 @pytest.mark.parametrize("what", KEYS)
-def test_every_key_counts(fsdp_groups, llama_folder, data, what):
-    """Two steps with another value end with other weights."""
+def test_every_configuration_key_has_an_effect(fsdp_groups, llama_folder, data, what):
+    """Two steps with another value of the key end with different weights."""
     given, changes = KEYS[what]
     group = fsdp_groups(1)
     rows = data.clone()
@@ -240,7 +241,7 @@ def marked(args, data):
     return data.clone().set("mine", data["rewards"]) if int(data["group_ids"][0]) == 0 else data
 
 
-def test_an_entry_that_some_ranks_have_is_an_error_on_all(fsdp_groups, llama_folder, data):
+def test_entry_on_some_ranks_only_is_an_error_on_all_ranks(fsdp_groups, llama_folder, data):
     group = fsdp_groups(2)
     begin(group, {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": "test_fsdp.marked"})
     with pytest.raises(WorkerError, match=r"only the dp ranks \[0\] of 2 have 'mine'"):
@@ -248,7 +249,7 @@ def test_an_entry_that_some_ranks_have_is_an_error_on_all(fsdp_groups, llama_fol
     assert group.worker_group.broken is None
 
 
-def test_other_entries_stay_with_their_rows_or_go_to_all(fsdp_groups, llama_folder, data):
+def test_extra_entries_follow_their_rows_or_go_to_all_ranks(fsdp_groups, llama_folder, data):
     plain = dict(data.items())
     given = {**plain, "texts": [str(k) for k in range(len(data))], "nothing": None, "name": "n", "one": torch.tensor(3)}
     found = []
@@ -256,12 +257,12 @@ def test_other_entries_stay_with_their_rows_or_go_to_all(fsdp_groups, llama_fold
         begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "balance_data": True})
         found.append({**learn(fsdp_groups(2), 0, rows), "seconds": 0})
     assert found[0] == found[1] == found[2]
-    with pytest.raises(RolloutDataError, match=r"mine is torch.int64 \(3,\), and there are 24 rows"):
+    with pytest.raises(RolloutDataError, match=r"mine is torch.int64 \(3,\), but there are 24 rows"):
         fsdp_groups(2).async_train(0, {**plain, "mine": torch.arange(3)})
 
 
-def test_a_pass_that_breaks_off_leaves_the_weights_as_they_were(fsdp_groups, llama_folder, data):
-    """Also those that were swapped in for it."""
+def test_interrupted_pass_restores_the_weights(fsdp_groups, llama_folder, data):
+    """Including weights that were swapped in for the pass."""
     group = fsdp_groups(2)
     begin(group, {"hf_checkpoint": llama_folder}, with_ref=True)
     learn(group, 0, data)
@@ -283,7 +284,7 @@ def test_a_pass_that_breaks_off_leaves_the_weights_as_they_were(fsdp_groups, lla
     torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=1e-5, rtol=1e-4)
 
 
-def test_a_folder_that_lacks_weights_is_refused(fsdp_groups, llama_folder, tmp_path):
+def test_folder_with_missing_weights_is_rejected(fsdp_groups, llama_folder, tmp_path):
     model = small_llama()
     state = {name: value for name, value in model.state_dict().items() if "layers.1.mlp" not in name}
     model.save_pretrained(tmp_path, state_dict=state)
@@ -295,16 +296,17 @@ def test_a_folder_that_lacks_weights_is_refused(fsdp_groups, llama_folder, tmp_p
     assert workers.broken is None
 
 
-def test_with_nobody_to_send_to(fsdp_groups, llama_folder):
+def test_update_weights_without_a_rollout_manager(fsdp_groups, llama_folder):
     group = fsdp_groups(2)
     begin(group, {"hf_checkpoint": llama_folder})
     group.set_rollout_manager(None)
-    with pytest.raises(WorkerError, match="there is nobody to send them to"):
+    with pytest.raises(WorkerError, match="there is no rollout manager"):
         group.update_weights()
 
 
-def test_every_process_group_has_the_time_limit(fsdp_groups, llama_folder, data, tmp_path):
-    """Of HSDP's rows and columns, and of the one that checkpoints are written with."""
+@pytest.mark.full("FSDP on four ranks")
+def test_every_process_group_has_the_timeout(fsdp_groups, llama_folder, data, tmp_path):
+    """Those of HSDP's rows and columns, and the one used to write checkpoints."""
     group = fsdp_groups(4)
     begin(group, {"hf_checkpoint": llama_folder, "fsdp_shard_size": 2, "async_save": True, "save": str(tmp_path)})
     group.save_model(0)

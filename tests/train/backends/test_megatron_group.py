@@ -1,10 +1,10 @@
-"""What only a train group on Megatron can; the sums are in test_both_backends.py."""
+"""Train groups on Megatron only. The numbers are checked in test_both_backends.py."""
 
 import pytest
 import ray
 import torch
 from reference import ReferenceGRPO, small_llama
-from train_kit import begin, distance, learn, whole_weights
+from train_helpers import begin, distance, learn, whole_weights
 
 from single_controller import WorkerError
 from workers.distributed import process_groups
@@ -15,7 +15,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 
 
-def test_the_same_processes_take_one_layout_after_the_other(megatron_groups, llama_folder, data):
+def test_processes_can_be_reinitialized_with_other_layouts(megatron_groups, llama_folder, data):
     expected = ReferenceGRPO(small_llama()).log_probs(data)
     group = megatron_groups(4)
     for sizes in (TP2, {**TP2, **PP2}, {}):
@@ -29,12 +29,12 @@ def test_the_same_processes_take_one_layout_after_the_other(megatron_groups, lla
     for _ in range(2):
         begin(group, {"hf_checkpoint": llama_folder, **TP2})
         counts.append(group.worker_group.execute_with_func_generator(lambda worker: len(process_groups())))
-    assert counts[0] == counts[1]  # those of the layout before are gone
+    assert counts[0] == counts[1]  # the process groups of the previous layout are gone
     torch.testing.assert_close(group.worker_group.compute_log_prob(data), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_rows_are_dealt_to_steps_of_the_optimizer(megatron_groups, llama_folder, data):
-    """Two steps of half the rows each, of one rollout: advantages and old log-probabilities are those before both."""
+def test_rows_are_divided_between_optimizer_steps(megatron_groups, llama_folder, data):
+    """Two steps of one rollout, half the rows each, use the advantages and old log-probs from before both."""
     plain = ReferenceGRPO(small_llama())
     half = data.clone()
     half["old_log_probs"] = plain.log_probs(data)
@@ -46,23 +46,23 @@ def test_rows_are_dealt_to_steps_of_the_optimizer(megatron_groups, llama_folder,
                   "lr_decay_style": "constant", **PP2})  # fmt: skip
     learn(group, 0, data)
     assert distance(whole_weights(group), plain.weights()) < 1e-4
-    # Four steps: 1.5e-3, then from 3e-3 at step 1 down to 0 at step 4. The last of each rollout is told.
+    # Four steps: 1.5e-3, then from 3e-3 at step 1 down to 0 at step 4. Only each rollout's last step is reported.
     begin(group, {"hf_checkpoint": llama_folder, "lr": 3e-3, "num_steps_per_rollout": 2, "num_rollout": 2,
                   "lr_decay_style": "linear", "lr_warmup_iters": 2, **PP2})  # fmt: skip
     assert [learn(group, step, data)["lr"] for step in range(2)] == pytest.approx([3e-3, 1e-3])
 
 
-def test_an_actor_takes_values_from_a_critic_of_another_backend(
+def test_actor_uses_values_from_a_critic_of_another_backend(
     megatron_groups, fsdp_groups, llama_folder, data, monkeypatch
 ):
-    """Two tensor-parallel ranks share what two data-parallel ranks of the critic have computed, each for its rows."""
+    """Two tensor-parallel ranks share the values that two data-parallel ranks of the critic computed for their rows."""
     actor, critic = megatron_groups(2), fsdp_groups(2)
     args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "advantage_estimator": "gae", "kl_coef": 0.05, **TP2}
     begin(actor, args, with_ref=True)
     monkeypatch.setattr(critic, "role", "critic")
     begin(critic, args)
     for group in (actor, critic):
-        monkeypatch.setattr(group, "_pair", group._pair)  # put back after this test
+        monkeypatch.setattr(group, "_pair", group._pair)  # restored after this test
     actor.connect(critic)
     values = critic.worker_group.compute_values(data)
     of_critic = critic.async_train(0, data)

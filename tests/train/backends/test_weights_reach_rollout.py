@@ -1,6 +1,6 @@
-"""Weights from a train group to rollout workers, end to end: what was sampled has the trainer's probabilities.
+"""Weights from a train group to rollout workers, end to end: the log-probs of sampled tokens match the trainer's.
 
-The other tests of weight sync (test_weight_sync.py) look at tensors; here both sides are the real ones, on processes.
+The other tests of weight sync (test_weight_sync.py) compare tensors; here both sides are the real ones, in processes.
 """
 
 import itertools
@@ -11,13 +11,13 @@ import pytest
 import ray
 import torch
 from reference import ReferenceGRPO
-from rollout_kit import plain_model
+from rollout_helpers import plain_model
 from tensordict import TensorDict
-from train_kit import begin, learn, saved
+from train_helpers import begin, learn, saved
 from transformers import LlamaConfig, Qwen2Config
 
 from single_controller import Dispatch, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError, WorkerError, register
-from workers.rollout.engine import Sampling
+from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import WeightVersionError
 from workers.rollout.hf_engine import HFEngine
 from workers.rollout.manager import RolloutManager
@@ -47,11 +47,11 @@ LAYOUTS = {
     "pp2": {"pipeline_model_parallel_size": 2},
 }
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4], [0, 31]]
-HOW = Sampling(8, temperature=0.7, stop_token_ids=(6, 17))
+HOW = SamplingParams(8, temperature=0.7, stop_token_ids=(6, 17))
 
 
 class Fragile(RolloutWorker):
-    """Its engine can be made anew for another model, and its process ends amid an update where it is told to."""
+    """Its engine can be replaced for another model, and its process exits during an update when told to."""
 
     fatal = None
 
@@ -71,19 +71,19 @@ class Fragile(RolloutWorker):
         super().load_bucket(key, bucket)
 
 
-def reward(prompt, answer):
-    return float(answer.count(3))
+def reward(prompt, completion):
+    return float(completion.count(3))
 
 
 def sharp_model(config):
-    """The trainers' model, before they learn."""
+    """The trainers' model before any training."""
     with torch.random.fork_rng():
         return plain_model(config, seed=1)
 
 
 @pytest.fixture(scope="module")
 def rollout(train_pool):
-    """Two rollout workers, whose weights are others than any trainer's."""
+    """Two rollout workers whose weights differ from every trainer's."""
     made = RayClassWithInitArgs(Fragile, HFEngine, CONFIGS["untied"], seed=99)
     with RayWorkerGroup(train_pool[2:4], made, name_prefix="rollout_", collectives=False) as group:
         yield group
@@ -91,13 +91,13 @@ def rollout(train_pool):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The trainers' models, by tie."""
+    """The trainers' model folders, by whether the embeddings are tied."""
     return {tie: saved(sharp_model(config), tmp_path_factory.mktemp(tie)) for tie, config in CONFIGS.items()}
 
 
 @pytest.fixture
 def trainer(fsdp_groups, megatron_groups, folders, tmp_path):
-    """A group of two ranks, by layout and more arguments."""
+    """A group of two ranks: ``trainer(layout, tie, **args)``."""
 
     def of(layout, tie="untied", **args) -> RayTrainGroup:
         group = (fsdp_groups if layout == "fsdp" else megatron_groups)(2)
@@ -119,35 +119,39 @@ def generating(rollout, train=None):
 
 
 def difference(train, data):
-    """Between what the rollout workers say of the tokens that they sampled, and what the trainer says."""
+    """The largest difference between the rollout workers' log-probs of the sampled tokens and the trainer's."""
     counts = data["loss_mask"] != 0
     found = (train.worker_group.compute_log_prob(data) - data["rollout_log_probs"])[counts].abs()
     assert len(found) > 2 * len(PROMPTS)
     return found.max().item()
 
 
-def something():
-    """To learn from, without a rollout."""
+def synthetic_rollout():
+    """Synthetic data to train on."""
     rows = torch.randint(0, 32, (8, 10), generator=torch.Generator().manual_seed(0))
-    answers = torch.ones_like(rows)
-    answers[:, :3] = 0
-    data = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "loss_mask": answers}
+    completions = torch.ones_like(rows)
+    completions[:, :3] = 0
+    data = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "loss_mask": completions}
     return TensorDict({**data, "rewards": rows.float().mean(1), "group_ids": torch.arange(8) // 4}, batch_size=[8])
 
 
-def learn_something(train, step):
-    """Change the trainer's weights, so that they are nobody else's."""
-    learn(train, step, something())
+def change_weights(train, step):
+    """Change the trainer's weights, so that they match no other copy."""
+    learn(train, step, synthetic_rollout())
 
 
-@pytest.mark.parametrize(
-    ("layout", "tie", "transport"),
-    [
-        *itertools.product(LAYOUTS, CONFIGS, ["store", "group", "disk"]),
-        *itertools.product(LAYOUTS, ["tied"], ["device"]),
-    ],
-)
-def test_rollouts_have_the_trainers_probabilities(trainer, rollout, folders, layout, tie, transport):
+def combinations():
+    """Every layout with every transport: with one kind of output layer always, with the other in `make test-all`."""
+    other = pytest.mark.full("weights over each transport with the other kind of output layer")
+    pairs = itertools.product(enumerate(LAYOUTS), enumerate(["store", "group", "disk"]))
+    for ((row, layout), (column, transport)), (kind, tie) in itertools.product(pairs, enumerate(CONFIGS)):
+        yield pytest.param(layout, tie, transport, marks=() if (row + column) % 2 == kind else other)
+    for layout in LAYOUTS:
+        yield layout, "tied", "device"
+
+
+@pytest.mark.parametrize(("layout", "tie", "transport"), combinations())
+def test_rollout_log_probs_match_the_trainers(trainer, rollout, folders, layout, tie, transport):
     train = trainer(layout, tie, update_weights_transport=transport, update_weights_bucket_bytes=6000)
     rollout.generate_with(CONFIGS[tie])
     manager = generating(rollout, train)
@@ -171,24 +175,24 @@ def test_rollouts_have_the_trainers_probabilities(trainer, rollout, folders, lay
 
 @pytest.mark.parametrize("transport", ["store", "device"])
 def test_four_ranks_send_to_two(megatron_groups, rollout, folders, transport):
-    """More ranks than receivers, and pairs of ranks that hold the same: each tensor comes once."""
+    """More ranks than receivers, and pairs of ranks hold the same tensors: each tensor arrives once."""
     rollout.generate_with(CONFIGS["untied"])
     train = megatron_groups(4)
     begin(train, {"hf_checkpoint": folders["untied"], "temperature": HOW.temperature, "lr": 1e-2,
                   "update_weights_transport": transport, **LAYOUTS["tp2"]})  # fmt: skip
     manager = generating(rollout, train)
-    learn_something(train, 0)
+    change_weights(train, 0)
     train.update_weights()
     assert difference(train, manager.generate(PROMPTS)) < 1e-4
 
 
-def test_a_rollout_that_is_under_way_keeps_the_weights_it_began_with(trainer, rollout):
-    """And is learnt from as what it is, where the old actor is kept."""
+def test_running_rollout_keeps_its_weight_version(trainer, rollout):
+    """With keep_old_actor, training uses the log-probs of that version."""
     train = trainer("pp2", keep_old_actor=True)
     rollout.generate_with(CONFIGS["untied"])
     manager = generating(rollout, train)
     train.update_weights()
-    learn_something(train, 0)
+    change_weights(train, 0)
     under_way = manager.generate_async(PROMPTS, rollout_id=1)
     train.update_weights()
     data = under_way.result()
@@ -201,17 +205,17 @@ def test_a_rollout_that_is_under_way_keeps_the_weights_it_began_with(trainer, ro
     assert learn(train, 1, data)["ratio"] == pytest.approx(ratio, abs=1e-4)
 
 
-def test_restarted_workers_are_stale_and_are_brought_up_to_date(trainer, rollout):
+def test_restarted_workers_are_stale_until_updated(trainer, rollout):
     train = trainer("tp2")
     rollout.generate_with(CONFIGS["untied"])
     manager = generating(rollout, train)
     for _ in range(2):
         train.update_weights()
-    learn_something(train, 0)  # weights that the rollout workers do not have yet
+    change_weights(train, 0)  # weights that the rollout workers do not have yet
     rollout.restart()
     assert rollout.current_weight_version() == [0, 0]
     refresh, manager.refresh = manager.refresh, None
-    with pytest.raises(WeightVersionError, match=r"weights of version 2, but rank 0 has version 0") as caught:
+    with pytest.raises(WeightVersionError, match=r"weight version 2, but rank 0 has version 0") as caught:
         manager.generate(PROMPTS)
     assert (caught.value.expected, caught.value.versions) == (2, {0: 0, 1: 0})
     manager.refresh = refresh
@@ -220,19 +224,19 @@ def test_restarted_workers_are_stale_and_are_brought_up_to_date(trainer, rollout
     assert difference(train, data) < 1e-4
 
 
-def test_a_manager_that_is_a_ray_actor(trainer, rollout):
-    """As slime has it. It is told which version to expect, and its workers are found."""
+def test_rollout_manager_as_ray_actor(trainer, rollout):
+    """As in slime. The actor is told which version to expect, and its workers are found."""
     train = trainer("fsdp")
     rollout.generate_with(CONFIGS["untied"])
     manager = ray.remote(num_cpus=0)(RolloutManager).remote(rollout, HOW, reward, samples_per_prompt=2, seed=4)
     train.set_rollout_manager(manager)
-    learn_something(train, 0)
+    change_weights(train, 0)
     assert train.update_weights() == 1
     data = ray.get(manager.generate.remote(PROMPTS))
     assert set(data["weight_versions"].tolist()) == {1}
     assert difference(train, data) < 1e-4
     rollout.set_weight_version(7)
-    with pytest.raises(WeightVersionError, match=r"weights of version 1, but rank 0 has version 7"):
+    with pytest.raises(WeightVersionError, match=r"weight version 1, but rank 0 has version 7"):
         ray.get(manager.generate.remote(PROMPTS))
     assert train.update_weights() == 2
     assert set(ray.get(manager.generate.remote(PROMPTS))["weight_versions"].tolist()) == {2}
@@ -241,9 +245,7 @@ def test_a_manager_that_is_a_ray_actor(trainer, rollout):
 @pytest.mark.parametrize(
     ("layout", "transport", "told"), [("fsdp", "group", True), ("pp2", "store", False), ("tp2", "device", True)]
 )
-def test_a_worker_that_dies_amid_an_update_is_an_error_soon_and_the_next_update_works(
-    trainer, rollout, layout, transport, told
-):
+def test_worker_death_during_an_update_is_an_error_and_the_next_update_works(trainer, rollout, layout, transport, told):
     train = trainer(layout, update_weights_transport=transport, update_weights_bucket_bytes=6000)
     rollout.generate_with(CONFIGS["untied"])
     manager = generating(rollout, train)
@@ -255,15 +257,15 @@ def test_a_worker_that_dies_amid_an_update_is_an_error_soon_and_the_next_update_
     assert time.monotonic() - begun < 10
     assert caught.value.cause_type.endswith("WeightSyncError")
     assert train.weight_version == 1
-    assert train.worker_group.broken is None  # the train ranks are well
+    assert train.worker_group.broken is None  # the train ranks are not affected
     with pytest.raises(WorkerDiedError):
         manager.generate(PROMPTS)
     rollout.restart(ranks=[1])
     assert rollout.current_weight_version() == [None, 0]
-    learn_something(train, 0)
+    change_weights(train, 0)
     if told:
         assert train.update_weights() == 2
         manager.refresh = None
-    data = manager.generate(PROMPTS)  # or else the manager asks for weights: nobody has the whole
+    data = manager.generate(PROMPTS)  # if not told, the manager requests the update itself
     assert train.weight_version == 2 and set(data["weight_versions"].tolist()) == {2}
     assert difference(train, data) < 1e-4

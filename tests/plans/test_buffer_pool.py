@@ -1,4 +1,4 @@
-"""Warm memory: what comes back is used again, what is referred to never is."""
+"""The buffer pool reuses returned buffers, and never a buffer that is still referenced."""
 
 import gc
 import threading
@@ -7,84 +7,84 @@ import numpy as np
 import pytest
 import torch
 
-from dispatch import warm as module
-from dispatch.warm import SMALLEST, WarmMemory, cat_tensors
+from dispatch import buffer_pool as module
+from dispatch.buffer_pool import MIN_BYTES, BufferPool, cat_tensors
 
 
 @pytest.fixture
-def memory():
-    return WarmMemory()
+def pool():
+    return BufferPool()
 
 
 def address(array):
     return array.__array_interface__["data"][0]
 
 
-def test_a_dropped_buffer_is_given_to_the_next_of_its_size(memory):
-    first = memory.take(3 * SMALLEST)
+def test_dropped_buffer_is_reused_for_the_same_size(pool):
+    first = pool.take(3 * MIN_BYTES)
     place = address(first)
     del first
-    assert memory.idle_bytes >= 3 * SMALLEST
-    again = memory.take(3 * SMALLEST)
+    assert pool.idle_bytes >= 3 * MIN_BYTES
+    again = pool.take(3 * MIN_BYTES)
     assert address(again) == place
-    assert memory.idle_bytes == 0
+    assert pool.idle_bytes == 0
 
 
-def test_a_buffer_that_anything_refers_to_is_not_given_again(memory):
-    array = memory.take(2 * SMALLEST)
+def test_buffer_with_a_live_view_is_not_reused(pool):
+    array = pool.take(2 * MIN_BYTES)
     place = address(array)
     row = torch.from_numpy(array).view(torch.float32).reshape(-1, 1024)[3]
     del array
     gc.collect()
-    other = memory.take(2 * SMALLEST)
+    other = pool.take(2 * MIN_BYTES)
     assert address(other) != place
     row.fill_(7.0)
     other.fill(0)
     assert row.eq(7.0).all()
 
 
-def test_it_is_as_long_as_asked_for_and_writable(memory):
-    for nbytes in (0, 1, SMALLEST - 1, SMALLEST, SMALLEST + 1, 5 * SMALLEST + 17):
-        array = memory.take(nbytes)
+def test_buffer_has_the_requested_size_and_is_writable(pool):
+    for nbytes in (0, 1, MIN_BYTES - 1, MIN_BYTES, MIN_BYTES + 1, 5 * MIN_BYTES + 17):
+        array = pool.take(nbytes)
         assert array.nbytes == nbytes and array.dtype == np.uint8 and array.flags.writeable
 
 
-@pytest.mark.parametrize("nbytes", [SMALLEST, SMALLEST + 1, 100_000_007, 2**31 + 5])
-def test_little_is_wasted(nbytes):
+@pytest.mark.parametrize("nbytes", [MIN_BYTES, MIN_BYTES + 1, 100_000_007, 2**31 + 5])
+def test_at_most_an_eighth_is_wasted(nbytes):
     size = module._size_class(nbytes)
     assert nbytes <= size <= 1.125 * nbytes
 
 
-def test_no_more_is_kept_than_allowed(memory, monkeypatch):
-    monkeypatch.setattr(module, "MOST_IDLE", 4 * SMALLEST)
-    held = [memory.take(SMALLEST) for _ in range(10)]
+def test_idle_bytes_are_limited(pool, monkeypatch):
+    monkeypatch.setattr(module, "MAX_IDLE_BYTES", 4 * MIN_BYTES)
+    held = [pool.take(MIN_BYTES) for _ in range(10)]
     del held
-    assert memory.idle_bytes == 4 * SMALLEST
-    memory.clear()
-    assert memory.idle_bytes == 0
+    assert pool.idle_bytes == 4 * MIN_BYTES
+    pool.clear()
+    assert pool.idle_bytes == 0
 
 
-def test_what_is_old_is_let_go(memory, monkeypatch):
+def test_old_idle_buffers_are_freed(pool, monkeypatch):
     clock = iter(range(0, 10_000, 40))
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
-    del (held := [memory.take(SMALLEST)])[:]
+    del (held := [pool.take(MIN_BYTES)])[:]
     del held
-    assert memory.idle_bytes == SMALLEST
-    memory.take(2 * SMALLEST)
-    assert memory.idle_bytes <= 2 * SMALLEST
+    assert pool.idle_bytes == MIN_BYTES
+    pool.take(2 * MIN_BYTES)
+    assert pool.idle_bytes <= 2 * MIN_BYTES
     for _ in range(3):
-        memory.idle_bytes  # noqa: B018 - each look lets time pass
-    assert memory.idle_bytes == 0
+        pool.idle_bytes  # noqa: B018 - each read lets time pass
+    assert pool.idle_bytes == 0
 
 
-def test_threads_never_share_a_buffer(memory):
+def test_threads_never_share_a_buffer(pool):
     wrong = []
 
     def work(number):
         for _ in range(300):
-            array = memory.take(SMALLEST)
+            array = pool.take(MIN_BYTES)
             array[:] = number
-            if (array[:: SMALLEST // 7] != number).any():
+            if (array[:: MIN_BYTES // 7] != number).any():
                 wrong.append(number)
             del array
 
@@ -97,7 +97,7 @@ def test_threads_never_share_a_buffer(memory):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_joined_tensors_are_those_of_torch(dtype):
+def test_cat_tensors_equals_torch_cat(dtype):
     parts = [
         torch.randint(0, 2, (rows, 700), generator=torch.Generator().manual_seed(rows)).to(dtype)
         for rows in (900, 0, 1200)
@@ -105,7 +105,7 @@ def test_joined_tensors_are_those_of_torch(dtype):
     joined = cat_tensors(parts)
     assert torch.equal(joined, torch.cat(parts)) and joined.dtype == dtype and joined.is_contiguous()
     parts[0].zero_()
-    assert joined[:900].any(), "the joined batch is not the parts' memory"
+    assert joined[:900].any(), "the joined tensor must have its own memory"
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_joined_tensors_are_those_of_torch(dtype):
         pytest.param(lambda: [torch.eye(3).to_sparse()] * 2, id="sparse"),
     ],
 )
-def test_what_warm_memory_does_not_suit_is_left_to_torch(parts):
+def test_unsuitable_tensors_are_left_to_torch(parts):
     values = parts()
     joined, expected = cat_tensors(values), torch.cat(values)
     assert joined.dtype == expected.dtype and joined.layout == expected.layout
     assert torch.equal(joined.to_dense(), expected.to_dense())
 
 
-def test_parts_that_do_not_fit_raise_as_torch_does():
+def test_incompatible_tensors_raise_as_in_torch():
     with pytest.raises(RuntimeError):
         cat_tensors([torch.ones(2**20, 2), torch.ones(2**20, 3)])

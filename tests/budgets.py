@@ -1,0 +1,105 @@
+"""How long each test file may take, and what to report when one takes longer.
+
+A budget is in seconds of wall time, setup and teardown included, and is about three times what the file takes on an
+idle machine with two cores. A file without an entry has `DEFAULT`. The budgets also order the files of a parallel
+run: the longest start first.
+
+A slow or loaded machine must not fail the suite. If most files of a run take longer, the machine is the reason, and
+the budgets grow with it: see `slowness`. A run of a few files cannot tell, so budgets apply only to larger runs.
+"""
+
+from collections import defaultdict
+from statistics import median
+
+DEFAULT = 30
+
+BUDGETS: dict[str, int] = {
+    "tests/groups/test_calls.py": 50,
+    "tests/groups/test_detached.py": 110,
+    "tests/groups/test_failure.py": 130,
+    "tests/groups/test_futures.py": 120,
+    "tests/groups/test_leaves_nothing.py": 60,
+    "tests/groups/test_local.py": 30,
+    "tests/groups/test_memory.py": 40,
+    "tests/groups/test_other_clusters.py": 330,
+    "tests/groups/test_pools.py": 90,
+    "tests/groups/test_supervision.py": 100,
+    "tests/groups/test_verl_calls.py": 120,
+    "tests/megatron/test_cpu.py": 120,
+    "tests/megatron/test_imports_of_megatron.py": 150,
+    "tests/megatron/test_in_process.py": 60,
+    "tests/megatron/test_initialise.py": 110,
+    "tests/megatron/test_lm.py": 70,
+    "tests/megatron/test_mlp.py": 140,
+    "tests/megatron/test_orders.py": 50,
+    "tests/megatron/test_train_model.py": 290,
+    "tests/plans/test_megatron.py": 40,
+    "tests/plans/test_megatron_orders.py": 100,
+    "tests/rollout/test_log_names.py": 40,
+    "tests/test_bad_calls.py": 80,
+    "tests/test_imports.py": 30,
+    "tests/test_notebooks.py": 80,
+    "tests/test_readme.py": 180,
+    "tests/train/backends/test_actor_critic.py": 180,
+    "tests/train/backends/test_both_backends.py": 510,
+    "tests/train/backends/test_fsdp.py": 120,
+    "tests/train/backends/test_megatron_group.py": 50,
+    "tests/train/backends/test_weights_reach_rollout.py": 220,
+    "tests/train/test_reference.py": 40,
+    "tests/train/test_train_group.py": 120,
+    "tests/train/test_weight_sync.py": 80,
+    "tests/typing/test_typed_calls.py": 40,
+}
+
+HEADROOM = 3
+"""The ratio of a budget to the file's time on an idle machine."""
+
+
+class OverBudget(str):
+    """The report for one file. A `str` subclass, because pytest's plugins set attributes on report entries."""
+
+
+class Durations:
+    """The seconds of each test of each file, summed from pytest's reports."""
+
+    def __init__(self):
+        self.by_file = defaultdict(lambda: defaultdict(float))
+
+    def add(self, report):
+        """Add one phase of a test."""
+        self.by_file[report.nodeid.split("::")[0]][report.nodeid] += report.duration
+
+    def seconds(self):
+        """file -> its seconds."""
+        return {file: sum(tests.values()) for file, tests in self.by_file.items()}
+
+    def slowest(self, file, count=5):
+        """The slowest tests of a file: (test, seconds)."""
+        return sorted(self.by_file[file].items(), key=lambda item: -item[1])[:count]
+
+    def over_budget(self):
+        """One paragraph for each file that took longer than its budget."""
+        seconds = self.seconds()
+        factor = slowness(seconds)
+        if factor is None:
+            return []
+        found = []
+        for file, took in sorted(seconds.items()):
+            budget = BUDGETS.get(file, DEFAULT)
+            if took > budget * factor:
+                machine = f" (on this machine {budget * factor:.0f} s)" if factor > 1 else ""
+                tests = [f"    {spent:6.1f} s  {test}" for test, spent in self.slowest(file)]
+                headline = f"{file} took {took:.0f} s; its budget is {budget} s{machine}. Slowest:"
+                found.append(OverBudget("\n".join([headline, *tests])))
+        return found
+
+
+def slowness(seconds):
+    """How much slower than an idle two-core machine this one is, at least 1; None if too few files ran to tell.
+
+    The median over the larger files with a budget: one file that has grown does not move it, a loaded machine does.
+    """
+    ratios = [
+        took * HEADROOM / BUDGETS[file] for file, took in seconds.items() if BUDGETS.get(file, 0) > DEFAULT and took > 5
+    ]
+    return max(1.0, median(ratios)) if len(ratios) >= 5 else None

@@ -1,0 +1,152 @@
+"""Ray workers that are forked from a process with everything imported.
+
+Python needs a second of CPU to start a Ray worker, three with torch and eight with Megatron, and the suite starts about
+a thousand. `forked_workers` puts a small program in the place of the Python interpreter in Ray's command for a worker.
+It asks a server for a fork, which runs Ray's own worker script with the arguments and the environment of the command.
+Nothing else differs. With ``--full``, workers are started as Ray does, and so are those of a test that starts a Ray of
+its own.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PRELOADED = (
+    "ray._private.workers.default_worker",
+    "ray._private.workers.setup_worker",
+    "ray._private.arrow_serialization",
+    "ray._common.pydantic_compat",
+    "single_controller.ray.actor",
+    "numpy",
+    "tensordict",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "workers.fsdp.worker",
+    "workers.megatron.train_worker",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+)
+"""What the server imports."""
+
+STARTING = """#!/bin/sh
+exec {python} "$@"
+"""
+FORKING = """#!/bin/sh
+case "$RAY_JOB_ID $1" in
+"{job} "*/default_worker.py | "{job} "*/setup_worker.py) exec {python} -IS {client} {address} "$@" ;;
+*) exec {python} "$@" ;;
+esac
+"""
+"""Ray's native library reads the job when it is loaded, so workers of other jobs are not forked."""
+
+CLIENT = """
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect(sys.argv[1])
+server.sendall(json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]).encode() + b"\\n")
+server.recv(1)  # returns when the worker has ended
+"""
+
+
+@contextlib.contextmanager
+def forked_workers():
+    """Start Ray inside, and then call what this yields. Keep the context open until Ray is shut down."""
+    python = sys.executable
+    with tempfile.TemporaryDirectory(prefix="fork-") as folder, contextlib.ExitStack() as stack:
+        address, client, program = (Path(folder) / name for name in ("socket", "client.py", "python"))
+        client.write_text(CLIENT)
+        program.write_text(STARTING.format(python=python))
+        program.chmod(0o755)
+
+        def start_server():
+            import ray
+
+            sys.executable = python
+            raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+            job = ray.get_runtime_context().get_job_id()
+            read_when_loaded = {"RAY_AUTH_MODE": "token", "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(raylet)}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            command = [python, __file__, str(address)]
+            server = stack.enter_context(subprocess.Popen(command, env={**read_when_loaded, **os.environ}, **pipes))
+            if server.stdout.readline() != b"ready\n":
+                raise RuntimeError("the server that forks Ray's workers has not started; its error is above")
+            forking = program.with_suffix(".new")
+            forking.write_text(FORKING.format(python=python, client=client, address=address, job=job))
+            forking.chmod(0o755)
+            forking.replace(program)
+
+        sys.executable = str(program)
+        try:
+            yield start_server
+        finally:
+            sys.executable = python
+
+
+def serve(address):
+    """Fork a worker for each request, until stdin is closed."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no worker needs to look at these objects
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)
+    listening.listen(64)
+    print("ready", flush=True)
+    while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
+        connection, _ = listening.accept()
+        if os.fork():
+            connection.close()
+            continue
+        listening.close()
+        with connection.makefile() as lines:
+            arguments, environment, folder = json.loads(lines.readline())
+        become_worker(arguments, environment, folder)
+
+
+def become_worker(arguments, environment, folder):
+    """Run the script of a command. The connection to the client stays open until this process ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    random.seed()  # or all forks would draw the same
+    execute = os.execvp
+
+    def run(file, args):
+        """Run the command that the script for a runtime_env executes, unless the loader has to read its environment."""
+        words = shlex.split(args[-1])
+        if "LD_PRELOAD" in os.environ or words[0] != "exec":
+            execute(file, args)
+        run_script(words[2:])
+
+    os.execvp = run
+    run_script(arguments)
+
+
+def run_script(arguments):
+    sys.path[0] = os.path.dirname(arguments[0])
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

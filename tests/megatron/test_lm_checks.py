@@ -1,0 +1,147 @@
+"""What MegatronLMWorker and its model check locally, before other ranks are involved; without processes."""
+
+import pytest
+import torch
+from lm_configs import LLAMA, SIZES
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from workers import MegatronLMWorker, transformer_config
+from workers.megatron.lm import checked_batch
+from workers.megatron.optimizer import AdamOptions
+from workers.megatron.weights import check_state_dict, hf_shapes
+from workers.train.micro_batches import cut_by_tokens
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+        LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True),
+        Qwen2Config(**SIZES),
+        Qwen2Config(**SIZES, tie_word_embeddings=True),
+    ],
+    ids=["Llama", "biases", "tied", "Qwen2", "Qwen2 tied"],
+)
+def test_names_and_shapes_match_the_hugging_face_model(config):
+    model = AutoModelForCausalLM.from_config(config)
+    assert hf_shapes(config) == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+class TestBatch:
+    @pytest.mark.parametrize(
+        ("real", "counted"),
+        [
+            ([[0, 0, 0, 0, 0]], [[0, 0, 0, 0, 0]]),
+            ([[0, 0, 0, 1, 0]], [[0, 0, 0, 0, 0]]),
+            ([[1, 1, 1, 1, 1]], [[0, 1, 1, 1, 1]]),
+            ([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]], [[0, 0, 1, 1, 1], [0, 1, 1, 1, 0]]),
+        ],
+        ids=["all padding", "one token", "no padding", "either side"],
+    )
+    def test_which_tokens_count(self, real, counted):
+        """Only tokens predicted from a real token count; a loss_mask that counts any other is rejected."""
+        real, counted = torch.tensor(real), torch.tensor(counted)
+        ids = torch.zeros_like(real)
+        assert torch.equal(checked_batch(ids, real)["loss_mask"], counted.float())
+        assert torch.equal(checked_batch(ids, real, counted)["loss_mask"], counted.float())
+        for row, token in (counted == 0).nonzero().tolist():
+            mask = counted.float()
+            mask[row, token] = 0.5
+            message = rf"loss_mask of row {row} counts token {token}, .* set loss_mask to 0"
+            with pytest.raises(ValueError, match=message):
+                checked_batch(ids, real, mask)
+
+    def test_without_an_attention_mask_all_tokens_but_the_first_count(self):
+        ids = torch.zeros(2, 5).long()
+        data = checked_batch(ids)
+        assert data["attention_mask"].all() and data["loss_mask"].tolist() == [[0, 1, 1, 1, 1]] * 2
+        with pytest.raises(ValueError, match="loss_mask of row 0 counts token 0"):
+            checked_batch(ids, None, torch.ones(2, 5))
+
+    def test_padding_row_runs_through_the_model_and_does_not_count(self):
+        data = checked_batch(torch.zeros(2, 3).long(), torch.tensor([[0, 0, 0], [0, 1, 1]]))
+        assert data["attention_mask"].tolist() == [[True, False, False], [False, True, True]]
+        assert len(cut_by_tokens(data, max_tokens=6)) == 1
+
+    def test_padding_between_tokens_is_rejected(self):
+        data = checked_batch(torch.zeros(1, 5).long(), torch.tensor([[1, 1, 0, 1, 1]]))
+        with pytest.raises(ValueError, match="attention_mask of row 0"):
+            cut_by_tokens(data, max_tokens=5)
+
+    def test_callers_tensors_are_not_changed(self):
+        given = [torch.zeros(1, 3).long(), torch.zeros(1, 3).long(), torch.zeros(1, 3)]
+        checked_batch(*given)
+        assert all(tensor.eq(0).all() for tensor in given)
+
+    @pytest.mark.parametrize(
+        ("batch", "message"),
+        [
+            ((torch.zeros(2, 3),), "must be integers .*; got torch.float32"),
+            ((torch.zeros(2, 1).long(),), "at least two tokens"),
+            ((torch.zeros(6).long(),), r"\(rows, tokens\)"),
+            ((torch.zeros(2, 3).long(), torch.ones(2, 4)), r"attention_mask has shape \(2, 4\); expected"),
+            ((torch.zeros(2, 3).long(), None, torch.ones(2, 4)), r"loss_mask has shape \(2, 4\); expected"),
+        ],
+        ids=["floats", "one token", "one row without a dimension", "attention_mask", "loss_mask"],
+    )
+    def test_wrong_shapes_and_types(self, batch, message):
+        with pytest.raises(ValueError, match=message):
+            checked_batch(*batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda sd: sd.pop("model.norm.weight"), "lacks 'model.norm.weight'", id="missing"),
+        pytest.param(lambda sd: sd.update({"model.norm.wieght": torch.ones(64)}), "did you mean", id="unknown"),
+        pytest.param(lambda sd: sd.update({"lm_head.weight": torch.ones(7, 64)}), r"\(7, 64\); expected", id="shape"),
+    ],
+)
+def test_wrong_state_dict(change, message):
+    state = {name: torch.empty(shape) for name, shape in hf_shapes(LLAMA).items()}
+    check_state_dict("load()", state, hf_shapes(LLAMA))
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        check_state_dict("load()", state, hf_shapes(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        pytest.param(LLAMA, {"param_dtype": "fp64"}, "param_dtype='fp64'", id="dtype"),
+        pytest.param(LLAMA, {"overrides": {"hidden_dropuot": 0.1}}, "did you mean 'hidden_dropout'", id="override"),
+        pytest.param(type("GPT2", (), {"model_type": "gpt2"}), {}, "model_type 'gpt2' is not supported", id="model"),
+        pytest.param(LlamaConfig(**SIZES, mlp_bias=True), {}, "biases to all linear layers or to none", id="bias"),
+        pytest.param(LlamaConfig(**SIZES, hidden_act="silo"), {}, "did you mean 'silu'", id="activation"),
+        pytest.param(
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+            {},
+            "rope_type 'linear' is not supported",
+            id="rope",
+        ),
+    ],
+)
+def test_unsupported_models(config, options, message):
+    with pytest.raises(ValueError, match=message):
+        transformer_config(config, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 0.1}, "unknown name 'learning_rate'"),
+        ({"lr": -1}, "lr=-1 must be at least 0"),
+        ({"betas": (0.9, 1.0)}, "at least 0 and below 1"),
+    ],
+)
+def test_invalid_optimizer_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdamOptions.of(options)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, None])
+def test_invalid_micro_batch_sizes(size, monkeypatch):
+    monkeypatch.setattr("workers.megatron.cpu.rewrite_thread", lambda: None)  # this process keeps its own torch
+    with pytest.raises(ValueError, match=r"micro_batch_size=.* must be an integer of at least 1"):
+        MegatronLMWorker(LLAMA, micro_batch_size=size)

@@ -1,0 +1,107 @@
+"""Calls that type checkers accept, with the types that they infer. test_typed_calls.py also runs this file."""
+
+from typing import Any, assert_type
+
+from scorer import Batch, Quieter, Scorer
+
+from single_controller import Broadcast, ClassWithInitArgs, LocalWorkerGroup, RayWorkerGroup, WorkerFuture, WorkerGroup
+from single_controller.base.colocate import colocate
+
+
+def calls(group: WorkerGroup, batch: Batch) -> None:
+    assert_type(group.on(Scorer.add)(1), list[float])
+    assert_type(group.on(Scorer.add)(x=1, y="z"), list[float])
+    assert_type(group.on(Scorer.load)(), list[None])
+    assert_type(group.on(Scorer.score)(batch, scale=0.5), Batch)
+    assert_type(group.on(Scorer.offset)(batch, Broadcast([1]).as_argument()), Batch)
+    assert_type(group.on(Scorer.loss)(batch), list[float])
+    assert_type(group.on(Scorer.item)([1, 2]), list[str])  # a list of one int per rank: arguments are not checked
+    assert_type(group.on(Scorer.world)(), int)
+    assert_type(group.on(Scorer.first)(1), int)
+    assert_type(group.on(Scorer.ping)(1), list[str])
+    assert_type(group.add(1), Any)
+
+
+def by_mesh(group: WorkerGroup, batch: Batch) -> None:
+    assert_type(group.on(Scorer.by_mesh)(batch), Batch)
+
+
+def futures(group: WorkerGroup, batch: Batch) -> None:
+    future = group.on(Scorer.add).remote(1)
+    assert_type(future, WorkerFuture[list[float]])
+    assert_type(future.result(), list[float])
+    assert_type(future.get(timeout=10), list[float])
+    assert_type(group.on(Scorer.first_later)(1).result(), int)
+    scored = group.on(Scorer.generate)(batch)
+    assert_type(scored, WorkerFuture[Batch])
+    assert_type(group.on(Scorer.score)(scored.as_argument()), Batch)
+
+
+async def awaited(group: WorkerGroup, batch: Batch) -> None:
+    assert_type(await group.on(Scorer.add).remote(1), list[float])
+    assert_type(await group.on(Scorer.generate)(batch), Batch)
+
+
+def options(group: WorkerGroup, batch: Batch) -> None:
+    add = group.on(Scorer.add)
+    assert_type(add.options(timeout=60)(1), list[float])
+    assert_type(add.options(timeout=60).remote(1).result(), list[float])
+    assert_type(add.options(blocking=False)(1), WorkerFuture[list[float]])
+    assert_type(group.on(Scorer.generate).options(blocking=True, uneven="pad")(batch), Batch)
+    assert_type(group.on(Scorer.generate).options(uneven="pad")(batch).result(), Batch)
+
+
+def modes_that_are_not_known(group: WorkerGroup) -> None:
+    assert_type(group.on(Scorer.by_name)(1), Any)
+    assert_type(group.on(Scorer.custom)(1), Any)
+
+
+def methods_on_a_worker(worker: Scorer, batch: Batch) -> None:
+    assert_type(worker.add(1), float)
+    assert_type(worker.add(x=1, y="z"), float)
+    assert_type(worker.item(1), str)
+    assert_type(worker.generate(batch), Batch)
+    assert_type(worker.by_name(1), float)
+    assert_type(worker.custom(1), float)
+
+
+async def coroutine_on_a_worker(worker: Scorer) -> None:
+    assert_type(await worker.ping(1), str)
+
+
+def subclass(group: WorkerGroup, batch: Batch) -> None:
+    assert_type(Quieter().add(1), float)
+    assert_type(group.on(Scorer.add)(1), list[float])  # Quieter.add is an override without @register
+    assert_type(group.on(Quieter.score)(batch), Batch)
+    assert_type(group.on(Quieter.loss)(batch), list[float])
+
+
+def roles(group: WorkerGroup) -> None:
+    role: WorkerGroup = group.scorer
+    assert_type(role.on(Scorer.add)(1), list[float])
+    assert_type(group.spawn()["scorer"].on(Scorer.add)(1), list[float])
+
+
+def on_ray(group: RayWorkerGroup) -> None:
+    assert_type(group.on(Scorer.add)(1), list[float])
+
+
+def main() -> None:
+    import asyncio
+
+    batch = {"x": [1, 2, 3, 4]}
+    with LocalWorkerGroup(2, ClassWithInitArgs(Scorer)) as group:
+        calls(group, batch)
+        futures(group, batch)
+        asyncio.run(awaited(group, batch))
+        options(group, batch)
+        modes_that_are_not_known(group)
+    with LocalWorkerGroup(2, ClassWithInitArgs(Quieter)) as group:
+        assert group.on(Scorer.add)(4) == group.add(4) == [2.0, 2.0]
+        subclass(group, batch)
+    with LocalWorkerGroup(2, colocate({"scorer": ClassWithInitArgs(Scorer)})) as group:
+        roles(group)
+
+
+if __name__ == "__main__":
+    main()
