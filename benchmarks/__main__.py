@@ -1,9 +1,9 @@
 """The command: ``python -m benchmarks`` from the root of the repository.
 
-It makes an environment for each peer, runs every case for every contender in turn, and writes ``table.md``,
-``results.json`` and ``picture.png``. Run it on an idle machine: on two cores all of it takes over an hour, and up to
-20 GB of memory, which is what verl's default mode takes for 256 MB on eight ranks. A contender that leaves less than
-1.5 GiB to the machine is stopped, and the table says so. ``--quick`` takes a few minutes and says nothing about speed.
+It creates an environment for each peer, runs every case for every contender in turn, and writes ``table.md``,
+``results.json`` and ``picture.png``. Run it on an idle machine. On two cores a full run takes over an hour and up to
+20 GB of memory, which verl's default mode needs for 256 MB on eight ranks. A contender that leaves less than 1.5 GiB
+of memory available is stopped, and the table says so. ``--quick`` takes a few minutes and does not measure speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ logger = logging.getLogger("benchmarks")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it: 0 if every contender did every case that it has, else 1."""
+    """Run the command. Returns 0 if every contender completed its cases, 1 if one failed, 2 if there is nothing to
+    run."""
     options = _options(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     cases = [case for case in all_cases(options.quick) if _chosen(case.name, options.only)]

@@ -1,4 +1,4 @@
-"""What is measured: every case, at its full size and at a small one."""
+"""The cases, at full size and at a small one for smoke tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Case:
 
     Attributes:
         name: its short name, for ``--only``.
-        title: what the table calls it.
-        kind: the adapters' method that sets it up; a contender without that method is left out.
+        title: its name in the table.
+        kind: the adapters' method that sets it up; contenders without that method are left out.
         parameters: keyword arguments of that method.
-        reference: contender (and variant) that the ratios are against.
-        together: whether all contenders are alive at the same time. Where the data is large, they are not: each
-            round then starts, warms, measures and ends one after the other.
-        repeats: timed runs per round; in cases that run together, as many short rounds.
+        reference: contender (and variant) that ratios refer to.
+        together: whether all contenders are alive at the same time. With large data they are not: each round starts,
+            warms up, measures and ends one contender after the other.
+        repeats: timed runs per round; with ``together``, the number of short rounds per round.
         probes: "store" for bytes in Ray's object store, "driver" for the driver's own memory.
     """
 
@@ -35,15 +35,15 @@ class Case:
 
     @property
     def moves_data(self) -> bool:
-        """Whether bytes are moved between processes."""
+        """Whether the case moves data between processes."""
         return "nbytes" in self.parameters
 
 
 def all_cases(quick: bool = False) -> list[Case]:
-    """The cases, in the order of the table.
+    """Return the cases, in the order of the table.
 
     Args:
-        quick: for a smoke test: a sixteenth of the bytes and fewer workers, and most contenders together.
+        quick: smoke test: a sixteenth of the bytes, fewer workers, and most contenders alive together.
     """
     quarter = 16 * MB if quick else 256 * MB
     sizes = (2,) if quick else (4, 8)

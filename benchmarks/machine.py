@@ -1,4 +1,4 @@
-"""The machine that a run was made on, without its name and without paths."""
+"""Describe the machine of a run, without its name and without paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """Cores, processor, memory in GiB, and system."""
+    """Return cores, processor, memory in GiB, system, and load."""
     return {
         "cores": os.cpu_count(),
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),

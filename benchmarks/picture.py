@@ -1,4 +1,4 @@
-"""A run as a picture: per case one bar for each variant, as a multiple of the case's reference, on a log scale."""
+"""Plot a run: one panel per case and one bar per variant, as a multiple of the case's reference, on a log scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = {"ours": "#1b7f5c", "ray": "#4c72b0", "verl": "#c44e52", "verl-numpy"
 
 
 def draw(path: Path, cases: list[Case], results: list[Measured]) -> None:
-    """Write the picture; nothing if there is nothing to show."""
+    """Write the picture, unless there is nothing to plot."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,10 @@
-"""How the command talks to a contender: one line of JSON there, one back.
+"""The protocol between the command and a contender: one line of JSON per request and per response.
 
-The command starts each adapter as a process of its own (`Session`); the adapter calls `serve`. What a contender
-prints itself goes to its log, so only answers are on the line.
+The command starts each adapter in its own process (`Session`); the adapter calls `serve`. Anything that a contender
+prints goes to its log, so stdout carries only responses.
 
-An adapter is an object with one generator method per kind of case. It sets the case up, yields its variants as a
-dict from name to `Call`, and clears away when it is resumed.
+An adapter is an object with one generator method per kind of case. The method sets the case up, yields its variants
+as a dict from name to `Call`, and cleans up when it is resumed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTLE = 0.05
-"""Seconds between two runs, in which a contender frees what the last one left behind."""
+"""Seconds between two runs, in which a contender frees the memory of the previous run."""
 SPARE = 3 * 1024**3 // 2
-"""Bytes of memory that the machine keeps: a contender that takes them is stopped."""
+"""Bytes of memory that must stay available. A contender that leaves less is stopped."""
 
 
 class ContenderError(Exception):
-    """A contender failed, ended, or did not answer in time."""
+    """A contender failed, exited, or did not respond in time."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One way of doing a case.
+    """One variant of a case.
 
     Attributes:
-        run: what is timed.
-        finish: takes the result of every run: checks it and clears it away. Not timed.
-        prove: a run in which every byte is checked, before the timed ones. Not timed.
-        times: how often ``run`` does its work; seconds are divided by it.
+        run: the timed function.
+        finish: checks and releases the result of a run. Not timed.
+        prove: a run before the timed ones that checks every byte. Not timed.
+        times: number of repetitions inside ``run``; the measured seconds are divided by it.
     """
 
     run: Callable[[], Any]
@@ -53,13 +53,13 @@ class Call:
 
 
 class Session:
-    """A contender's process, as the command sees it.
+    """A contender's process, on the command's side.
 
     Args:
-        python: its interpreter.
-        module: its adapter.
-        env: environment variables besides the command's own.
-        log: where to write what it prints.
+        python: path of its interpreter.
+        module: module of its adapter.
+        env: environment variables, in addition to the command's own.
+        log: file for its output.
     """
 
     def __init__(self, python: str, module: str, env: dict[str, str], log: Path) -> None:
@@ -77,11 +77,11 @@ class Session:
             )
 
     def ask(self, command: str, timeout: float, **arguments: Any) -> Any:
-        """Give a command and wait for its answer.
+        """Send a command and wait for the response.
 
         Raises:
-            ContenderError: it failed, ended, or did not answer within ``timeout`` seconds; it is gone then, except
-                after a failure.
+            ContenderError: the command failed, or the process exited or did not respond within ``timeout`` seconds.
+                The process has ended then, unless only the command failed.
         """
         if self._process.stdin is None or self._process.stdout is None:
             raise ContenderError("the process has no pipes")
@@ -89,16 +89,16 @@ class Session:
             self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise ContenderError(f"it has ended; its last words: {self._last_words()}") from error
+            raise ContenderError(f"the process has exited; last lines of its log: {self._last_lines()}") from error
         self._wait(command, timeout)
         line = self._process.stdout.readline()
         if not line:
             self._kill()
-            raise ContenderError(f"it ended during {command!r}; its last words: {self._last_words()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ContenderError(answer["error"])
-        return answer["value"]
+            raise ContenderError(f"the process exited during {command!r}; last lines of its log: {self._last_lines()}")
+        response = json.loads(line)
+        if "error" in response:
+            raise ContenderError(response["error"])
+        return response["value"]
 
     def _wait(self, command: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -107,21 +107,21 @@ class Session:
             while not selector.select(0.25):
                 if time.monotonic() > deadline:
                     self._kill()
-                    raise ContenderError(f"no answer to {command!r} within {timeout:.0f} s")
+                    raise ContenderError(f"no response to {command!r} within {timeout:.0f} s")
                 left = available_memory()
                 if left is not None and left < SPARE:
                     self._kill()
                     raise ContenderError(
-                        f"stopped: it left less than {SPARE / 1024**3:.1f} GiB of memory to the machine"
+                        f"stopped, because it left less than {SPARE / 1024**3:.1f} GiB of memory available"
                     )
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End the process: by asking first."""
+        """End the process: close its stdin, and kill it if it does not exit within 30 s."""
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
@@ -137,12 +137,12 @@ class Session:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _last_words(self) -> str:
+    def _last_lines(self) -> str:
         return " / ".join(self._log.read_text(errors="replace").strip().splitlines()[-3:])
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that processes may still take; None where the system does not say."""
+    """Return the available memory in bytes; None if the system does not report it."""
     try:
         with open("/proc/meminfo") as lines:
             return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
@@ -151,24 +151,24 @@ def available_memory() -> int | None:
 
 
 def serve(adapter: Any, probes: dict[str, Callable[[Callable[[], Any]], dict[str, Any]]] | None = None) -> None:
-    """Answer the command until it closes the line.
+    """Handle commands until stdin is closed.
 
     Args:
         adapter: the contender.
-        probes: what can be measured besides time: name -> function that runs a call and gives figures.
+        probes: measurements besides time: name -> function that runs a call and returns figures.
     """
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "w") as responses:
         os.dup2(2, 1)
         server = _Server(adapter, probes or {})
         for line in sys.stdin:
             request = json.loads(line)
             try:
-                answer = {"value": getattr(server, request.pop("command"))(**request)}
+                response = {"value": getattr(server, request.pop("command"))(**request)}
             except Exception as error:
                 traceback.print_exc()
-                answer = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+                response = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"}
+            responses.write(json.dumps(response) + "\n")
+            responses.flush()
         server.release()
 
 
@@ -183,7 +183,7 @@ class _Server:
         return self._adapter.versions()
 
     def prepare(self, kind: str, parameters: dict[str, Any]) -> list[str] | None:
-        """Set a case up: the names of its variants, or None if the contender does not have it."""
+        """Set a case up. Returns the names of its variants, or None if the contender does not support it."""
         self.release()
         if not hasattr(self._adapter, kind):
             return None
@@ -192,7 +192,8 @@ class _Server:
         return list(self._calls)
 
     def warm(self, variant: str, least: int, seconds: float) -> int:
-        """Prove a variant's result, then run it at least so often and so long: how often."""
+        """Check a variant's result, then run it at least ``least`` times, and up to 8 times within ``seconds``. Returns
+        the number of runs."""
         call = self._calls[variant]
         if call.prove is not None:
             call.prove()
@@ -204,14 +205,14 @@ class _Server:
         return runs
 
     def measure(self, variant: str, runs: int, seconds: float) -> list[float]:
-        """Seconds of each of so many runs; of fewer, but at least two, when they take longer than ``seconds``."""
+        """Return the seconds of each run. Stops early, but not before two runs, after ``seconds`` in total."""
         taken: list[float] = []
         while len(taken) < runs and (len(taken) < 2 or sum(taken) < seconds):
             taken.append(_timed(self._calls[variant]))
         return taken
 
     def probe(self, variant: str, probes: list[str]) -> dict[str, Any]:
-        """What else is known about a variant."""
+        """Run probes on a variant and return their figures."""
         found: dict[str, Any] = {}
         call = self._calls[variant]
         for probe in probes:
@@ -221,7 +222,7 @@ class _Server:
         return found
 
     def release(self) -> None:
-        """Clear the case away."""
+        """Clean up the current case."""
         self._calls = {}
         if self._case is not None:
             for _ in self._case:

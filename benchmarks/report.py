@@ -18,7 +18,7 @@ _FIGURES = {"store_peak": "in the store at most", "driver_growth": "the driver g
 
 
 def as_json(run: dict[str, Any], cases: Iterable[Case], results: list[Measured]) -> str:
-    """Everything that was measured."""
+    """Return all measurements as JSON."""
     return json.dumps(
         {
             **run,
@@ -34,7 +34,7 @@ def as_json(run: dict[str, Any], cases: Iterable[Case], results: list[Measured])
 
 
 def as_markdown(run: dict[str, Any], cases: list[Case], results: list[Measured]) -> str:
-    """Two tables: what was measured, and what was aimed at (which holds for the full size only)."""
+    """Return two tables: the measurements, and the targets, which apply only to the full sizes."""
     machine = run["machine"]
     lines = [
         f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, {machine['system']}, "
@@ -66,7 +66,7 @@ def as_markdown(run: dict[str, Any], cases: list[Case], results: list[Measured])
 
 
 def ratio(case: Case, found: Measured, results: list[Measured]) -> float | None:
-    """How many times the case's reference a variant takes."""
+    """Return a variant's median time as a multiple of the case's reference."""
     reference = fastest(results, case.name, *case.reference)
     return median(found.seconds) / reference if reference and found.seconds else None
 

@@ -1,4 +1,4 @@
-"""Who is compared: the contenders, the module of each one's adapter, and what its environment needs."""
+"""The contenders, with the module of each adapter and the requirements of its environment."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class Contender:
 
     Attributes:
         name: its short name, for ``--contenders``.
-        title: what the table calls it.
-        module: its adapter.
+        title: its name in the table.
+        module: module of its adapter.
         venv: name of its virtual environment; None for the one that runs the command.
         requirements: packages to install there, with their dependencies.
-        alone: packages to install there without dependencies, afterwards.
+        alone: packages to install there afterwards, without dependencies.
         env: environment variables.
-        data_only: whether it differs from another contender only where data is moved, and is left out elsewhere.
+        data_only: whether to measure it only in cases that move data, because it equals another contender in others.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Contender:
 _VERL = {
     "module": "benchmarks.contenders.verl_peer",
     "venv": "verl",
-    # What `import verl` and its single controller ask for. verl itself comes alone: with its dependencies it would
-    # exchange torch and pull in an inference engine.
+    # The imports of verl and its single controller. verl itself is installed without dependencies: they would replace
+    # torch and pull in an inference engine.
     "requirements": ("ray", "numpy", "tensordict", "omegaconf", "transformers", "codetiming", "hydra-core"),
     "alone": ("verl==0.9.1",),
 }

@@ -1,7 +1,7 @@
-"""Who runs when: every case goes through all contenders, round after round, so that a drift of the machine hits all.
+"""Schedule the runs: each round measures every contender, so that a drift of the machine affects all of them.
 
-Small cases keep all contenders alive and take turns, run by run. Large ones (``together=False``) start each contender
-anew for its turn, with a Ray of its own, because their object stores together would not fit into memory.
+In small cases all contenders stay alive and take turns, run by run. In large cases (``together=False``) each contender
+is started for its turn, with its own Ray, because all object stores together would not fit into memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Measured:
-    """What came out for one variant of one contender in one case.
+    """The measurements of one variant of one contender in one case.
 
     Attributes:
-        seconds: of every timed run, in the order of the rounds.
-        figures: of the probes, in bytes.
-        error: why there is nothing, or not everything.
+        seconds: seconds of each timed run, in the order of the rounds.
+        figures: results of the probes, in bytes.
+        error: why measurements are missing.
     """
 
     case: str
@@ -54,11 +54,11 @@ class Rounds:
     """One run of all cases.
 
     Args:
-        contenders: who takes part.
-        rounds: how many times a case goes through all of them.
-        warm: seconds for which a variant is warmed up, at the most; it runs at least twice.
-        budget: seconds after which a contender's turn ends, though not before two runs.
-        logs: folder for what the contenders print.
+        contenders: the contenders to measure.
+        rounds: number of rounds over all contenders in each case.
+        warm: maximum seconds of warm-up for a variant; it runs at least twice.
+        budget: seconds after which a contender's turn ends, but not before two runs.
+        logs: folder for the contenders' output.
     """
 
     def __init__(self, contenders: Iterable[Contender], rounds: int, warm: float, budget: float, logs: Path) -> None:
@@ -74,7 +74,7 @@ class Rounds:
 
     @property
     def results(self) -> list[Measured]:
-        """What has been measured so far, contender by contender in each case."""
+        """The measurements so far, sorted by case and contender."""
         order = [contender.name for contender in self.contenders]
         return sorted(
             self._found.values(), key=lambda found: (self._cases.index(found.case), order.index(found.contender))
@@ -134,7 +134,7 @@ class Rounds:
             self._measured(case, contender, variant).figures.update(figures or {})
 
     def _prepare(self, contender: Contender, case: Case, env: dict[str, str] | None = None) -> list[str]:
-        """The variants that a contender has of a case, set up. It is started if it is not alive."""
+        """Set a case up in a contender, starting it if needed. Returns the names of its variants."""
         try:
             if contender.name not in self._alive:
                 self._start(contender, env or {})
@@ -152,7 +152,7 @@ class Rounds:
         return self._found.setdefault(key, Measured(*key))
 
     def _ask(self, contender: Contender, case: Case, variant: str, command: str, **given: Any) -> Any:
-        """What the contender answers; None if it is not alive, or fails: then the error is noted."""
+        """Return the contender's response. If it is not alive, or fails, record the error and return None."""
         session = self._alive.get(contender.name)
         if session is None:
             return None

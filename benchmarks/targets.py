@@ -1,4 +1,4 @@
-"""What the library set out to reach, case by case: so many times what another one takes, at the most."""
+"""Performance targets, case by case: the maximum time relative to another contender, and absolute limits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MB = 1024**2
 
 @dataclass(frozen=True)
 class Target:
-    """One aim.
+    """A limit relative to another contender.
 
     Attributes:
-        case: name of the case; one that ends in ``-`` stands for all that begin so.
-        variant: our variant.
-        factor: our median is to be at most so many times the other's.
+        case: name of the case; a name that ends in ``-`` is a prefix that selects several cases.
+        variant: variant of this library.
+        factor: maximum ratio of this library's median to the other contender's.
         against: the other contender.
         theirs: its variant; None for its fastest.
     """
@@ -31,7 +31,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Limit:
-    """A figure that is to stay below so many bytes (of a probe), or so many seconds (``"seconds"``)."""
+    """An absolute limit: bytes of a probe's figure, or seconds if ``figure`` is "seconds"."""
 
     case: str
     variant: str
@@ -62,7 +62,7 @@ TARGETS = (
         )
     ),
     Target("empty-", "", 1.15, "ray"),
-    Target("plan", "4,096 ranks", 4.4, "ours", "1,024 ranks"),  # linear, give or take a tenth
+    Target("plan", "4,096 ranks", 4.4, "ours", "1,024 ranks"),  # linear, with a tolerance of 10%
 )
 
 LIMITS = (
@@ -76,7 +76,7 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target and what came of it."""
+    """A target, the measured value, and whether it was reached."""
 
     case: str
     variant: str
@@ -86,7 +86,7 @@ class Verdict:
 
 
 def fastest(results: list[Measured], case: str, contender: str, variant: str | None = None) -> float | None:
-    """Median seconds of a contender's variant, or of its fastest; None if there is none."""
+    """Return the median seconds of a contender's variant, or of its fastest variant; None if there are none."""
     medians = [
         median(found.seconds)
         for found in results
@@ -99,7 +99,7 @@ def fastest(results: list[Measured], case: str, contender: str, variant: str | N
 
 
 def verdicts(results: list[Measured]) -> list[Verdict]:
-    """Every target whose both sides were measured."""
+    """Return a verdict for every target for which both sides were measured."""
     found: list[Verdict] = []
     for case in dict.fromkeys(result.case for result in results):
         for target in TARGETS:
@@ -139,7 +139,7 @@ def _figure(results: list[Measured], case: str, limit: Limit) -> float | None:
 
 
 def _within(limit: Limit, value: float) -> bool:
-    # To the megabyte: the store adds some bytes of its own to every object.
+    # Rounded to megabytes, because the store adds a few bytes of metadata to every object.
     return value <= limit.most if limit.figure == "seconds" else round(value / MB) <= limit.most / MB
 
 

@@ -1,7 +1,7 @@
-"""A virtual environment for each peer, made when it is first needed, under ``benchmarks/.venvs`` (not in git).
+"""A virtual environment for each peer, created on first use under ``benchmarks/.venvs`` (not in git).
 
-torch comes first and by itself, at the version of constraints.txt, so that a peer's own wish for another torch cannot
-pull in gigabytes of CUDA. Everything but the peers themselves is held at constraints.txt.
+torch is installed first, at the version in constraints.txt, so that a peer's own torch requirement cannot pull in
+gigabytes of CUDA. constraints.txt pins everything except the peers themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def python_for(contender: Contender) -> str:
-    """The interpreter of a contender; its environment is made if it is not there.
+    """Return a contender's interpreter. Creates its environment if needed.
 
     Raises:
         RuntimeError: the installation failed.
@@ -35,7 +35,7 @@ def python_for(contender: Contender) -> str:
     wanted = _fingerprint(contender)
     if stamp.exists() and stamp.read_text() == wanted:
         return str(python)
-    logger.info("making an environment for %s", contender.title)
+    logger.info("creating an environment for %s", contender.title)
     venv.create(folder, with_pip=True, clear=True)
     _pip(python, "torch")
     _pip(python, *contender.requirements)

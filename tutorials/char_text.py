@@ -1,4 +1,4 @@
-"""The text of `train_char_lm.py`, two counted models to compare with, and the picture of the losses."""
+"""The text for `train_char_lm.py`, two n-gram models to compare with, and the plot of the losses."""
 
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -10,7 +10,7 @@ from torch import Tensor
 def load_text() -> tuple[str, Tensor, Tensor]:
     """Return the alphabet, and the training and validation text (the last tenth) as indices into it."""
     everything = "\n\n".join(topics.values())
-    # Topics quote each other; a paragraph that stands twice would leak from training into validation.
+    # Topics quote each other; a repeated paragraph would leak from training into validation.
     text = "\n\n".join(dict.fromkeys(everything.split("\n\n")))
     print(f"{len(everything):,} characters of prose, {len(text):,} without repeated paragraphs")
     alphabet = "".join(sorted(set(text)))
@@ -20,7 +20,7 @@ def load_text() -> tuple[str, Tensor, Tensor]:
 
 
 def count_models(train: Tensor, valid: Tensor, size: int) -> dict[str, float]:
-    """Nats per character on `valid` of the unigram and the bigram model that were counted on `train`."""
+    """Return nats per character on `valid` for a unigram and a bigram model that count characters in `train`."""
     unigram = (torch.bincount(train, minlength=size) + 1) / (len(train) + size)
     pairs = torch.bincount(train[:-1] * size + train[1:], minlength=size * size).view(size, size)
     bigram = (pairs + unigram) / (pairs.sum(1, keepdim=True) + 1)  # unseen pairs fall back to the unigram

@@ -1,4 +1,4 @@
-"""The picture of `train_grpo.py`: mean reward by rollout."""
+"""The plot of `train_grpo.py`: mean reward by rollout."""
 
 from pathlib import Path
 

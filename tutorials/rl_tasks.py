@@ -1,4 +1,4 @@
-"""The tasks of `train_grpo.py`: prompts, a reward that can be checked by eye, and what suits each."""
+"""The tasks of `train_grpo.py`: prompts, a reward that is easy to check by eye, and training arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ SEPARATOR = 10
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learnt.
+    """A task for the model to learn.
 
     Attributes:
-        reward: (prompt's tokens, answer's tokens) -> from 0 to 1.
-        vocab_size: tokens of the model.
-        digits: prompts are four tokens below this.
+        reward: (prompt tokens, completion tokens) -> a number from 0 to 1.
+        vocab_size: size of the model's vocabulary.
+        digits: prompts are four tokens below this number.
         ending: tokens at the end of every prompt.
-        goal: the mean reward that says it is learnt.
-        args: the training arguments that suit it.
+        goal: the mean reward at which the task counts as learned.
+        args: training arguments for it.
     """
 
     reward: Callable[[list[int], list[int]], float]
@@ -31,21 +31,21 @@ class Task:
     args: dict[str, Any]
 
     def prompts(self, rollout_id: int, count: int, seed: int) -> list[list[int]]:
-        """Prompts, others in each rollout, and the same whenever this rollout is made."""
+        """Draw the prompts of a rollout; the same rollout always has the same prompts."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + rollout_id)
         drawn: list[list[int]] = torch.randint(0, self.digits, (count, 4), generator=generator).tolist()
         return [prompt + self.ending for prompt in drawn]
 
 
-def lucky(prompt: list[int], answer: list[int]) -> float:
-    """The share of 7s in the answer. It can be had by repeating one token: it shows that everything is connected."""
-    return answer.count(LUCKY) / len(answer)
+def lucky(prompt: list[int], completion: list[int]) -> float:
+    """Return the share of 7s in the completion. Repeating one token suffices: this tests that the pipeline works."""
+    return completion.count(LUCKY) / len(completion)
 
 
-def in_order(prompt: list[int], answer: list[int]) -> float:
-    """The share of places at which the answer is the prompt's digits in ascending order."""
+def in_order(prompt: list[int], completion: list[int]) -> float:
+    """Return the share of positions at which the completion has the prompt's digits in ascending order."""
     digits = sorted(token for token in prompt if token != SEPARATOR)
-    return sum(a == b for a, b in zip(answer, digits, strict=False)) / len(digits)
+    return sum(a == b for a, b in zip(completion, digits, strict=False)) / len(digits)
 
 
 TASKS = {
@@ -78,7 +78,7 @@ TASKS = {
             "lr": 1e-3,
             "lr_decay_style": "cosine",
             "min_lr": 1e-4,
-            "entropy_coef": 0.05,  # without it the policy settles before it can sort
+            "entropy_coef": 0.05,  # without it the policy collapses before it learns to sort
         },
     ),
 }

@@ -53,7 +53,7 @@ def row_losses(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 class CharLMWorker(Worker):
-    """One rank. What its methods get as `windows` are the rows that fell to this rank."""
+    """One rank. Its methods receive this rank's shard of the rows as `windows`."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -63,13 +63,13 @@ class CharLMWorker(Worker):
     def setup(self, vocab_size: int, seed: int) -> int:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
-        dist.init_process_group("gloo")  # rank, world size and address are in the environment already
+        dist.init_process_group("gloo")  # rank, world size and address are already in the environment
         self.model = CharLM(vocab_size, self.hidden)
         self.ddp = nn.parallel.DistributedDataParallel(self.model)  # averages gradients over the ranks
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98))
         return sum(p.numel() for p in self.model.parameters())
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)  # rows are cut over the ranks, a list comes back
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)  # rows are sharded over the ranks, a list is returned
     def train_step(self, windows: Tensor, lr: float) -> float:
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.zero_grad()
@@ -79,7 +79,7 @@ class CharLMWorker(Worker):
         self.optimizer.step()
         return loss.item()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, uneven="ragged")  # rows are cut, answers joined
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, uneven="ragged")  # rows are sharded, results joined
     def evaluate(self, windows: Tensor) -> Tensor:
         with torch.no_grad():
             return row_losses(self.model, windows)
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "char_lm_loss.png")
     args = parser.parse_args()
     if args.steps < 1 or args.workers < 1:
-        parser.error("--steps and --workers are at least 1")
+        parser.error("--steps and --workers must be at least 1")
 
     began = time.monotonic()
     torch.manual_seed(args.seed)

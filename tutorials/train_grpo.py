@@ -1,13 +1,13 @@
-"""Teach a small language model by reinforcement learning: GRPO, or PPO with a critic, driven from this one page.
+"""Teach a small language model by reinforcement learning: GRPO, or PPO with a critic, in one script.
 
     python tutorials/train_grpo.py                                     # FSDP on two ranks, one rollout worker
     python tutorials/train_grpo.py train_backend=megatron tp=2         # the same on megatron-core, tensor-parallel
-    python tutorials/train_grpo.py colocate=true offload_train=true    # train and rollout on the same devices, in turn
-    python tutorials/train_grpo.py advantage_estimator=gae             # PPO: a critic learns beside the policy
-    python tutorials/train_grpo.py task=sort                           # put the prompt's digits into order
+    python tutorials/train_grpo.py colocate=true offload_train=true    # train and rollout share devices
+    python tutorials/train_grpo.py advantage_estimator=gae             # PPO with a critic
+    python tutorials/train_grpo.py task=sort                           # sort the prompt's digits
 
-The keys of workers/train/ARGUMENTS.md can be given as key=value. The model is a Llama of two layers with random
-weights; hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER takes another.
+Pass any key of workers/train/ARGUMENTS.md as key=value. The model is a Llama of two layers with random weights;
+hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER loads another model.
 """
 
 import sys
@@ -21,7 +21,7 @@ from rl_tasks import TASKS
 from tqdm import tqdm
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
-from workers import HFEngine, RayTrainGroup, RolloutManager, RolloutWorker, RunLog, Sampling, place, read_args
+from workers import HFEngine, RayTrainGroup, RolloutManager, RolloutWorker, RunLog, SamplingParams, place, read_args
 
 SHORT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 MODEL = {
@@ -32,19 +32,19 @@ MODEL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-RECIPE = {"seed": 0, "eps_clip": 0.2, "clip_grad": 1.0, "rollout_stop_token_ids": []}
+DEFAULTS = {"seed": 0, "eps_clip": 0.2, "clip_grad": 1.0, "rollout_stop_token_ids": []}
 
 
 def arguments(given):
-    """The task, the file for the picture, and the training arguments, from key=value on the command line."""
-    said = {SHORT.get(name, name): value for name, value in OmegaConf.from_cli(given).items()}
-    name, out = said.pop("task", "lucky"), said.pop("out", None)
+    """Return the task, the file for the plot, and the training arguments, from key=value on the command line."""
+    given = {SHORT.get(name, name): value for name, value in OmegaConf.from_cli(given).items()}
+    name, out = given.pop("task", "lucky"), given.pop("out", None)
     if name not in TASKS:
-        sys.exit(f"task={name}: there are {', '.join(TASKS)}")
+        sys.exit(f"task={name}: expected one of {', '.join(TASKS)}")
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
-    model = {**MODEL, "vocab_size": TASKS[name].vocab_size, **said.pop("hf_config", {})}
-    model = {} if "hf_checkpoint" in said else {"hf_config": model}
-    return TASKS[name], out, read_args({**model, **RECIPE, **TASKS[name].args, **said})
+    model = {**MODEL, "vocab_size": TASKS[name].vocab_size, **given.pop("hf_config", {})}
+    model = {} if "hf_checkpoint" in given else {"hf_config": model}
+    return TASKS[name], out, read_args({**model, **DEFAULTS, **TASKS[name].args, **given})
 
 
 def main():
@@ -61,7 +61,7 @@ def main():
             other = ray.get(critic.async_init())[0]
             if other != start:
                 both = min(start, other) - 1
-                sys.exit(f"The actor would go on with {start}, the critic with {other}: give ckpt_step={both}.")
+                sys.exit(f"The actor resumes with rollout {start}, the critic with {other}: pass ckpt_step={both}.")
             actor.connect(critic)
             groups.append(critic)
         model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
@@ -70,7 +70,7 @@ def main():
         )
         manager = RolloutManager(
             rollout,
-            Sampling.of(args),
+            SamplingParams.from_args(args),
             task.reward,
             samples_per_prompt=args.n_samples_per_prompt,
             seed=args.seed if args.rollout_seed is None else args.rollout_seed,

@@ -1,1 +1,1 @@
-"""One adapter per contender. Each runs in a process and an environment of its own; see `benchmarks.protocol`."""
+"""One adapter per contender. Each runs in its own process and environment; see `benchmarks.protocol`."""

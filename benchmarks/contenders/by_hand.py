@@ -1,7 +1,7 @@
-"""What is written by hand on a framework that has no batches: tensors in the form in which they travel, cut and joined.
+"""Sharding and joining by hand, for frameworks without a batch type, in the form in which tensors are sent.
 
-"tensors" passes tensors as they are; a view is cloned first, because it would be pickled with the whole storage behind
-it. "numpy" converts to arrays on either side, which are pickled without a further copy.
+"tensors" sends tensors. A view is cloned first, because it would be pickled with its whole storage. "numpy" converts to
+arrays on both sides, which are pickled without another copy.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from benchmarks.protocol import Call
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a storage that holds nothing else."""
+    """Return the tensor in a storage of its own; clones a view."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as an array."""
+    """Return the tensor's memory as an array."""
     return tensor.numpy()
 
 
 def tensor(x: Any) -> torch.Tensor:
-    """Back from either form."""
+    """Convert either form back to a tensor."""
     return x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
 
 
-def joined(pieces: Sequence[Any]) -> torch.Tensor:
-    """Pieces of either form in one tensor; a single one as it is."""
-    if len(pieces) == 1:
-        return tensor(pieces[0])
-    return torch.cat(list(pieces)) if isinstance(pieces[0], torch.Tensor) else torch.from_numpy(np.concatenate(pieces))
+def joined(shards: Sequence[Any]) -> torch.Tensor:
+    """Join shards of either form in one tensor; a single shard is not copied."""
+    if len(shards) == 1:
+        return tensor(shards[0])
+    return torch.cat(list(shards)) if isinstance(shards[0], torch.Tensor) else torch.from_numpy(np.concatenate(shards))
 
 
 def forms(
     run: Callable[[Any], Any], finish: Callable[[Any], None], prove: Callable[[Any], None] | None = None
 ) -> dict[str, Call]:
-    """A case in both forms: ``run`` and ``prove`` take the function that makes a tensor travel."""
+    """Return a case in both forms. ``run`` and ``prove`` take the function that converts a tensor for sending."""
     return {
         name: Call(functools.partial(run, form), finish, functools.partial(prove, form) if prove is not None else None)
         for name, form in (("tensors", own), ("numpy", array))

@@ -1,4 +1,4 @@
-"""A Ray for one contender alone, and what can be read from it."""
+"""A Ray instance for a single contender, and the probes of its memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import ray
 
 STORE = 4 * 1024**3
 PROBING = "BENCHMARKS_PROBING"
-"""Environment variable of a session in which nothing is timed: its Ray reports more often what its store holds."""
+"""Environment variable of an untimed session, in which Ray reports the use of its object store more often."""
 _REPORT_OFTEN = {"raylet_report_resources_period_milliseconds": 10}
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of Python and of some packages."""
+    """Return the versions of Python and of the given packages."""
     return {"python": platform.python_version(), **{package: metadata.version(package) for package in packages}}
 
 
 class LocalRay:
-    """As a context: a Ray that ends with it, and leaves no files behind."""
+    """A context manager that starts Ray, shuts it down at the end, and removes its files."""
 
     def __enter__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="rb", dir="/tmp")
@@ -47,7 +47,7 @@ class LocalRay:
 
 
 def probe_driver(run: Callable[[], Any]) -> dict[str, Any]:
-    """How far the driver's memory rises above where it was before the run, in bytes. Linux only."""
+    """Return the peak growth of the driver's memory during a run, in bytes. Linux only."""
     try:
         with open("/proc/self/clear_refs", "w") as reset:
             reset.write("5")
@@ -59,7 +59,7 @@ def probe_driver(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def probe_store(run: Callable[[], Any]) -> dict[str, Any]:
-    """The most bytes that the object store held during any of five runs, as Ray reports them every 10 ms."""
+    """Return the peak size of the object store over five runs, in bytes. Ray reports it every 10 ms."""
     idle = _store_free()
     least = [idle]
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""The floor: the same bytes copied once, from memory that has been touched to memory that has been touched."""
+"""The lower bound: copy the same bytes once, between buffers whose pages are already mapped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.protocol import Call, serve
 
 
 class Memcpy:
-    """One copy of the case's bytes."""
+    """Copies the case's bytes once."""
 
     def versions(self) -> dict[str, str]:
         """Versions of what runs here."""

@@ -1,7 +1,7 @@
 """PyTorch Monarch's actors, on their public interface.
 
-Monarch has no batches: rows are cut and joined by hand, as in the adapter for plain Ray. It has no references to
-results either, so in a chain the consumers hold the mesh of the producers and ask it for the rows that they need.
+Monarch has no batch type, so rows are sharded and joined by hand, as in the adapter for plain Ray. It has no references
+to results either, so in a chain the consumers hold the producers' mesh and request the rows that they need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.protocol import Call, serve
 
 
 class Small(Actor):
-    """An actor that has nothing to import itself."""
+    """An actor that imports nothing, or only torch."""
 
     def __init__(self, with_torch=False):
         self.rank = current_rank().rank
@@ -41,7 +41,7 @@ class Small(Actor):
 
 
 class Ranks(Actor):
-    """An actor that takes and gives tensors, or arrays."""
+    """An actor that takes and returns tensors or arrays."""
 
     @endpoint
     def load(self, nbytes, of):
@@ -60,9 +60,9 @@ class Ranks(Actor):
         return x
 
     @endpoint
-    def echo_from(self, x, answers):
+    def echo_from(self, x, collecting):
         here = current_rank()
-        return x if all(here[axis] == coordinate for axis, coordinate in answers.items()) else None
+        return x if all(here[axis] == coordinate for axis, coordinate in collecting.items()) else None
 
     @endpoint
     def rows(self, start, stop, form):
@@ -70,7 +70,7 @@ class Ranks(Actor):
 
 
 class Consumers(Actor):
-    """Actors that ask others for their rows."""
+    """An actor that requests rows from other actors."""
 
     @endpoint
     async def pull(self, producers, first, second, look, form):
@@ -80,7 +80,7 @@ class Consumers(Actor):
             for k in range(first)
         ]
         asked = [producers.slice(procs=k).rows.call_one(start, stop, form) for k, start, stop in wanted if start < stop]
-        return look(joined([await piece for piece in asked]))
+        return look(joined([await shard for shard in asked]))
 
 
 class Monarch:
@@ -118,12 +118,12 @@ class Monarch:
     def mesh(self, nbytes: int, dp: int, tp: int, pp: int) -> Iterator[dict[str, Call]]:
         """Rows to the ranks of each dp coordinate, and back from tp 0 of the last pp stage."""
         batch = data.batch(nbytes)
-        answers = {"pp": pp - 1, "tp": 0}
+        collecting = {"pp": pp - 1, "tp": 0}
         with _mesh(Ranks, dp=dp, pp=pp, tp=tp) as mesh:
 
             def run(form):
                 shards = enumerate(batch.chunk(dp))
-                futures = [mesh.slice(dp=k).echo_from.call(form(shard), answers) for k, shard in shards]
+                futures = [mesh.slice(dp=k).echo_from.call(form(shard), collecting) for k, shard in shards]
                 return joined([value for future in futures for value in future.get().values() if value is not None])
 
             yield forms(run, functools.partial(data.same, wanted=batch))
@@ -146,7 +146,7 @@ class Monarch:
             )
 
     def start(self, ranks: int, torch: bool) -> Iterator[dict[str, Call]]:
-        """Processes, actors, and their first answer."""
+        """Processes, actors, and a first call."""
 
         def run():
             procs = this_host().spawn_procs(per_host={"procs": ranks})

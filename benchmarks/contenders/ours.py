@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import torch
 
@@ -14,17 +13,17 @@ from benchmarks import data
 from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
 from benchmarks.contenders.processes import check_started, empty_calls
 from benchmarks.protocol import Call, serve
-from dispatch import Layout, warm
+from dispatch import Layout, buffer_pool
 from dispatch.plan import plan_call
 from dispatch.register import registered_methods
 from single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
 
 VIEW = {"inputs": "view"}
-MOST_IDLE = warm.MOST_IDLE
+MAX_IDLE_BYTES = buffer_pool.MAX_IDLE_BYTES
 
 
 class Small(Worker):
-    """A worker that has nothing to import."""
+    """A worker that imports nothing."""
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self):
@@ -94,11 +93,11 @@ class Flat(Worker):
 
 
 class FlatFresh(Flat):
-    """The same, without recycled memory."""
+    """The same, without the buffer pool."""
 
     def __init__(self):
         super().__init__()
-        _recycle(False)
+        _pool_buffers(False)
 
 
 class Mesh(Worker):
@@ -146,10 +145,10 @@ class Ours:
         finish = functools.partial(data.same, wanted=batch)
         with _group(Flat, ranks) as group, _group(FlatFresh, ranks) as fresh:
 
-            def call(method, recycle=True):
+            def call(method, pooled=True):
                 def run():
-                    _recycle(recycle)
-                    return getattr(group if recycle else fresh, method)(batch)
+                    _pool_buffers(pooled)
+                    return getattr(group if pooled else fresh, method)(batch)
 
                 return Call(run, finish)
 
@@ -157,8 +156,8 @@ class Ours:
                 "views, a list": call("echo_list"),
                 "views, joined": call("echo_view"),
                 "private copies, joined": call("echo_copy"),
-                "views, joined, no recycled memory": call("echo_view", recycle=False),
-                "private copies, joined, no recycled memory": call("echo_copy", recycle=False),
+                "views, joined, no buffer pool": call("echo_view", pooled=False),
+                "private copies, joined, no buffer pool": call("echo_copy", pooled=False),
             }
 
     def mesh(self, nbytes: int, dp: int, tp: int, pp: int) -> Iterator[dict[str, Call]]:
@@ -172,7 +171,7 @@ class Ours:
             }
 
     def chain(self, nbytes: int, first: int, second: int) -> Iterator[dict[str, Call]]:
-        """What one group holds, to another."""
+        """A result of one group as the argument of another."""
         shards = [data.shard(nbytes, k, second) for k in range(second)]
         digests, ends = [data.digest(shard) for shard in shards], [data.ends(shard) for shard in shards]
         del shards
@@ -189,7 +188,7 @@ class Ours:
             }
 
     def start(self, ranks: int, torch: bool) -> Iterator[dict[str, Call]]:
-        """A pool, a group, and its first answer."""
+        """A pool, a group, and a first call."""
 
         def run():
             pool = RayResourcePool([ranks], use_gpu=False)
@@ -209,14 +208,13 @@ class Ours:
             yield empty_calls(lambda: group.nothing(), ranks)
 
     def plan(self, sizes: list[int]) -> Iterator[dict[str, Call]]:
-        """The arguments of one call cut for many ranks, dp x tp 8, with no process but this one."""
+        """Plan one call for many ranks, dp x tp 8, in this process alone."""
         yield {f"{ranks:,} ranks": _plan(ranks) for ranks in sizes}
 
 
 def _plan(ranks):
     spec = registered_methods(Mesh)["echo_view"]
     layout = Layout({"dp": [rank // 8 for rank in range(ranks)], "tp": [rank % 8 for rank in range(ranks)]})
-    group = SimpleNamespace(world_size=ranks, layout=layout)  # all that a plan asks of a group
     batch = torch.arange(ranks * 4).reshape(ranks * 2, 2)
 
     def finish(plan):
@@ -225,14 +223,14 @@ def _plan(ranks):
         data.same(first, batch.chunk(ranks // 8))
         data.same(last, batch.chunk(ranks // 8))
 
-    return Call(lambda: plan_call(spec, group, (batch,), {}), finish)
+    return Call(lambda: plan_call(spec, layout, (batch,), {}), finish)
 
 
-def _recycle(on):
-    """Whether this process uses large buffers again: an inner part of the library, off to see what it is worth."""
-    warm.MOST_IDLE = MOST_IDLE if on else 0
+def _pool_buffers(on):
+    """Switch the library's internal buffer pool on or off in this process, to measure what it saves."""
+    buffer_pool.MAX_IDLE_BYTES = MAX_IDLE_BYTES if on else 0
     if not on:
-        warm.warm.clear()
+        buffer_pool.buffer_pool.clear()
 
 
 @contextmanager

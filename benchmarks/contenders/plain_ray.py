@@ -1,7 +1,7 @@
-"""Plain Ray, as a good engineer writes it by hand: each shard is put once, and no rank returns what nobody reads.
+"""Plain Ray with careful hand-written code: each shard is stored once, and ranks return no unused results.
 
-"tensors" passes tensors as they are; shards are cloned first, because Ray would pickle the whole storage behind a view.
-"numpy" converts to arrays on either side, which Ray shares without a copy.
+"tensors" sends tensors. Shards are cloned first, because Ray would pickle the whole storage of a view. "numpy" converts
+to arrays on both sides, which Ray shares without a copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.protocol import Call, serve
 
 @ray.remote(num_cpus=1)
 class Small:
-    """An actor that has nothing to import."""
+    """An actor that imports nothing, or only torch."""
 
     def __init__(self, rank=0, with_torch=False):
         self.rank = rank
@@ -52,19 +52,19 @@ class Small:
 
 @ray.remote(num_cpus=1)
 class Ranks:
-    """An actor that takes and gives tensors, or arrays."""
+    """An actor that takes and returns tensors or arrays."""
 
     def load(self, nbytes, k, of):
         self.shard = data.shard(nbytes, k, of)
 
-    def digest(self, *pieces):
-        return data.digest(joined(pieces))
+    def digest(self, *shards):
+        return data.digest(joined(shards))
 
-    def take(self, *pieces):
-        return data.ends(joined(pieces))
+    def take(self, *shards):
+        return data.ends(joined(shards))
 
-    def echo(self, x, answers=True):
-        return x if answers else None
+    def echo(self, x, collects=True):
+        return x if collects else None
 
     def produce(self, parts, numpy):
         shards = [shard.numpy() if numpy else shard.clone() for shard in self.shard.chunk(parts)]
@@ -119,13 +119,14 @@ class PlainRay:
                     for rank, actor in enumerate(actors)
                 ]
                 got = ray.get([calls[k * model + (pp - 1) * tp] for k in range(dp)])
-                ray.get(calls[:-1:model])  # the others have ended too, or raised
+                ray.get(calls[:-1:model])  # raises if one of the other ranks failed
                 return joined(got)
 
             yield forms(run, functools.partial(data.same, wanted=batch))
 
     def chain(self, nbytes: int, first: int, second: int) -> Iterator[dict[str, Call]]:
-        """References from one set of actors to the other; producers cut where consumers are more."""
+        """Pass references from one set of actors to the other. Producers split their rows if there are more
+        consumers."""
         shards = [data.shard(nbytes, k, second) for k in range(second)]
         digests, ends = [data.digest(shard) for shard in shards], [data.ends(shard) for shard in shards]
         del shards
@@ -133,23 +134,23 @@ class PlainRay:
         with _actors(first) as producers, _actors(second) as consumers:
             ray.get([actor.load.remote(nbytes, k, first) for k, actor in enumerate(producers)])
 
-            def pieces(form):
+            def shards_of(form):
                 made = [actor.produce.options(num_returns=parts).remote(parts, form is array) for actor in producers]
                 flat = [ref for refs in made for ref in (refs if parts > 1 else [refs])]
                 each = len(flat) // second
                 return [flat[k * each : (k + 1) * each] for k in range(second)]
 
             def run(form):
-                return ray.get([c.take.remote(*refs) for c, refs in zip(consumers, pieces(form), strict=True)])
+                return ray.get([c.take.remote(*refs) for c, refs in zip(consumers, shards_of(form), strict=True)])
 
             def prove(form):
-                got = ray.get([c.digest.remote(*refs) for c, refs in zip(consumers, pieces(form), strict=True)])
+                got = ray.get([c.digest.remote(*refs) for c, refs in zip(consumers, shards_of(form), strict=True)])
                 data.same(got, digests)
 
             yield forms(run, functools.partial(data.same, wanted=ends), prove)
 
     def start(self, ranks: int, torch: bool) -> Iterator[dict[str, Call]]:
-        """Actors and their first answer: with nothing else, and with what a torch process group needs."""
+        """Actors and a first call: bare, and with the environment that a torch process group needs."""
 
         def bare():
             actors = [Small.remote(rank, torch) for rank in range(ranks)]

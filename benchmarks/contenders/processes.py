@@ -1,4 +1,4 @@
-"""What start-ups and empty calls are for every contender: processes that come, answer and go."""
+"""Helpers for the cases that all contenders share: starting processes, and empty calls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def wait_until_gone(pids: Iterable[int], timeout: float = 20) -> None:
 
 
 def check_started(where: Iterable[tuple[int, int]], ranks: int) -> None:
-    """Check what the ranks of one start-up answered, and wait until their processes, which were ended, are gone.
+    """Check the ranks of a start-up, and wait until their processes, which were ended before, have exited.
 
     Args:
-        where: (rank, process) in order of rank.
-        ranks: how many there should be.
+        where: (rank, process id) in order of rank.
+        ranks: expected number of ranks.
     """
     found = list(where)
     wait_until_gone(pid for _, pid in found)
@@ -33,7 +33,7 @@ def check_started(where: Iterable[tuple[int, int]], ranks: int) -> None:
 
 
 def empty_calls(call: Callable[[], Any], ranks: int, times: int = 200) -> dict[str, Call]:
-    """A call that gives nothing, by each rank, so many times that one can be timed."""
+    """Return a case that repeats a call without a result on all ranks, often enough to time it."""
 
     def run() -> Any:
         for _ in range(times):

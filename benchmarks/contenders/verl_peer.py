@@ -21,7 +21,7 @@ from benchmarks.protocol import Call, serve
 
 @ray.remote
 class Small(Worker):
-    """A worker that has nothing to import itself."""
+    """A worker that imports nothing itself."""
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self):
@@ -97,7 +97,7 @@ class Verl:
         return versions("verl", "ray", "torch", "tensordict")
 
     def broadcast(self, nbytes: int, ranks: int) -> Iterator[dict[str, Call]]:
-        """The same tensor to all ranks, as it is or as a DataProto."""
+        """The same tensor to all ranks, as a tensor or as a DataProto."""
         batch = data.batch(nbytes)
         with _group(Flat, ranks) as group:
 
@@ -140,7 +140,7 @@ class Verl:
             }
 
     def start(self, ranks: int, torch: bool) -> Iterator[dict[str, Call]]:
-        """A pool, a group, and its first answer. verl's workers import torch in any case."""
+        """A pool, a group, and a first call. verl's workers always import torch."""
 
         def run():
             pool, group = _make(Small, ranks)
@@ -160,7 +160,7 @@ class Verl:
 
 
 def _make(cls, ranks, *args):
-    # One logical CPU a slot, as for everybody else: verl's default of ten would not fit.
+    # One logical CPU per slot, as for the other contenders; verl's default of ten would not fit.
     pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1)
     return pool, RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args), device_name="cpu")
 

@@ -1,0 +1,109 @@
+"""Draw docs/images/benchmark.svg, the README's picture, from the table in docs/benchmark.md.
+
+    python -m benchmarks.summary
+
+The SVG is written by hand instead of by matplotlib, so that its colors follow the reader's light or dark scheme.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TABLE = DOCS / "benchmark.md"
+PICTURE = DOCS / "images" / "benchmark.svg"
+
+PANELS = {
+    "broadcast of 256 MB to 4 ranks": "Broadcast: 256 MB to 4 ranks",
+    "dp2 x tp2 x pp2, 256 MB in and out": "dp 2 x tp 2 x pp 2: 256 MB in and out",
+    "echo of 512 MB over dp 4": "Echo: 512 MB to 4 dp ranks and back",
+    "chain of 256 MB, 4 -> 4 ranks": "Chain: 256 MB from group to group, 4 -> 4 ranks",
+}
+"""Case in the table -> title of its panel."""
+
+BARS = {
+    "this library": ("ours", ("this library: private copies", "this library: private copies, joined")),
+    "this library, views": ("ours", ("this library: views", "this library: views, joined")),
+    "plain Ray": ("other", ("plain Ray: tensors",)),
+    "plain Ray, NumPy by hand": ("other", ("plain Ray: numpy",)),
+    "verl": ("other", ("verl 0.9.1", "verl 0.9.1: a DataProto")),
+    "verl, NumPy mode": ("other", ("verl 0.9.1, numpy mode", "verl 0.9.1, numpy mode: a DataProto")),
+    "Monarch": ("other", ("torchmonarch 0.7.0: tensors",)),
+}
+"""Label of a bar -> its CSS class, and its possible names in the table."""
+
+LEAST, MOST = 10.0, 10_000.0  # milliseconds
+WIDTH, BAR, LABEL, SPAN = 860, 15, 160, 190
+
+_STYLE = """
+  text { font: 11px system-ui, sans-serif; fill: #24292f }
+  .title { font-weight: 600; font-size: 12px }
+  .ours { fill: #1b7f5c } .other { fill: #9aa4af } .grid { stroke: #d0d7de }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #d1d7e0 } .ours { fill: #3fb98a } .other { fill: #6b7580 } .grid { stroke: #3d444d }
+  }
+"""
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    median: str
+    n: str
+
+
+def read_table(text: str) -> dict[str, dict[str, Row]]:
+    """Parse the table into case -> variant -> row."""
+    cases: dict[str, dict[str, Row]] = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) < 5 or not re.match(r"[\d.]+ m?s$", cells[2]):
+            continue
+        if cells[0]:
+            cases[cells[0].strip("*")] = case = {}
+        case[cells[1]] = Row(cells[2], cells[4])
+    return cases
+
+
+def milliseconds(median: str) -> float:
+    """Convert a time of the table, such as "76.2 ms" or "1.54 s", to milliseconds."""
+    number, unit = median.split()
+    return float(number) * (1000 if unit == "s" else 1)
+
+
+def draw(cases: dict[str, dict[str, Row]]) -> str:
+    """Return the picture as SVG."""
+    height = 40 + len(BARS) * BAR
+    lines = []
+    for number, (case, title) in enumerate(PANELS.items()):
+        left, top = (number % 2) * WIDTH // 2, (number // 2) * height
+        lines.append(f'<text class="title" x="{left + 4}" y="{top + 16}">{title.replace(">", "&gt;")}</text>')
+        bottom = top + 26 + len(BARS) * BAR
+        for power in range(round(math.log10(LEAST)), round(math.log10(MOST)) + 1):
+            x = left + LABEL + _length(10.0**power)
+            lines.append(f'<line class="grid" x1="{x:g}" x2="{x:g}" y1="{top + 24}" y2="{bottom}"/>')
+        for place, (label, (colour, names)) in enumerate(BARS.items()):
+            y = top + 26 + place * BAR
+            row = next(cases[case][name] for name in names if name in cases[case])
+            length = _length(milliseconds(row.median))
+            n = "" if row.n == "10" else f" (n = {row.n})"
+            lines.append(f'<text x="{left + LABEL - 6}" y="{y + 11}" text-anchor="end">{label}</text>')
+            lines.append(
+                f'<rect class="{colour}" x="{left + LABEL}" y="{y + 2}" width="{length:g}" height="{BAR - 4}" rx="2"/>'
+            )
+            lines.append(f'<text x="{left + LABEL + length + 5:g}" y="{y + 11}">{row.median}{n}</text>')
+    body = "\n".join(lines)
+    size = f'viewBox="0 0 {WIDTH} {2 * height}" width="{WIDTH}" height="{2 * height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
+
+
+def _length(time: float) -> float:
+    """Return the length of a bar in pixels, on a logarithmic scale."""
+    return round(SPAN * math.log10(time / LEAST) / math.log10(MOST / LEAST), 1)
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw(read_table(TABLE.read_text())))
