@@ -3,6 +3,7 @@
 #   make test ARGS="-k layout"        arguments for pytest
 #   make demo ARGS="task=sort"         arguments for the script
 #   make benchmark ARGS="--quick"     arguments for the benchmark
+#   make test JOBS=1                  tests in one process (2 otherwise), each with a Ray of its own
 #   make test PYTHON=python3.12       another Python for the set-up
 
 VENV    := .venv
@@ -10,19 +11,22 @@ PY      := $(VENV)/bin/python
 READY   := $(VENV)/.ready
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS    ?=
+JOBS    ?= 2
 PYTHON  ?=
 
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint format chaos benchmark clean
+.PHONY: help setup demo test test-all lint format docs chaos benchmark clean
 
 help:
 	@echo 'make demo        GRPO teaches a small language model, on three workers (about a minute)'
-	@echo 'make test        lint, types and tests'
+	@echo 'make test        lint, types and tests (about ten minutes on two cores)'
+	@echo 'make test-all    what make test leaves out as well: the demo in four ways, chaos, notebooks, deep properties'
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
+	@echo 'make docs        build the documentation into site/, and fail on dead links'
 	@echo 'make chaos       kill processes at random moments, fifty times (ten minutes)'
 	@echo 'make benchmark   this library beside plain Ray, verl and Monarch (over an hour, an idle machine and 20 GB)'
 	@echo 'make setup       only make $(VENV), as the targets above do when they need it'
@@ -34,7 +38,10 @@ demo: $(READY)
 	@$(PY) tutorials/train_grpo.py $(ARGS)
 
 test: lint
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) $(ARGS)
+
+test-all: lint
+	@$(PY) -m pytest -n $(JOBS) --full $(ARGS)
 
 lint: $(READY)
 	@$(PY) -m ruff check .
@@ -45,6 +52,9 @@ format: $(READY)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 chaos: $(READY)
 	@$(PY) tests/chaos.py $(ARGS)
 
@@ -52,7 +62,7 @@ benchmark: $(READY)
 	@$(PY) -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) benchmarks/.venvs benchmarks/out tutorials/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site benchmarks/.venvs benchmarks/out tutorials/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find dispatch single_controller workers tests tutorials benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last and removed first, so an interrupted installation never counts as done: the
@@ -77,5 +87,5 @@ $(READY): pyproject.toml constraints.txt
 	        || exit 1; \
 	fi
 	@$(PIP) torch
-	@$(PIP) --editable '.[dev,all]'
+	@$(PIP) --editable '.[dev,all,docs]'
 	@touch $@
