@@ -212,8 +212,7 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
             raise BatchError(f"its chunk({len(shares)}) returned {len(chunks)} chunks")
         return chunks
     sizes = [share.rows for share in shares]
-    whole_batch = all(sizes) and sum(sizes) == found.length(value)
-    if found is _TENSORDICT and whole_batch and shares == share_rows(sum(sizes), len(sizes), "ragged"):
+    if _splits(value, found) and _consecutive(shares, found.length(value)):
         return list(value.split(sizes))  # takes half as long as one slice per shard
     return [
         found.cut(value, *share.ranges[0])
@@ -221,6 +220,24 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
         else found.join([found.cut(value, start, stop) for start, stop in share.ranges])  # padded
         for share in shares
     ]
+
+
+def _splits(value: Any, found: BatchType) -> bool:
+    """Whether split() of the value is the same as one slice per shard. Autograd forbids in-place changes of the views
+    that split() makes of a tensor with a gradient, and only strided tensors have it."""
+    if found is _TENSOR:
+        return not value.requires_grad and value.layout == sys.modules["torch"].strided
+    return found is _TENSORDICT
+
+
+def _consecutive(shares: Sequence[Share], rows: int) -> bool:
+    """Whether the shares are consecutive rows that make up the whole batch, none of them empty."""
+    end = 0
+    for share in shares:
+        if len(share.ranges) != 1 or share.ranges[0][0] != end or not share.rows:
+            return False
+        end = share.ranges[0][1]
+    return end == rows
 
 
 def cut(value: Any, start: int, stop: int) -> Any:
