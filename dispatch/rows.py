@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dispatch.errors import BatchError
@@ -24,13 +24,7 @@ class Share:
 
     ranges: tuple[tuple[int, int], ...]
     real: int
-    rows: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows = 0
-        for start, stop in self.ranges:  # sum() of a generator takes twice as long, and a plan has thousands of shares
-            rows += stop - start
-        object.__setattr__(self, "rows", rows)
+    rows: int
 
     @property
     def padded(self) -> bool:
@@ -52,10 +46,10 @@ def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:
     """
     size, rest = divmod(rows, shards)
     if rest == 0:
-        return [Share(((k * size, (k + 1) * size),), size) for k in range(shards)]
+        return [Share(((k * size, (k + 1) * size),), size, size) for k in range(shards)]
     if uneven == "ragged":
         starts = [k * size + min(k, rest) for k in range(shards + 1)]
-        return [Share(((a, b),), b - a) for a, b in itertools.pairwise(starts)]
+        return [Share(((a, b),), b - a, b - a) for a, b in itertools.pairwise(starts)]
     if uneven == "pad":
         size += 1
         return [_padded_share(rows, k * size, (k + 1) * size) for k in range(shards)]
@@ -65,10 +59,11 @@ def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:
 def _padded_share(rows: int, start: int, stop: int) -> Share:
     """Rows ``start:stop`` of the batch repeated endlessly."""
     real = max(0, min(stop, rows) - start)
+    padded = stop - start
     ranges: list[tuple[int, int]] = []
     while start < stop:
         first = start % rows
         last = min(rows, first + stop - start)
         ranges.append((first, last))
         start += last - first
-    return Share(tuple(ranges), real)
+    return Share(tuple(ranges), real, padded)

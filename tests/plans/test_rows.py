@@ -13,7 +13,7 @@ def numbers(share: Share) -> list[int]:
 
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
 def test_divisible_rows_are_split_equally_by_every_rule(uneven):
-    assert share_rows(6, 3, uneven) == [Share(((0, 2),), 2), Share(((2, 4),), 2), Share(((4, 6),), 2)]
+    assert share_rows(6, 3, uneven) == [Share(((0, 2),), 2, 2), Share(((2, 4),), 2, 2), Share(((4, 6),), 2, 2)]
 
 
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
