@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 import traceback
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import dispatch
@@ -194,12 +194,16 @@ class RankResult:
         for encoded in (self.value, cause):
             if isinstance(encoded, Encoded) and (encoded.references or encoded.nbytes > MAX_INLINE_BYTES):
                 return self
-        return pickle.dumps(tuple(getattr(self, name) for name in _FIELDS), protocol=5)
+        # A plain tuple: pickle would write the name of a named tuple's class into each message.
+        clock = None if self.clock is None else tuple(self.clock)
+        parts = self.rank, self.layout_version, self.value, self.rows, self.not_rows, self.empty, self.nbytes
+        return pickle.dumps((*parts, clock, self.failure, self.died), protocol=5)
 
     @classmethod
     def from_message(cls, message: bytes | RankResult) -> RankResult:
         """Decode what `to_message` returned."""
-        return cls(*pickle.loads(message)) if isinstance(message, bytes) else message
-
-
-_FIELDS = tuple(field.name for field in fields(RankResult))
+        if not isinstance(message, bytes):
+            return message
+        result = cls(*pickle.loads(message))
+        result.clock = None if result.clock is None else Clock(*result.clock)
+        return result
