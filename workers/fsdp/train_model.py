@@ -19,7 +19,7 @@ from workers.fsdp.build import build, mesh_of, shard, take_weights
 from workers.fsdp.checkpoint import FSDPCheckpoints
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
-from workers.train.token_log_probs import token_log_probs
+from workers.train.token_log_probs import next_token_log_probs
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,9 @@ class FSDPTrainModel(TrainModel):
     def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
         # Padding is on the right, so the model's own causal mask hides it from real tokens.
         logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
-        before = logits[:, :-1]
         if self.role == "critic":
-            return TokenOutputs(values=F.pad(before.float().squeeze(-1), (1, 0)))
-        log_probs, spread = token_log_probs(before, part.input_ids[:, 1:], temperature=temperature, entropy=entropy)
-        return TokenOutputs(F.pad(log_probs, (1, 0)), None if spread is None else F.pad(spread, (1, 0)), None)
+            return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
+        return TokenOutputs(*next_token_log_probs(logits, part.input_ids, temperature=temperature, entropy=entropy))
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from workers.megatron.optimizer import AdamOptions, data_parallel, finite_step, 
 from workers.megatron.weights import load_hf, read_hf, to_hf
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
-from workers.train.token_log_probs import token_log_probs
+from workers.train.token_log_probs import next_token_log_probs
 
 
 class MegatronTrainModel(TrainModel):
@@ -73,6 +73,8 @@ class MegatronTrainModel(TrainModel):
         self._interleaved = len(self.models) > 1
         self.config.variable_seq_lengths = not self._interleaved
         self._chunks = self._wrapped()
+        # Megatron's wrapper would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.
+        self._uncast = {"fp32_output": False} if self.config.bf16 or self.config.fp16 else {}
         self._optimizer: Any = None
         if options is not None:
             self._chunks = data_parallel(self.config, self._chunks, options.distributed)
@@ -150,7 +152,7 @@ class MegatronTrainModel(TrainModel):
             chunk.eval()
 
         def finish(batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = True) -> Any:
-            return compute(batch, output)
+            return compute(batch.to(output.device), output)
 
         outputs = self._run_pipeline(micro_batches, finish, forward_only=True)
         if not _is_last_stage():
@@ -197,7 +199,7 @@ class MegatronTrainModel(TrainModel):
             positions = torch.arange(tokens, device=ids.device).expand(rows, tokens)
             # Padding is on the right, so the causal mask hides it from real tokens.
             hidden = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=ids.device).triu(1)
-            return chunk(ids, positions, hidden), partial(finish, batch)
+            return chunk(ids, positions, hidden, **self._uncast), partial(finish, batch)
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
@@ -212,26 +214,30 @@ class MegatronTrainModel(TrainModel):
         return results
 
     def _outputs(self, batch: MicroBatch, output: torch.Tensor, temperature: float, entropy: bool) -> TokenOutputs:
-        """The model's output, moved to the token it is about: the output after token t - 1 goes to position t."""
+        """The model's output, moved to the token it is about: the output after token t - 1 goes to position t.
+
+        Args:
+            batch: on the output's device.
+            output: (b, s, ...), with rows and tokens of padding after the batch's own if the pipeline is interleaved.
+            temperature: divides the logits.
+            entropy: whether to compute entropies.
+        """
         from megatron.core import parallel_state
 
         rows, tokens = batch.input_ids.shape
-        before = output[:rows, : tokens - 1]
-
-        def shifted(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else torch.nn.functional.pad(values, (1, 0))
-
+        if self._interleaved:
+            output = output[:rows, :tokens]
         if self.role == "critic":
-            return TokenOutputs(values=shifted(before[..., 0].float()))
-        log_probs, entropies = token_log_probs(
-            before,
-            batch.input_ids[:, 1:].to(output.device),
+            return TokenOutputs(values=torch.nn.functional.pad(output[:, :-1, 0].float(), (1, 0)))
+        log_probs, entropies = next_token_log_probs(
+            output,
+            batch.input_ids,
             temperature=temperature,
             entropy=entropy,
             vocab_size=int(self.hf_config.vocab_size),
             group=parallel_state.get_tensor_model_parallel_group(),
         )
-        return TokenOutputs(log_probs=shifted(log_probs), entropy=shifted(entropies))
+        return TokenOutputs(log_probs=log_probs, entropy=entropies)
 
     def _sum_over_ranks(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over all micro-batches and dp ranks, broadcast to every stage."""
