@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workers.device import to_device
 from workers.extras import require
 from workers.megatron.checkpoint import Checkpoints
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models
 from workers.megatron.optimizer import AdamOptions, data_parallel, finite_step, inner_optimizers, make_optimizer
 from workers.megatron.weights import load_hf, read_hf, to_hf
-from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
+from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.train.token_log_probs import next_token_log_probs
 
@@ -135,7 +136,9 @@ class MegatronTrainModel(TrainModel):
             total, sums = loss(self._outputs(batch, output, temperature, entropy), batch)
             if not total.requires_grad:  # no token counts here, but the other stages wait for gradients
                 total = total + output.flatten()[:0].sum()
-            report = {name: value.detach().double() for name, value in {**sums, "loss": total}.items()}
+            # Numbers stay on the device until the step's end: reading one waits for all work before it.
+            named = {**sums, "loss": total}
+            report = {name: value.detach().to(output.device, torch.float64) for name, value in named.items()}
             # The schedule divides the loss it is given in place, so it gets a copy; 0 tokens means "do not divide".
             return total.clone(), torch.zeros([], dtype=torch.int, device=output.device), report
 
@@ -158,7 +161,7 @@ class MegatronTrainModel(TrainModel):
         if not _is_last_stage():
             return None
         rows, tokens = data["input_ids"].shape
-        return restore([tensor.cpu() for tensor in outputs], micro_batches, (rows, tokens))
+        return restore(outputs, micro_batches, (rows, tokens))
 
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         ids, vocab_size = data["input_ids"], int(self.hf_config.vocab_size)
@@ -191,7 +194,7 @@ class MegatronTrainModel(TrainModel):
 
         def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(iterator)
-            ids = batch.input_ids.to(self.device)
+            ids = to_device(batch.input_ids, self.device)
             if self._interleaved:
                 rows, tokens = ids.shape
                 ids = torch.nn.functional.pad(ids, (0, most_tokens - tokens, 0, most_rows - rows))
@@ -247,7 +250,8 @@ class MegatronTrainModel(TrainModel):
         if _is_last_stage():
             group = state.get_data_parallel_group(with_context_parallel=True)
             by_rank: list[Any] = [None] * group.size()
-            own = _sum([{name: value.item() for name, value in report.items()} for report in reports])
+            names, totals = sum_reports(reports)
+            own = dict(zip(names, totals.tolist(), strict=True))
             dist.all_gather_object(by_rank, own, group)
             sums = [_sum(by_rank)]
         dist.broadcast_object_list(

@@ -5,18 +5,19 @@ Starting processes is slow: groups of one, two and four ranks serve all tests an
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import ray
 import torch
 from reference import ReferenceGRPO, small_llama
-from train_helpers import begin, distance, learn, rollout, saved, whole_weights
+from train_helpers import HostReads, begin, distance, learn, rollout, saved, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
 
-from single_controller import WorkerError
+from single_controller import Broadcast, WorkerError
 from workers.train.args import TrainArgsError
 from workers.train.hf_files import ModelFilesError
+from workers.train.micro_batches import cut_by_tokens
 from workers.train.rollout_data import RolloutDataError
 
 pytestmark = pytest.mark.timeout(180)
@@ -148,6 +149,33 @@ def test_several_epochs_over_one_rollout(start, way, data):
     plain.step(data, epochs=3)
     assert learn(group, 0, data)["clip_fraction"] > 0
     assert distance(whole_weights(group), plain.weights()) < 1e-4
+
+
+@ways(FSDP2, TP2, PP2)
+def test_no_number_is_read_per_micro_batch(start, way, data):
+    """On CUDA each such read waits for all work on the device. How many there are in a step does not depend on how many
+    micro-batches it has."""
+    group = start(way, with_ref=True, kl_loss_coef=0.01, entropy_coef=0.01)
+    learn(group, 0, data)  # the optimizer's first step creates its state
+    found = [
+        group.worker_group.execute_with_func_generator(reads_in_a_step, Broadcast(data[:12]), most)
+        for most in (1000, 16)
+    ]
+    for (few, reads), (many, more) in zip(*found, strict=True):
+        assert few < many
+        assert reads == more
+
+
+def reads_in_a_step(worker, data, most):
+    """(micro-batches of this rank's rows, where a step on them reads numbers from tensors)."""
+    rows = data[worker._dp_rank :: worker.get_parallel_config()["dp_size"]]
+    if worker.args.train_backend == "fsdp":
+        worker.model.options = replace(worker.model.options, max_tokens_per_micro_batch=most)
+    else:
+        worker.model.max_tokens = most
+    with HostReads() as reads:
+        worker.train(0, rows)
+    return len(cut_by_tokens(rows, most)), dict(reads.places)
 
 
 @ways(FSDP2, TP2)
