@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -276,14 +276,27 @@ class MegatronTrainModel(TrainModel):
             self._optimizer.reload_model_params()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """As in `TrainModel`: one flat tensor over each storage. Covers parameters, Megatron's buffers of parameters
-        and gradients, the optimizer's float32 parameters and its state."""
+        """As in `TrainModel`: one flat tensor over each storage. Covers parameters, Megatron's buffers of parameters,
+        the optimizer's float32 parameters and its state."""
+        return self._storages(self._held())
+
+    def scratch(self) -> Iterator[torch.Tensor]:
+        """As in `TrainModel`: Megatron's buffers of gradients, which `train_step` sets to 0 first."""
+        return self._storages(buffer.grad_data for buffer in self._buffers())
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         seen = set()
-        for tensor in self._held():
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == self.device.type and storage._cdata not in seen:
                 seen.add(storage._cdata)
                 yield torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+    def _buffers(self) -> Iterator[Any]:
+        """Megatron's buffers, which its DistributedDataParallel creates: none without an optimizer."""
+        if self._optimizer is not None:
+            for chunk in self._chunks:
+                yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _held(self) -> Iterator[torch.Tensor]:
         for model in self.models:
@@ -291,9 +304,7 @@ class MegatronTrainModel(TrainModel):
             yield from model.buffers()
         if self._optimizer is None:
             return
-        for chunk in self._chunks:
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                yield from (tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None)
+        yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
         for group in self._optimizer.param_groups:
             yield from group["params"]
         for inner in inner_optimizers(self._optimizer):

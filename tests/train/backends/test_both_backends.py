@@ -301,6 +301,12 @@ def test_export_is_a_hugging_face_model(start, way, data, tmp_path):
     torch.testing.assert_close(found, ReferenceGRPO(model).log_probs(data), atol=1e-5, rtol=1e-4)
 
 
+def gradient_bytes(worker):
+    """Size of Megatron's gradients, which are float32 and padded."""
+    chunks = getattr(worker.model, "_chunks", [])
+    return sum(4 * buffer.numel for chunk in chunks for buffer in chunk.buffers)
+
+
 @pytest.mark.parametrize(
     ("way", "options", "bytes_per_parameter", "more"),
     [
@@ -316,6 +322,10 @@ def test_offload_frees_all_memory_and_onload_restores_it(start, data, way, optio
     learn(group, 0, data)
     before = whole_weights(group)
     freed = group.offload()
+    copied = sum(group.worker_group.execute_with_func_generator(lambda worker: worker.memory.nbytes))
+    gradients = sum(group.worker_group.execute_with_func_generator(gradient_bytes))
+    assert (gradients > 0) == (way.backend == "megatron")
+    assert copied == freed - gradients  # the next step sets them to 0
     assert freed == pytest.approx(bytes_per_parameter * sum(p.numel() for p in small_llama().parameters()), rel=more)
     with pytest.raises(WorkerError, match="this worker is offloaded; call onload"):
         group.worker_group.train(1, data)
