@@ -131,11 +131,13 @@ def test_tied_embeddings_and_biases(start, way, tmp_path):
                          vocab_size=32, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config).eval()
-    group = start(way, hf_checkpoint=saved(model, tmp_path))
+    group = start(way, hf_checkpoint=saved(model, tmp_path), calculate_entropy=True)
     plain = ReferenceGRPO(model)
     for step in range(2):
         rows = other_rollout(plain.model, seed=step)
-        assert learn(group, step, rows)["loss"] == pytest.approx(plain.step(rows)["loss"], abs=1e-4)
+        metrics, expected = learn(group, step, rows), plain.step(rows)
+        assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert metrics["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)
     found = whole_weights(group)
     assert "lm_head.weight" not in found
     assert distance(found, plain.weights()) < 1e-4
@@ -147,7 +149,9 @@ def test_several_epochs_over_one_rollout(start, way, data):
     group = start(way, ppo_epochs=3)
     plain = ReferenceGRPO(small_llama())
     plain.step(data, epochs=3)
-    assert learn(group, 0, data)["clip_fraction"] > 0
+    metrics = learn(group, 0, data)
+    assert metrics["clip_fraction"] > 0
+    assert "entropy" not in metrics  # it is neither in the loss nor requested
     assert distance(whole_weights(group), plain.weights()) < 1e-4
 
 
