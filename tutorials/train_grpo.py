@@ -32,7 +32,7 @@ MODEL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-DEFAULTS = {"seed": 0, "eps_clip": 0.2, "clip_grad": 1.0, "rollout_stop_token_ids": []}
+DEFAULTS = {"seed": 0, "eps_clip": 0.2, "clip_grad": 1.0, "rollout_stop_token_ids": [], "calculate_entropy": True}
 
 
 def arguments(given):

@@ -148,6 +148,14 @@ def take_device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.de
     return mine
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device without waiting for the device: from host memory by way of pinned memory, which torch
+    keeps until the copy is done."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def current_device() -> torch.device:
     """Return the current CUDA device, or the CPU if there is no CUDA device."""
     import torch

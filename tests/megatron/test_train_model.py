@@ -237,15 +237,17 @@ def test_offloaded_model_continues_unchanged(four, saved, param_dtype, distribut
     four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
     expected = four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
     made()
-    for (asleep, freed, found), held, wanted in zip(
+    for (asleep, freed, copied, found), held, wanted in zip(
         four.run(on_ranks.sleep_and_wake, batch(), 9.0), four.run(on_ranks.parameter_bytes), expected, strict=True
     ):
         assert asleep == 0
         assert found == wanted
         # In float32 there are parameters, gradients and two moments; bfloat16 adds float32 copies. The distributed
-        # optimizer shards everything but parameters and gradients over dp2.
+        # optimizer shards everything but parameters and gradients over dp2. Gradients are float32, and not copied.
         per_parameter = {"fp32": (4, 3), "bf16": (9, 6)}[param_dtype][distributed]
+        gradients = {"fp32": 1, "bf16": 2}[param_dtype]
         assert freed == pytest.approx(held * per_parameter, rel=0.05)
+        assert copied == pytest.approx(held * (per_parameter - gradients), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 
 from workers.megatron.train_model import MegatronTrainModel
+from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
 
 
@@ -98,18 +99,15 @@ def snapshot_step_back(worker, data, normalizer):
 
 
 def sleep_and_wake(worker, data, normalizer):
-    """Free every storage and fill it again. Returns (bytes of parameters while freed, bytes freed, the next step)."""
+    """Offload and onload. Returns (bytes of parameters while offloaded, bytes freed, bytes copied, the next step)."""
     model = worker.model
     train_step(worker, data, policy_loss, normalizer, 1e-3)
-    kept = [(tensor, tensor.untyped_storage().size(), tensor.clone()) for tensor in model.tensors()]
-    for tensor, _, _ in kept:
-        tensor.untyped_storage().resize_(0)
+    memory = DeviceMemory(model.tensors, model.scratch)
+    freed = memory.sleep()
     asleep = sum(tensor.untyped_storage().size() for _, tensor in model.weights())
-    for tensor, size, copy in kept:
-        tensor.untyped_storage().resize_(size)
-        tensor.copy_(copy)
-    freed = sum(size for _, size, _ in kept)
-    return asleep, freed, train_step(worker, data, policy_loss, normalizer, 1e-3)
+    copied = memory.nbytes
+    assert memory.wake_up() == freed
+    return asleep, freed, copied, train_step(worker, data, policy_loss, normalizer, 1e-3)
 
 
 def parameter_bytes(worker):

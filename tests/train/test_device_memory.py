@@ -122,6 +122,45 @@ def test_failed_offload_leaves_everything_on_the_device(monkeypatch):
     assert memory.sleep() == 120
 
 
+@pytest.mark.parametrize("saver", [False, True], ids=["by copies", "by torch_memory_saver"])
+def test_scratch_is_freed_without_a_copy_and_comes_back_as_zeros(saver, monkeypatch):
+    """Also where torch_memory_saver copies everything that is allocated when it pauses."""
+    device = on("cuda" if has_cuda() else "cpu")
+    kept, gradients = torch.ones(1000, device=device), torch.ones(5000, device=device)
+    view, both = gradients[10:], kept[5:]  # `both` is in memory that has to be kept
+    allocated = []
+    monkeypatch.setattr("workers.train.device_memory.saver_preloaded", lambda: saver)
+    for name, result in (("_pause", 4000), ("_resume", 4000)):
+        allocate = lambda result=result: allocated.append(gradients.untyped_storage().nbytes()) or result  # noqa: E731
+        monkeypatch.setattr(f"workers.train.device_memory.{name}", allocate)
+    memory = DeviceMemory(lambda: [kept], lambda: [gradients, view, both])
+    for _ in range(2):
+        assert memory.sleep() == 4000 + 20000 and gradients.untyped_storage().nbytes() == 0
+        assert memory.nbytes == (0 if saver else 4000)
+        assert memory.paused is saver
+        assert memory.wake_up() == 4000 + 20000 and not memory.paused
+        assert bool((kept == 1).all()) and gradients.shape == (5000,)
+        assert not bool(gradients.any()) and view.data_ptr() == gradients[10:].data_ptr()
+        gradients.fill_(3.0)
+    assert allocated == ([0] * 4 if saver else [])
+
+
+def test_failed_pause_brings_the_scratch_back(monkeypatch):
+    kept, gradients = torch.ones(10), torch.ones(20)
+    if has_cuda():
+        kept, gradients = kept.cuda(), gradients.cuda()
+
+    def fails():
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("workers.train.device_memory.saver_preloaded", lambda: True)
+    monkeypatch.setattr("workers.train.device_memory._pause", fails)
+    memory = DeviceMemory(lambda: [kept], lambda: [gradients])
+    with pytest.raises(MemoryError):
+        memory.sleep()
+    assert not memory.asleep and not memory.paused and gradients.untyped_storage().nbytes() == 80
+
+
 def test_memory_saver_is_not_used_without_cuda(monkeypatch):
     for name in ("TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"):
         monkeypatch.setenv(name, "1")

@@ -1,11 +1,23 @@
 """Log-probs and entropies from logits: values and gradients match plain torch."""
 
+import threading
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from workers.train.token_log_probs import token_log_probs
+from workers.train import token_log_probs as module
+from workers.train.token_log_probs import CHUNK, next_token_log_probs, token_log_probs
 
 
+@pytest.fixture(params=[CHUNK, 33, 1], ids=["one chunk", "chunks of two rows", "chunks of a row"])
+def chunk(request, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", request.param)
+
+
+@pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("vocab_size", [None, 13])
 @pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
@@ -31,8 +43,109 @@ def test_matches_log_softmax(temperature, vocab_size, uses):
     assert (found[1] is None) == (uses == "log_probs")
 
 
+def by_log_softmax(logits, tokens, temperature):
+    """Log-probs, entropies and the gradient of their weighted sum, in float64."""
+    plain = logits.detach().double().requires_grad_()
+    of_all = (plain / temperature).log_softmax(-1)
+    log_probs, entropies = of_all.gather(-1, tokens[..., None])[..., 0], -(of_all.exp() * of_all).sum(-1)
+    (2 * log_probs + 3 * entropies).sum().backward()
+    return log_probs.detach(), entropies.detach(), plain.grad
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("vocab_size", [32, 21, 12], ids=["full", "padded", "ranks without tokens"])
+def test_sharded_vocabulary_matches_the_whole(vocab_size):
+    """Four ranks hold eight columns each."""
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(5, 32), torch.randint(0, vocab_size, (5,))
+    expected = by_log_softmax(logits[:, :vocab_size], tokens, 0.7)
+    store, found = dist.HashStore(), {}
+
+    def rank(number):
+        group = dist.ProcessGroupGloo(store, number, 4, timedelta(seconds=20))
+        own = logits[:, 8 * number : 8 * number + 8].clone().requires_grad_()
+        options = {"temperature": 0.7, "entropy": True, "vocab_size": vocab_size, "group": group}
+        log_probs, entropies = token_log_probs(own, tokens, **options)
+        (2 * log_probs + 3 * entropies).sum().backward()
+        found[number] = log_probs.detach(), entropies.detach(), own.grad
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = torch.cat([found[number][2] for number in range(4)], -1)
+    assert not bool(whole[:, vocab_size:].any())
+    for number in range(4):
+        for one, other in zip(found[number][:2], expected[:2], strict=True):
+            torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(whole[:, :vocab_size].double(), expected[2], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("chunk")
+def test_bfloat16_logits_are_computed_in_float32():
+    """Only the gradient is rounded to bfloat16, once."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, 16).bfloat16().requires_grad_()
+    tokens = torch.randint(0, 16, (7,))
+    log_probs, entropies = token_log_probs(logits, tokens, temperature=0.7, entropy=True)
+    (2 * log_probs + 3 * entropies).sum().backward()
+    expected = by_log_softmax(logits, tokens, 0.7)
+    assert log_probs.dtype == entropies.dtype == torch.float32 and logits.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(log_probs.double(), expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropies.double(), expected[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits.grad, expected[2].bfloat16(), atol=1e-6, rtol=2**-7)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_next_tokens(tokens):
+    """Position t is about token t, and the last position's logits have no part in it."""
+    torch.manual_seed(0)
+    logits, ids = torch.randn(3, tokens, 16), torch.randint(0, 16, (3, tokens))
+    strided = torch.stack([logits, logits], 1)[:, 1].requires_grad_()
+    log_probs, entropies = next_token_log_probs(strided, ids, entropy=True)
+    expected = by_log_softmax(logits[:, :-1], ids[:, 1:], 1.0)
+    for found, wanted in zip((log_probs, entropies), expected[:2], strict=True):
+        assert found.shape == ids.shape and not bool(found[:, 0].any())
+        torch.testing.assert_close(found[:, 1:].double(), wanted, atol=1e-5, rtol=1e-5)
+    (2 * log_probs + 3 * entropies).sum().backward()
+    torch.testing.assert_close(strided.grad[:, :-1].double(), expected[2], atol=1e-5, rtol=1e-4)
+    assert not bool(strided.grad[:, -1].any())
+    assert next_token_log_probs(logits, ids)[1] is None
+
+
+def test_memory_at_a_large_vocabulary():
+    """Measured by the system: a few chunks in the forward pass, and also the gradient, in the logits' dtype, in the
+    backward pass.
+
+    At 8,192 tokens the logits are 16 times as large, and the chunks are the same.
+    """
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs the peak resident size, which Linux tells")
+    logits = torch.full((512, 152_064), 0.5, dtype=torch.bfloat16).requires_grad_()
+    tokens = torch.arange(512)
+    chunks = 3 * 4 * CHUNK  # float32, and their temporary copies
+    (log_probs, entropies), peak = peak_of(lambda: token_log_probs(logits, tokens, temperature=0.7, entropy=True))
+    assert peak < chunks
+    _, peak = peak_of((log_probs + entropies).sum().backward)
+    assert peak < logits.nbytes + chunks
+
+
+def peak_of(call):
+    """What a call returns, and by how many bytes the resident size grew at most meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at the present size
+    before = resident("VmRSS")
+    value = call()
+    return value, resident("VmHWM") - before
+
+
+def resident(name):
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
 def test_entropy_without_gradient_uses_no_extra_memory():
-    """Only the softmax is kept for the backward pass, once."""
+    """Only the logits are kept for the backward pass, which exist anyway."""
     logits = torch.randn(4, 1000, requires_grad=True)
     kept = {}
 

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from unittest import mock
 
 import pytest
 import ray
@@ -11,11 +12,14 @@ import torch
 from sync_workers import model
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerError, colocate
+from single_controller.base.executor import Executor
+from single_controller.base.worker import RankInfo
+from workers.rollout.worker import RolloutWorker
 from workers.train import rollout_link
 from workers.weight_sync import WeightSender, WeightSyncError
-from workers.weight_sync.device import DeviceTransport, name_of
+from workers.weight_sync.device import DeviceTransport, SharedBucket, name_of
 from workers.weight_sync.process_group import ProcessGroupTransport
-from workers.weight_sync.protocol import Receivers, Update
+from workers.weight_sync.protocol import Receivers, Update, copy_into, tensor_specs
 
 TRANSPORTS = ["store", "group", "disk", "device"]
 SMALL = 600  # bytes per bucket: several for each sender
@@ -390,3 +394,96 @@ def test_without_proc(rollouts, monkeypatch):
     WeightSender("store", rollouts[1]).send(1, model(seed=1).items())
     with pytest.raises(WeightSyncError, match=r"only on Linux; use 'store', 'group' or 'disk'"):
         DeviceTransport()._take(torch.device("cpu"), 1)
+
+
+class FourDevices:
+    """What `torch.cuda` says of the current device where there are four: each thread begins with device 0."""
+
+    def __init__(self, monkeypatch):
+        self._thread = threading.local()
+        self.waited_for, self.opened_on = [], []
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+        for name, answer in {
+            "is_available": lambda: True,
+            "device_count": lambda: 4,
+            "current_device": self.current,
+            "set_device": self.select,
+            "device": self.inside,
+            "synchronize": lambda device=None: self.waited_for.append(self.index(device)),
+            "ipc_collect": lambda: None,
+            "get_device_properties": lambda device: mock.Mock(uuid=f"uuid {self.index(device)}"),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", self.rebuild)
+
+    def index(self, device):
+        if isinstance(device, torch.device):
+            return device.index
+        return self.current() if device is None else device
+
+    def current(self):
+        return getattr(self._thread, "index", 0)
+
+    def select(self, device):
+        self._thread.index = self.index(device)
+
+    @contextlib.contextmanager
+    def inside(self, device):
+        before = self.current()
+        self.select(device)
+        yield
+        self.select(before)
+
+    def rebuild(self, *arguments):
+        self.opened_on.append(arguments[6])
+        return arguments[0]  # in place of the tensor's class: the memory itself
+
+
+class WhereEngine(sync_workers.ToyEngine):
+    """Notes the current device of the thread that brings weights."""
+
+    def __init__(self):
+        super().__init__({"w": (3,)}, torch.float32)
+        self.seen = []
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.seen.append(torch.cuda.current_device())
+
+
+class BareReceiver(sync_workers.WeightReceiver):
+    """Selects no device."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine = engine()
+
+
+@pytest.mark.parametrize("worker", [RolloutWorker, BareReceiver])
+def test_memory_is_opened_on_the_workers_own_device_on_every_thread(worker, monkeypatch):
+    """As with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, where a worker sees all devices of its host."""
+    devices = FourDevices(monkeypatch)
+    info = RankInfo(0, 1, 2, 4, "127.0.0.1", 0, device_ids=("2",))
+    executor = Executor("here", lambda value: value, in_process=True)
+    assert executor.start(info, lambda: {None: (worker, (WhereEngine,), {})}).failure is None
+    receiver = executor.workers[None]
+    bucket = [("w", torch.arange(3.0))]
+    specs, nbytes = tensor_specs(bucket)
+    flat = torch.empty(nbytes, dtype=torch.uint8)
+    copy_into(flat, specs, bucket)
+    handle = (flat, None, None, None, None, None, 0)  # the sender sees the device as its first
+
+    seen = []
+
+    def update():
+        seen.append(executor.call(None, "execute_func_rank_zero", (torch.cuda.current_device,), {}))
+        receiver_id = executor.call(None, "begin_weights", ("key", 1, "sender"), {}).id
+        executor.call(None, "receive_weights", ("key", SharedBucket({receiver_id: handle}, nbytes, specs)), {})
+        executor.call(None, "finish_weights", ("key",), {})
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join()
+    assert receiver.weight_version == 1 and receiver.engine.weights["w"].tolist() == [0.0, 1.0, 2.0]
+    assert (devices.opened_on, receiver.engine.seen, devices.waited_for) == ([2], [2], [2])
+    assert seen == [2 if worker is RolloutWorker else 0]  # an engine may depend on it in any method

@@ -1,9 +1,15 @@
 """Helpers for tests of train groups: rollouts, groups that are initialized again, functions that run on the ranks."""
 
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
+
 import ray
 import torch
 from reference import random_prompts, sample, small_llama
 from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.train.group import RayTrainGroup
 
@@ -49,10 +55,70 @@ def distance(one, other):
     return max((one[name].float() - other[name].float()).abs().max().item() for name in names)
 
 
+class HostReads(TorchDispatchMode):
+    """Counts where this library would wait for a CUDA device: numbers read from tensors, and copies to the host.
+
+    Reads by `workers.train.micro_batches` do not count, because the rows that it cuts are in host memory.
+
+    Attributes:
+        places: function -> how often it, or what it called in torch, read.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.places = Counter()
+        self._patches = ExitStack()
+
+    def __enter__(self):
+        for name in ("cpu", "numpy", "tolist"):  # without an effect on CPU tensors, and so not dispatched
+            self._patches.enter_context(
+                mock.patch.object(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+            )
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._patches.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self._count()
+        return func(*args, **(kwargs or {}))
+
+    def _counted(self, method):
+        def counted(tensor, *args, **kwargs):
+            self._count()
+            return method(tensor, *args, **kwargs)
+
+        return counted
+
+    def _count(self):
+        frame = sys._getframe(1)
+        while frame is not None:
+            module = frame.f_globals.get("__name__", "")
+            # megatron's stand-in for CUDA is between torch's functions and their callers
+            if module.partition(".")[0] not in ("torch", __name__) and module != "workers.megatron.cpu":
+                break
+            frame = frame.f_back
+        if module.startswith("workers.") and module != "workers.train.micro_batches":
+            self.places[f"{module}.{frame.f_code.co_name}"] += 1
+
+
 def saved(model, folder):
     """Save the model; return its Hugging Face folder."""
     model.save_pretrained(folder)
     return str(folder)
 
 
-__all__ = ["begin", "distance", "learn", "lucky", "rollout", "saved", "small_llama", "torch", "whole_weights"]
+__all__ = [
+    "HostReads",
+    "begin",
+    "distance",
+    "learn",
+    "lucky",
+    "rollout",
+    "saved",
+    "small_llama",
+    "torch",
+    "whole_weights",
+]

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from workers.fsdp.build import build, mesh_of, shard, take_weights
 from workers.fsdp.checkpoint import FSDPCheckpoints
-from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
+from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
-from workers.train.token_log_probs import token_log_probs
+from workers.train.token_log_probs import next_token_log_probs
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class FSDPTrainModel(TrainModel):
         needed = {name: data[name] for name in ("input_ids", "attention_mask")}
         parts = self._cut(needed)
         with self._running():
-            outputs = [run(part.to(self.device)).float().cpu() for part in parts]
+            outputs = [run(part.to(self.device)).float() for part in parts]
         shape = tuple(data["input_ids"].shape)
         whole = restore(outputs, parts, (shape[0], shape[1]))
         return whole.masked_fill_(_first_tokens(data["attention_mask"]), 0.0)
@@ -130,7 +130,7 @@ class FSDPTrainModel(TrainModel):
         """See `TrainModel`."""
         self.module.train()
         self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
-        sums: dict[str, torch.Tensor] = {}
+        reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
         with self._running():
             for part in parts:
@@ -138,24 +138,23 @@ class FSDPTrainModel(TrainModel):
                 total, reported = loss(self._outputs(here, temperature, entropy), here)
                 # FSDP averages gradients over the ranks, but the loss of a step is the sum over the ranks.
                 (total * dist.get_world_size()).backward()
-                for name, value in {"loss": total, **reported}.items():
-                    sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
+                # Numbers stay on the device until the step's end: reading one waits for all work before it.
+                named = {"loss": total, **reported}
+                reports.append({name: value.detach().to(self.device, torch.float64) for name, value in named.items()})
         norm = self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if math.isfinite(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return StepReport(self._summed(sums), norm)
+        return StepReport(self._summed(reports), norm)
 
     def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
         # Padding is on the right, so the model's own causal mask hides it from real tokens.
         logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
-        before = logits[:, :-1]
         if self.role == "critic":
-            return TokenOutputs(values=F.pad(before.float().squeeze(-1), (1, 0)))
-        log_probs, spread = token_log_probs(before, part.input_ids[:, 1:], temperature=temperature, entropy=entropy)
-        return TokenOutputs(F.pad(log_probs, (1, 0)), None if spread is None else F.pad(spread, (1, 0)), None)
+            return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
+        return TokenOutputs(*next_token_log_probs(logits, part.input_ids, temperature=temperature, entropy=entropy))
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -185,11 +184,10 @@ class FSDPTrainModel(TrainModel):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_grad, whole)
         return float(whole)
 
-    def _summed(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-        names = sorted(sums)
-        together = torch.stack([sums[name] for name in names]).to(self.device)
-        dist.all_reduce(together)
-        return dict(zip(names, together.tolist(), strict=True))
+    def _summed(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        names, sums = sum_reports(reports)
+        dist.all_reduce(sums)
+        return dict(zip(names, sums.tolist(), strict=True))
 
     # --- weights ----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workers.device import to_device
 from workers.extras import require
 from workers.megatron.checkpoint import Checkpoints
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models
 from workers.megatron.optimizer import AdamOptions, data_parallel, finite_step, inner_optimizers, make_optimizer
 from workers.megatron.weights import load_hf, read_hf, to_hf
-from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore
+from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
-from workers.train.token_log_probs import token_log_probs
+from workers.train.token_log_probs import next_token_log_probs
 
 
 class MegatronTrainModel(TrainModel):
@@ -73,6 +74,8 @@ class MegatronTrainModel(TrainModel):
         self._interleaved = len(self.models) > 1
         self.config.variable_seq_lengths = not self._interleaved
         self._chunks = self._wrapped()
+        # Megatron's wrapper would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.
+        self._uncast = {"fp32_output": False} if self.config.bf16 or self.config.fp16 else {}
         self._optimizer: Any = None
         if options is not None:
             self._chunks = data_parallel(self.config, self._chunks, options.distributed)
@@ -133,7 +136,9 @@ class MegatronTrainModel(TrainModel):
             total, sums = loss(self._outputs(batch, output, temperature, entropy), batch)
             if not total.requires_grad:  # no token counts here, but the other stages wait for gradients
                 total = total + output.flatten()[:0].sum()
-            report = {name: value.detach().double() for name, value in {**sums, "loss": total}.items()}
+            # Numbers stay on the device until the step's end: reading one waits for all work before it.
+            named = {**sums, "loss": total}
+            report = {name: value.detach().to(output.device, torch.float64) for name, value in named.items()}
             # The schedule divides the loss it is given in place, so it gets a copy; 0 tokens means "do not divide".
             return total.clone(), torch.zeros([], dtype=torch.int, device=output.device), report
 
@@ -150,13 +155,13 @@ class MegatronTrainModel(TrainModel):
             chunk.eval()
 
         def finish(batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = True) -> Any:
-            return compute(batch, output)
+            return compute(batch.to(output.device), output)
 
         outputs = self._run_pipeline(micro_batches, finish, forward_only=True)
         if not _is_last_stage():
             return None
         rows, tokens = data["input_ids"].shape
-        return restore([tensor.cpu() for tensor in outputs], micro_batches, (rows, tokens))
+        return restore(outputs, micro_batches, (rows, tokens))
 
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         ids, vocab_size = data["input_ids"], int(self.hf_config.vocab_size)
@@ -189,7 +194,7 @@ class MegatronTrainModel(TrainModel):
 
         def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(iterator)
-            ids = batch.input_ids.to(self.device)
+            ids = to_device(batch.input_ids, self.device)
             if self._interleaved:
                 rows, tokens = ids.shape
                 ids = torch.nn.functional.pad(ids, (0, most_tokens - tokens, 0, most_rows - rows))
@@ -197,7 +202,7 @@ class MegatronTrainModel(TrainModel):
             positions = torch.arange(tokens, device=ids.device).expand(rows, tokens)
             # Padding is on the right, so the causal mask hides it from real tokens.
             hidden = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=ids.device).triu(1)
-            return chunk(ids, positions, hidden), partial(finish, batch)
+            return chunk(ids, positions, hidden, **self._uncast), partial(finish, batch)
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
@@ -212,26 +217,30 @@ class MegatronTrainModel(TrainModel):
         return results
 
     def _outputs(self, batch: MicroBatch, output: torch.Tensor, temperature: float, entropy: bool) -> TokenOutputs:
-        """The model's output, moved to the token it is about: the output after token t - 1 goes to position t."""
+        """The model's output, moved to the token it is about: the output after token t - 1 goes to position t.
+
+        Args:
+            batch: on the output's device.
+            output: (b, s, ...), with rows and tokens of padding after the batch's own if the pipeline is interleaved.
+            temperature: divides the logits.
+            entropy: whether to compute entropies.
+        """
         from megatron.core import parallel_state
 
         rows, tokens = batch.input_ids.shape
-        before = output[:rows, : tokens - 1]
-
-        def shifted(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else torch.nn.functional.pad(values, (1, 0))
-
+        if self._interleaved:
+            output = output[:rows, :tokens]
         if self.role == "critic":
-            return TokenOutputs(values=shifted(before[..., 0].float()))
-        log_probs, entropies = token_log_probs(
-            before,
-            batch.input_ids[:, 1:].to(output.device),
+            return TokenOutputs(values=torch.nn.functional.pad(output[:, :-1, 0].float(), (1, 0)))
+        log_probs, entropies = next_token_log_probs(
+            output,
+            batch.input_ids,
             temperature=temperature,
             entropy=entropy,
             vocab_size=int(self.hf_config.vocab_size),
             group=parallel_state.get_tensor_model_parallel_group(),
         )
-        return TokenOutputs(log_probs=shifted(log_probs), entropy=shifted(entropies))
+        return TokenOutputs(log_probs=log_probs, entropy=entropies)
 
     def _sum_over_ranks(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over all micro-batches and dp ranks, broadcast to every stage."""
@@ -241,7 +250,8 @@ class MegatronTrainModel(TrainModel):
         if _is_last_stage():
             group = state.get_data_parallel_group(with_context_parallel=True)
             by_rank: list[Any] = [None] * group.size()
-            own = _sum([{name: value.item() for name, value in report.items()} for report in reports])
+            names, totals = sum_reports(reports)
+            own = dict(zip(names, totals.tolist(), strict=True))
             dist.all_gather_object(by_rank, own, group)
             sums = [_sum(by_rank)]
         dist.broadcast_object_list(
@@ -266,14 +276,27 @@ class MegatronTrainModel(TrainModel):
             self._optimizer.reload_model_params()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """As in `TrainModel`: one flat tensor over each storage. Covers parameters, Megatron's buffers of parameters
-        and gradients, the optimizer's float32 parameters and its state."""
+        """As in `TrainModel`: one flat tensor over each storage. Covers parameters, Megatron's buffers of parameters,
+        the optimizer's float32 parameters and its state."""
+        return self._storages(self._held())
+
+    def scratch(self) -> Iterator[torch.Tensor]:
+        """As in `TrainModel`: Megatron's buffers of gradients, which `train_step` sets to 0 first."""
+        return self._storages(buffer.grad_data for buffer in self._buffers())
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         seen = set()
-        for tensor in self._held():
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == self.device.type and storage._cdata not in seen:
                 seen.add(storage._cdata)
                 yield torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+    def _buffers(self) -> Iterator[Any]:
+        """Megatron's buffers, which its DistributedDataParallel creates: none without an optimizer."""
+        if self._optimizer is not None:
+            for chunk in self._chunks:
+                yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _held(self) -> Iterator[torch.Tensor]:
         for model in self.models:
@@ -281,9 +304,7 @@ class MegatronTrainModel(TrainModel):
             yield from model.buffers()
         if self._optimizer is None:
             return
-        for chunk in self._chunks:
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                yield from (tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None)
+        yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
         for group in self._optimizer.param_groups:
             yield from group["params"]
         for inner in inner_optimizers(self._optimizer):

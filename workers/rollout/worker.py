@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from single_controller import Dispatch, register
-from workers.device import take_device
+from workers.device import take_device, use_device
 from workers.rollout.engine import Completion, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError
 from workers.weight_sync import WeightReceiver
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Generated(NamedTuple):
@@ -51,10 +54,11 @@ class RolloutWorker(WeightReceiver):
     """
 
     engine: RolloutEngine
+    _taken: torch.device | None = None
 
     def __init__(self, engine: Callable[..., RolloutEngine] | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        take_device(self.local_rank, self.device_ids)
+        self._taken = take_device(self.local_rank, self.device_ids)
         if engine is None:
             from workers.rollout.hf_engine import HFEngine
 
@@ -70,6 +74,10 @@ class RolloutWorker(WeightReceiver):
                 f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
             )
         self.weight_version = 0
+
+    def _prepare_thread(self) -> None:
+        super()._prepare_thread()
+        use_device(self._taken)
 
     @register(Dispatch.DP_COMPUTE_PROTO, uneven="ragged")
     def generate(

@@ -106,6 +106,7 @@ class TrainArgs:
         0.0, "gae: weight of the KL divergence (k1) that is subtracted from each token's reward", least=0
     )
     entropy_coef: float = _key(0.0, "weight of the entropy bonus")
+    calculate_entropy: bool = _key(False, "report the metric entropy also if entropy_coef is 0")
     loss_aggregation: str = _key(
         "token",
         "token: mean over all tokens; sequence: mean over the completions' means",

@@ -22,8 +22,8 @@ class DeviceMemory:
     """The device memory of tensors that can be offloaded.
 
     The tensors stay the same objects and have the same contents after `wake_up`. Do not use them in between. Their
-    address may change, unless torch_memory_saver is used. Tensors that share a storage are moved once, with the whole
-    storage. If there is CUDA, tensors on the CPU are not moved.
+    address may change, unless torch_memory_saver is used; that of scratch tensors may change in any case. Tensors that
+    share a storage are moved once, with the whole storage. If there is CUDA, tensors on the CPU are not moved.
 
     torch_memory_saver is used if there is CUDA, it can be imported, and the process was started with it
     (``TMS_INIT_ENABLE=1``, ``TMS_INIT_ENABLE_CPU_BACKUP=1`` and its library in ``LD_PRELOAD``). It then frees
@@ -31,14 +31,25 @@ class DeviceMemory:
 
     Args:
         tensors: returns the tensors to offload; called by each `sleep`.
+        scratch: returns tensors whose contents nobody needs, such as gradient buffers between steps. Their memory is
+            freed without a copy, and they are all zeros after `wake_up`. A storage that is also one of ``tensors`` is
+            copied.
         keep: keep the host memory for the next `sleep`. Pinning and touching new memory takes longer than the copy.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], *, keep: bool = True) -> None:
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[torch.Tensor]],
+        scratch: Callable[[], Iterable[torch.Tensor]] = tuple,
+        *,
+        keep: bool = True,
+    ) -> None:
         self._tensors = tensors
+        self._scratch = scratch
         self._keep = keep
-        self._asleep = False
+        self._asleep = self._paused = False
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._host: dict[int, torch.Tensor] = {}
 
     @property
@@ -50,8 +61,16 @@ class DeviceMemory:
     def paused(self) -> bool:
         """Whether torch_memory_saver has paused all device memory of the process. Until `wake_up`, none of it may be
         freed or allocated."""
-        return self._asleep and saver_preloaded()
+        return self._paused
 
+    @property
+    def nbytes(self) -> int:
+        """Host memory in bytes that the copies take, including what is kept for the next `sleep`. Without what
+        torch_memory_saver takes."""
+        moved = {storage._cdata: memory for storage, memory in self._moved}
+        return sum(memory.numel() for memory in {**self._host, **moved}.values())
+
+    @torch.no_grad()
     def sleep(self) -> int:
         """Offload the tensors to host memory. Does nothing if they are offloaded already.
 
@@ -60,7 +79,19 @@ class DeviceMemory:
         """
         if self._asleep:
             return 0
-        freed = _pause() if saver_preloaded() else self._empty()
+        kept = _storages(self._tensors())
+        if saver_preloaded():
+            # torch_memory_saver copies whatever is allocated when it pauses, so the scratch tensors' memory goes first.
+            freed = self._drop(kept)
+            try:
+                freed += _pause()
+            except BaseException:
+                self._fill()
+                raise
+            self._paused = True
+        else:
+            freed = self._empty(kept) + self._drop(kept)
+            _empty_cache()
         self._asleep = True
         return freed
 
@@ -72,14 +103,27 @@ class DeviceMemory:
         """
         if not self._asleep:
             return 0
-        taken = _resume() if saver_preloaded() else self._fill()
+        taken = 0
+        if self._paused:  # if `_fill` fails, the next call does not resume again
+            taken, self._paused = _resume(), False
+        taken += self._fill()
         self._asleep = False
         return taken
 
-    @torch.no_grad()
-    def _empty(self) -> int:
+    def _drop(self, kept: Iterable[torch.UntypedStorage]) -> int:
+        """Free the memory of the scratch tensors. `_fill` brings it back."""
+        copied = {storage._cdata for storage in kept}
+        storages = [one for one in _storages(self._scratch()) if one.nbytes() and one._cdata not in copied]
+        _synchronize(storages)  # collectives on other streams may still read gradients
+        for storage in storages:
+            self._dropped.append((storage, storage.nbytes()))
+            storage.resize_(0)
+        return sum(nbytes for _, nbytes in self._dropped)
+
+    def _empty(self, kept: Iterable[torch.UntypedStorage]) -> int:
+        """Copy storages to host memory, and free their own. `_fill` brings them back."""
         host: dict[int, torch.Tensor] = {}
-        storages = [one for one in _storages(self._tensors()) if one.nbytes()]
+        storages = [one for one in kept if one.nbytes()]
         try:
             for storage in storages:
                 memory = self._host.get(storage._cdata)
@@ -93,7 +137,6 @@ class DeviceMemory:
         self._moved = [(storage, host[storage._cdata]) for storage in storages]
         for storage in storages:
             storage.resize_(0)
-        _empty_cache()
         return sum(memory.numel() for _, memory in self._moved)
 
     @torch.no_grad()
@@ -101,9 +144,12 @@ class DeviceMemory:
         for storage, memory in self._moved:
             storage.resize_(memory.numel())
             _bytes_of(storage).copy_(memory, non_blocking=True)
+        for storage, nbytes in self._dropped:
+            storage.resize_(nbytes)
+            _bytes_of(storage).zero_()
         _synchronize([storage for storage, _ in self._moved])
-        taken = sum(memory.numel() for _, memory in self._moved)
-        self._moved = []
+        taken = sum(memory.numel() for _, memory in self._moved) + sum(nbytes for _, nbytes in self._dropped)
+        self._moved, self._dropped = [], []
         return taken
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.device import to_device
+
 _FILLER_TOKENS = 2  # an input and a target, so that a model that shifts by one has a token left
 
 
@@ -47,12 +49,12 @@ class MicroBatch:
         return not len(self.rows)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on a device; ``rows`` and ``starts`` stay on the CPU."""
+        """Return a copy on a device; ``rows`` and ``starts`` stay on the CPU. The device is not waited for."""
         return dataclasses.replace(
             self,
-            input_ids=self.input_ids.to(device),
-            lengths=self.lengths.to(device),
-            others={name: value.to(device) for name, value in self.others.items()},
+            input_ids=to_device(self.input_ids, device),
+            lengths=to_device(self.lengths, device),
+            others={name: to_device(value, device) for name, value in self.others.items()},
         )
 
 
@@ -99,7 +101,8 @@ def cut_by_tokens(
 def restore(
     outputs: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Scatter outputs of micro-batches back to the positions that their tokens have in the batch.
+    """Scatter outputs of micro-batches back to the positions that their tokens have in the batch, on the CPU. If they
+    are on a device, it is waited for once.
 
     Args:
         outputs: one (b, s) tensor per micro-batch, all of one dtype and device. Values at padding, and the outputs of
@@ -108,27 +111,44 @@ def restore(
         shape: (B, T) of the batch.
 
     Returns:
-        (B, T), 0 at padding, with the outputs' dtype and device (float32 on the CPU if there are none).
+        (B, T) on the CPU, 0 at padding, with the outputs' dtype (float32 if there are none).
 
     Raises:
         ValueError: there is not one output per micro-batch, or one has another shape than its micro-batch.
     """
     if len(outputs) != len(micro_batches):
         raise ValueError(f"restore: got {len(outputs)} outputs for {len(micro_batches)} micro-batches")
-    whole = outputs[0].new_zeros(shape) if outputs else torch.zeros(shape)
     for k, (output, micro_batch) in enumerate(zip(outputs, micro_batches, strict=True)):
         if output.shape != micro_batch.input_ids.shape:
             raise ValueError(
                 f"restore: output {k} has shape {tuple(output.shape)}, but its micro-batch has "
                 f"{tuple(micro_batch.input_ids.shape)}"
             )
+    if not outputs:
+        return torch.zeros(shape)
+    flat = torch.cat([output.reshape(-1) for output in outputs]).cpu()
+    whole = flat.new_zeros(shape)
+    parts = flat.split([output.numel() for output in outputs])
+    for part, output, micro_batch in zip(parts, outputs, micro_batches, strict=True):
         if micro_batch.is_filler:
             continue
-        lengths = micro_batch.lengths.cpu()
-        row, column = (torch.arange(output.shape[1]) < lengths[:, None]).nonzero(as_tuple=True)
-        to = (micro_batch.rows[row], micro_batch.starts[row] + column)
-        whole[tuple(index.to(whole.device) for index in to)] = output[row.to(output.device), column.to(output.device)]
+        row, column = (torch.arange(output.shape[1]) < micro_batch.lengths.cpu()[:, None]).nonzero(as_tuple=True)
+        whole[micro_batch.rows[row], micro_batch.starts[row] + column] = part.view(output.shape)[row, column]
     return whole
+
+
+def sum_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[str], torch.Tensor]:
+    """Sum what the loss function reported for each micro-batch, on the device.
+
+    Args:
+        reports: by micro-batch; scalars, all of one dtype and device. Not every report needs to have every name.
+
+    Returns:
+        The names, sorted, and (names,) their sums. Read them with one copy from the device, not one per number.
+    """
+    names = sorted({name for report in reports for name in report})
+    sums = [torch.stack([report[name] for report in reports if name in report]).sum() for name in names]
+    return names, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
 
 def _spans(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,8 +100,13 @@ class TrainModel(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Return all tensors that this rank keeps on its device between steps: parameters, gradient buffers, optimizer
-        state."""
+        """Return all tensors that this rank keeps on its device between steps, except `scratch`: parameters, optimizer
+        state, and gradient buffers with gradients that the next step reads."""
+
+    def scratch(self) -> Iterator[torch.Tensor]:
+        """Return the tensors that this rank keeps on its device between steps, but whose contents the next step does
+        not read, such as gradient buffers that it sets to 0. None by default."""
+        return iter(())
 
     @abstractmethod
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -126,7 +126,7 @@ class ModelWorker(TrainWorker):
             self.tokenizer = read_tokenizer(self.args)
         self.vocab_size = vocab_size_of(self.args, hf_config, self.tokenizer)
         self.model = self.make_model(hf_config)
-        self.memory = DeviceMemory(self.model.tensors)
+        self.memory = DeviceMemory(self.model.tensors, self.model.scratch)
         self.backup = WeightBackup(self.model.weights, after=self.model.weights_changed)
         if with_ref:
             if self.args.ref_load is not None:

@@ -131,7 +131,7 @@ class PolicyTrainWorker(ModelWorker):
                 part["loss_weights"] = weights / total
                 lr = self._lr()
                 temperature = args.temperature if self.role == "actor" else 1.0
-                entropy = self.role == "actor"
+                entropy = self.role == "actor" and bool(args.entropy_coef or args.calculate_entropy)
                 reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
                 self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # otherwise the fp16 step was skipped
         sums: dict[str, float] = {"grad_norm": 0.0}

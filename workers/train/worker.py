@@ -153,7 +153,7 @@ class TrainWorker(Worker, ABC):
     @register(Dispatch.ONE_TO_ALL)
     @abstractmethod
     def sleep(self) -> int | None:
-        """Move weights, gradients and optimizer state to host memory. Returns the freed device bytes."""
+        """Move weights and optimizer state to host memory, and free gradients. Returns the freed device bytes."""
 
     @register(Dispatch.ONE_TO_ALL)
     @abstractmethod

@@ -132,25 +132,29 @@ class SharedBucket(Message):
     def receive(self, receiver: Any, key: str) -> None:
         """See `Message.receive`."""
         receiver.check_update(key)
-        with self._opened(self.handles[receiver.receiver_id]) as flat:
+        here = device(receiver.local_rank, receiver.device_ids)
+        with self._opened(self.handles[receiver.receiver_id], here) as flat:
             receiver.load_bucket(key, views(flat, self.specs))
 
     @contextmanager
-    def _opened(self, handle: Any) -> Iterator[torch.Tensor]:
+    def _opened(self, handle: Any, here: torch.device) -> Iterator[torch.Tensor]:
+        """Open the memory on the receiver's device, which is also the current one inside. Torch keeps the current
+        device per thread, and the thread that runs a method of a worker may never have selected one."""
         if isinstance(handle, str):
             yield _mapped(handle, self.nbytes)
             return
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         arguments = list(handle)
-        arguments[6] = torch.cuda.current_device()  # the sender may see the same device under another index
-        flat = rebuild_cuda_tensor(*arguments)
-        try:
-            yield flat
-        finally:
-            torch.cuda.synchronize()  # the sender overwrites the memory with the next bucket
-            del flat
-            torch.cuda.ipc_collect()
+        arguments[6] = here.index  # the sender may see the same device under another index
+        with torch.cuda.device(here):
+            flat = rebuild_cuda_tensor(*arguments)
+            try:
+                yield flat
+            finally:
+                torch.cuda.synchronize(here)  # the sender overwrites the memory with the next bucket
+                del flat
+                torch.cuda.ipc_collect()
 
 
 class SharedMemory:

@@ -5,18 +5,19 @@ Starting processes is slow: groups of one, two and four ranks serve all tests an
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import ray
 import torch
 from reference import ReferenceGRPO, small_llama
-from train_helpers import begin, distance, learn, rollout, saved, whole_weights
+from train_helpers import HostReads, begin, distance, learn, rollout, saved, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
 
-from single_controller import WorkerError
+from single_controller import Broadcast, WorkerError
 from workers.train.args import TrainArgsError
 from workers.train.hf_files import ModelFilesError
+from workers.train.micro_batches import cut_by_tokens
 from workers.train.rollout_data import RolloutDataError
 
 pytestmark = pytest.mark.timeout(180)
@@ -130,11 +131,13 @@ def test_tied_embeddings_and_biases(start, way, tmp_path):
                          vocab_size=32, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config).eval()
-    group = start(way, hf_checkpoint=saved(model, tmp_path))
+    group = start(way, hf_checkpoint=saved(model, tmp_path), calculate_entropy=True)
     plain = ReferenceGRPO(model)
     for step in range(2):
         rows = other_rollout(plain.model, seed=step)
-        assert learn(group, step, rows)["loss"] == pytest.approx(plain.step(rows)["loss"], abs=1e-4)
+        metrics, expected = learn(group, step, rows), plain.step(rows)
+        assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert metrics["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)
     found = whole_weights(group)
     assert "lm_head.weight" not in found
     assert distance(found, plain.weights()) < 1e-4
@@ -146,8 +149,37 @@ def test_several_epochs_over_one_rollout(start, way, data):
     group = start(way, ppo_epochs=3)
     plain = ReferenceGRPO(small_llama())
     plain.step(data, epochs=3)
-    assert learn(group, 0, data)["clip_fraction"] > 0
+    metrics = learn(group, 0, data)
+    assert metrics["clip_fraction"] > 0
+    assert "entropy" not in metrics  # it is neither in the loss nor requested
     assert distance(whole_weights(group), plain.weights()) < 1e-4
+
+
+@ways(FSDP2, TP2, PP2)
+def test_no_number_is_read_per_micro_batch(start, way, data):
+    """On CUDA each such read waits for all work on the device. How many there are in a step does not depend on how many
+    micro-batches it has."""
+    group = start(way, with_ref=True, kl_loss_coef=0.01, entropy_coef=0.01)
+    learn(group, 0, data)  # the optimizer's first step creates its state
+    found = [
+        group.worker_group.execute_with_func_generator(reads_in_a_step, Broadcast(data[:12]), most)
+        for most in (1000, 16)
+    ]
+    for (few, reads), (many, more) in zip(*found, strict=True):
+        assert few < many
+        assert reads == more
+
+
+def reads_in_a_step(worker, data, most):
+    """(micro-batches of this rank's rows, where a step on them reads numbers from tensors)."""
+    rows = data[worker._dp_rank :: worker.get_parallel_config()["dp_size"]]
+    if worker.args.train_backend == "fsdp":
+        worker.model.options = replace(worker.model.options, max_tokens_per_micro_batch=most)
+    else:
+        worker.model.max_tokens = most
+    with HostReads() as reads:
+        worker.train(0, rows)
+    return len(cut_by_tokens(rows, most)), dict(reads.places)
 
 
 @ways(FSDP2, TP2)
@@ -273,6 +305,12 @@ def test_export_is_a_hugging_face_model(start, way, data, tmp_path):
     torch.testing.assert_close(found, ReferenceGRPO(model).log_probs(data), atol=1e-5, rtol=1e-4)
 
 
+def gradient_bytes(worker):
+    """Size of Megatron's gradients, which are float32 and padded."""
+    chunks = getattr(worker.model, "_chunks", [])
+    return sum(4 * buffer.numel for chunk in chunks for buffer in chunk.buffers)
+
+
 @pytest.mark.parametrize(
     ("way", "options", "bytes_per_parameter", "more"),
     [
@@ -288,6 +326,10 @@ def test_offload_frees_all_memory_and_onload_restores_it(start, data, way, optio
     learn(group, 0, data)
     before = whole_weights(group)
     freed = group.offload()
+    copied = sum(group.worker_group.execute_with_func_generator(lambda worker: worker.memory.nbytes))
+    gradients = sum(group.worker_group.execute_with_func_generator(gradient_bytes))
+    assert (gradients > 0) == (way.backend == "megatron")
+    assert copied == freed - gradients  # the next step sets them to 0
     assert freed == pytest.approx(bytes_per_parameter * sum(p.numel() for p in small_llama().parameters()), rel=more)
     with pytest.raises(WorkerError, match="this worker is offloaded; call onload"):
         group.worker_group.train(1, data)

@@ -1,0 +1,45 @@
+"""docs/limits.md names the functions that do something else on CUDA than on the CPU: no test runs those lines."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "limits.md"
+
+
+def test_every_function_with_lines_for_cuda_is_listed():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    listed = set()
+    for row in rows:
+        file, *functions = re.findall("`([^`]+)`", row)
+        listed |= {f"{file}: {function}" for function in functions}
+    found = {f"{path.relative_to(ROOT)}: {name}" for path in sources() for name in functions_for_cuda(path)}
+    assert found - listed == set(), "add them to the table of docs/limits.md"
+    assert listed - found == set(), "remove them from the table of docs/limits.md"
+
+
+def sources():
+    return (path for part in ("dispatch", "single_controller", "workers") for path in (ROOT / part).rglob("*.py"))
+
+
+def functions_for_cuda(path):
+    """Names of the functions whose own lines ask whether there is CUDA, or call it."""
+
+    def visit(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                yield from visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and any(map(is_for_cuda, child.body)):
+                yield prefix + child.name
+
+    return visit(ast.parse(path.read_text()), "")
+
+
+def is_for_cuda(statement):
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "pin_memory"))
+        or (isinstance(node, ast.Name) and node.id == "has_cuda")
+        or (isinstance(node, ast.Constant) and node.value in ("cuda", "nccl"))
+        for node in ast.walk(statement)
+    )
