@@ -1289,12 +1289,12 @@ def _with_resource(name):
 
 NO_GROUP = re.compile(
     "mode-|execute-mode-(unk|is)|new-|update-|register-|mesh-name|batch-type|class-(no|an?|its|option|resource)-"
-    "|constructor-(unk|too-m|mis)|layout-(axes|no)|pool-|merge-|split-|slice-|slot-|place-"
+    "|constructor-(unk|too-m|mis|none)|layout-(axes|no)|pool-|merge-|split-|slice-|slot-|place-"
 )
 """Rows that create no group, or are about pools. They run once, in the Ray test."""
 
 ONLY_ON_RAY = re.compile(
-    "env-|master-|group-(arguments|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-(os|kill|abort|future|all)"
+    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-(os|kill|abort|future|all)"
     "|killed|closed-by-its-pool|closed-pool|future-(of-a-dead-rank|that-never-comes)|constructor-(exits|fails|argument-does-not-unpickle)"
     "|class-of-a-module|(send|result)-(what-)?does-not-unpickle|raise-(while|then)|timeout-of-a-wait"
 )
@@ -1302,7 +1302,7 @@ ONLY_ON_RAY = re.compile(
 that `test_futures` and `test_failure` cover too."""
 
 DEPENDS_ON_RAY = re.compile(
-    "env-|master-|group-(arguments|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-kill|killed-under"
+    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-kill|killed-under"
     "|closed-by-its-pool|closed-pool|future-of-a-dead-rank|constructor-argument|class-(of-a-module|does-not-pickle)"
     "|send-|result-does-not|raise-(on-one-rank|what-|huge)|timeout-of-a-wait"
 )
