@@ -482,6 +482,12 @@ class RayResourcePool(Closing, ResourcePool):
 
     # --- the inside -------------------------------------------------------------------------------------
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a pool cannot be sent to another process. Send a group, which is attached to its workers there, or one of "
+            "pool.pgs, for RayResourcePool.from_placement_group()"
+        )
+
     def _check_open(self) -> None:
         if self.closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")

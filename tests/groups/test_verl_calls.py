@@ -173,6 +173,11 @@ def test_driver_functions_and_calls_by_name(pool):
             3,
         ]
         assert group.execute_func_rank_zero(lambda x, y: x + y, 1, y=2) == 3
+        # A group that a function refers to is attached where the function runs.
+        assert group.execute_with_func_generator(lambda worker: group.world_size) == [4] * 4
+        assert ray.get(ray.remote(lambda: group.execute_rank_zero_sync("plain", 1)).remote()) == 2
+        with pytest.raises(DispatchError, match="a pool cannot be sent to another process"):
+            group.execute_with_func_generator(lambda worker: pool.world_size)
         assert ray.get(group.execute_all_async("plain", x=[1, 2, 3, 4])) == [2, 4, 6, 8]
         assert ray.get(group.execute_rank_zero_async("plain", 1)) == 2
         assert group.execute_rank_zero_sync("plain", 1) == 2
