@@ -203,6 +203,19 @@ class Dispatch(metaclass=_Members):
         """Cut batches over the named mesh that the workers registered with `Worker.register_mesh`."""
         return make_nd_compute_dataproto_dispatch_fn(mesh_name=name)
 
+    @classmethod
+    def remove(cls, mode: DispatchMode | str) -> DispatchMode:
+        """Remove a mode that `register_dispatch_mode` added, and return it. Calls of methods that declare it raise.
+
+        Raises:
+            ValueError: no mode has that name, or it is a built-in one.
+        """
+        member = known_mode(mode)
+        if member._own is not None or member.name in _BUILT_IN:
+            raise ValueError(f"{member!r} was not added by register_dispatch_mode(), so it cannot be removed")
+        del cls._members[member.name], _dispatch_modes[member.name]
+        return member
+
 
 class Execute(metaclass=_Members):
     """Which ranks run a method. `Execute.register` adds a named choice of ranks."""

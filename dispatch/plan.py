@@ -309,10 +309,16 @@ def _plan_rows(
         try:
             shares = share_rows(total, count, uneven)
         except BatchError:
+            # verl's DataProto(auto_padding=True)
+            asks = any(getattr(arguments[key], "is_padding_enabled", bool)() for key in rows)
+            way = (
+                "The padding that the batch itself asks for has no effect: set uneven='pad'"
+                if asks
+                else f"Pass a multiple of {count}, or set uneven='pad' or 'ragged'"
+            )
             reason = (
-                f"has {total} rows, which do not divide over {count} shards ({routing.unit} = {count}). Pass a "
-                f"multiple of {count}, or set uneven='pad' or 'ragged' in @register or for one call: "
-                f"group.{spec.label}.options(uneven='pad')(...)"
+                f"has {total} rows, which do not divide over {count} shards ({routing.unit} = {count}). {way} in "
+                f"@register or for one call: group.{spec.label}.options(uneven='pad')(...)"
             )
             raise _bad_argument(spec, first, reason) from None
         for key in rows:

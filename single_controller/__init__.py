@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         colocate,
         create_colocated_worker_cls,
         create_colocated_worker_cls_fused,
+        create_colocated_worker_raw_cls,
     )
     from single_controller.base.errors import (
         CallTimeoutError,
@@ -92,6 +93,7 @@ __all__ = [
     "colocate",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
     "end_detached",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
@@ -135,6 +137,7 @@ _HOMES = {
     "colocate": "single_controller.base.colocate",
     "create_colocated_worker_cls": "single_controller.base.colocate",
     "create_colocated_worker_cls_fused": "single_controller.base.colocate",
+    "create_colocated_worker_raw_cls": "single_controller.base.colocate",
     "end_detached": "single_controller.ray.attach",
     "make_nd_compute_dataproto_dispatch_fn": "dispatch",
     "merge_resource_pool": "single_controller.ray.pool",

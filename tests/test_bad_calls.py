@@ -1043,8 +1043,8 @@ made("constructor-unknown-argument", TypeError, r"Kit\(\) got an unexpected keyw
      lambda s: RayClassWithInitArgs(Kit, num_gpus=1))
 made("constructor-too-many", TypeError, r"Kit\(\) too many positional arguments",
      lambda s: RayClassWithInitArgs(Kit, 1, 2, 3))
-made("constructor-missing", TypeError, r"Needs\(\) missing a required argument: 'config'",
-     lambda s: RayClassWithInitArgs(Needs))
+made("constructor-none-of-its-own", TypeError, r"Plain\(\) too many positional arguments",
+     lambda s: RayClassWithInitArgs(type("Plain", (Worker,), {}), 1))
 made("class-option-unknown", ValueError, r"nmu_cpus",
      lambda s: RayClassWithInitArgs(Kit).update_options({"nmu_cpus": 1}))
 made("class-option-of-the-group", ValueError, r"update_options\(\): the group sets \['name'\] itself",
@@ -1064,6 +1064,14 @@ group_refused = partial(bad, then=Then.NOTHING_LEFT)
 
 group_refused("group-unknown-option", TypeError, r"unexpected keyword argument 'num_gpus'",
               lambda s: s.group(RayClassWithInitArgs(Starts), num_gpus=1))
+group_refused("group-option-misspelt", TypeError, r"argument 'worker_enf'; did you mean 'worker_env'",
+              lambda s: s.group(RayClassWithInitArgs(Starts), worker_enf={}))
+group_refused("group-option-of-verl", ValueError, r"worker_nsight_options has no effect here: call .*update_options",
+              lambda s: s.group(RayClassWithInitArgs(Starts), profile_steps=[1], worker_nsight_options={"t": "cuda"}))
+group_refused("constructor-missing", TypeError, r"Needs\(\) missing a required argument: 'config'",
+              lambda s: s.group(RayClassWithInitArgs(Needs)))
+group_refused("constructor-missing-local", TypeError, r"Needs\(\) missing a required argument: 'config'",
+              lambda s: LocalWorkerGroup(2, RayClassWithInitArgs(Needs)))
 group_refused("group-class-not-wrapped", TypeError, r"RayClassWithInitArgs\(.*got .*Starts", lambda s: s.group(Starts))
 group_refused("group-arguments-swapped", TypeError, r"resource_pool is a RayResourcePool, got RayClassWithInitArgs",
               lambda s: RayWorkerGroup(RayClassWithInitArgs(Starts), s.pool(2)))
@@ -1281,12 +1289,12 @@ def _with_resource(name):
 
 NO_GROUP = re.compile(
     "mode-|execute-mode-(unk|is)|new-|update-|register-|mesh-name|batch-type|class-(no|an?|its|option|resource)-"
-    "|constructor-(unk|too-m|mis)|layout-(axes|no)|pool-|merge-|split-|slice-|slot-|place-"
+    "|constructor-(unk|too-m|mis|none)|layout-(axes|no)|pool-|merge-|split-|slice-|slot-|place-"
 )
 """Rows that create no group, or are about pools. They run once, in the Ray test."""
 
 ONLY_ON_RAY = re.compile(
-    "env-|master-|group-(arguments|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-(os|kill|abort|future|all)"
+    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-(os|kill|abort|future|all)"
     "|killed|closed-by-its-pool|closed-pool|future-(of-a-dead-rank|that-never-comes)|constructor-(exits|fails|argument-does-not-unpickle)"
     "|class-of-a-module|(send|result)-(what-)?does-not-unpickle|raise-(while|then)|timeout-of-a-wait"
 )
@@ -1294,7 +1302,7 @@ ONLY_ON_RAY = re.compile(
 that `test_futures` and `test_failure` cover too."""
 
 DEPENDS_ON_RAY = re.compile(
-    "env-|master-|group-(arguments|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-kill|killed-under"
+    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-kill|killed-under"
     "|closed-by-its-pool|closed-pool|future-of-a-dead-rank|constructor-argument|class-(of-a-module|does-not-pickle)"
     "|send-|result-does-not|raise-(on-one-rank|what-|huge)|timeout-of-a-wait"
 )

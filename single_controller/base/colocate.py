@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from single_controller.base.pool import ClassWithInitArgs
+from single_controller.base.worker import Worker
 
 
 class Colocated:
@@ -63,3 +66,36 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
     """`colocate` under verl's other name; ``group.fuse(...)``, then ``group.<role>``."""
     return colocate(class_dict)
+
+
+def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type[Worker]:
+    """Return a base class for a worker beside colocated ones, under the name that verl uses.
+
+    A group of a subclass has the subclass's own methods and ``group.<role>``. In the worker, ``self.<role>`` is the
+    role's worker, which is created first.
+
+    Args:
+        class_dict: as for `colocate`.
+
+    Raises:
+        TypeError, ValueError: as for `colocate`, or a worker uses the name of a role itself.
+    """
+    inner = colocate(class_dict)
+    taken = [role for role in inner.roles if hasattr(Worker, role)]
+    if taken:
+        raise ValueError(f"self.{taken[0]} is an attribute of every worker: rename the role")
+    members: dict[str, Any] = {role: property(partial(Worker.role_worker, role=role)) for role in inner.roles}
+    return type(f"Fused_{inner.name}", (Worker,), {**members, _INNER: inner, "__module__": __name__})
+
+
+_INNER = "_colocated"
+"""Where a class made by `create_colocated_worker_raw_cls` has its roles."""
+
+
+def constructors(made: ClassWithInitArgs | Colocated) -> dict[str | None, ClassWithInitArgs]:
+    """role -> class with arguments, in the order of creation. The role of the group's own class is None."""
+    colocated: Colocated | None = made if isinstance(made, Colocated) else getattr(made.cls, _INNER, None)
+    roles: dict[str | None, ClassWithInitArgs] = dict(() if colocated is None else colocated.roles.items())
+    if not isinstance(made, Colocated):
+        roles[None] = made
+    return roles

@@ -142,6 +142,19 @@ class WorkerGroup(CallsByName, Closing):
         """
         return self._layout_with(lambda layout: True)
 
+    @property
+    def _dispatch_info(self) -> dict[str, list[int]]:
+        """For drivers written for verl: `_query_dispatch_info` of every mesh that the workers have registered."""
+        return {name: list(mesh.dp_rank) for name, mesh in self.layout.meshes.items()}
+
+    def _query_dispatch_info(self, mesh_name: str) -> list[int]:
+        """For drivers written for verl: ``group.layout.mesh(mesh_name).dp_rank``, by rank.
+
+        Raises:
+            DispatchError: the workers have registered no such mesh.
+        """
+        return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
+
     tp_size = _axis_size("tp", "tensor-parallel axis")
     pp_size = _axis_size("pp", "pipeline-parallel axis")
     dp_size = _axis_size("dp", "data-parallel axis, without context parallelism")
@@ -248,6 +261,10 @@ class WorkerGroup(CallsByName, Closing):
             ValueError: the interval is not a positive number.
         """
         return Watcher(self._state, on_death, interval)
+
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> Watcher:
+        """`watch` under the name that verl uses for it. A death breaks the group; it does not abort the driver."""
+        return self.watch(interval=every_n_seconds)
 
     def restart(self, ranks: Sequence[int] | None = None) -> None:
         """End the workers and start new ones: in the same slots, with the same constructor arguments.

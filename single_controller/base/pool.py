@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -71,7 +72,8 @@ class ClassWithInitArgs:
     Args:
         cls: a subclass of `Worker`.
         args: positional arguments of its constructor.
-        kwargs: keyword arguments of its constructor.
+        kwargs: keyword arguments of its constructor. Without any arguments, the object may also say of which class
+            running workers are; whether the constructor needs some is then checked when a group starts workers.
 
     Raises:
         TypeError: ``cls`` is not a subclass of `Worker`, or the arguments do not fit its constructor.
@@ -83,14 +85,24 @@ class ClassWithInitArgs:
         self.cls: type[Worker] = cls
         self.args = args
         self.kwargs = kwargs
-        self._check_arguments()
+        if args or kwargs:
+            self.check_arguments()
 
     def __call__(self) -> Worker:
         """Construct the worker in this process, for a unit test of it."""
         return self.cls(*self.args, **self.kwargs)
 
-    def _check_arguments(self) -> None:
-        check_arguments(self.cls.__name__, plain_signature(self.cls.__init__, skip_first=True), self.args, self.kwargs)
+    def check_arguments(self) -> None:
+        """Check that the arguments fit the constructor.
+
+        Raises:
+            TypeError: they do not.
+        """
+        constructor = self.cls.__init__
+        # Worker's own parameter is for constructors that pass it on, see there.
+        own = constructor is not Worker.__init__
+        signature = plain_signature(constructor, skip_first=True) if own else inspect.Signature()
+        check_arguments(self.cls.__name__, signature, self.args, self.kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__})"

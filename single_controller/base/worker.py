@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import warnings
@@ -15,7 +16,11 @@ from dispatch.register import register
 from single_controller.base.errors import LocalEngineError
 from single_controller.base.layout_report import DeviceMesh, LayoutReport, mesh_coordinates
 
-RANK_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+RANK_ENVIRONMENT = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
+    "RAY_LOCAL_WORLD_SIZE",
+)
+"""What a group sets in the environment of each rank. The last one is for workers written for verl."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class RankInfo:
     one_process: bool = False
 
     def environment(self) -> dict[str, str]:
-        """The variables that ``torch.distributed.init_process_group()`` reads."""
+        """`RANK_ENVIRONMENT`: the variables that ``torch.distributed.init_process_group()`` reads, and verl's."""
         values = (
             self.rank,
             self.world_size,
@@ -54,6 +59,7 @@ class RankInfo:
             self.master_addr,
             self.master_port,
             self.node_rank,
+            self.local_world_size,
         )
         return dict(zip(RANK_ENVIRONMENT, map(str, values), strict=True))
 
@@ -100,6 +106,15 @@ class Worker:
     The rank and the other properties are available in the constructor. The environment has RANK, WORLD_SIZE,
     LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT, except in a `LocalWorkerGroup`, whose ranks
     share one environment. A worker that you create yourself takes its rank from the environment, or is rank 0 of 1.
+
+    A second base class whose constructor needs no arguments is constructed too. Call another one's constructor in your
+    own.
+
+    Args:
+        cuda_visible_devices: for constructors written for verl, which pass it on; None. The pool decides on devices.
+
+    Raises:
+        TypeError: ``cuda_visible_devices`` is not None.
     """
 
     _rank_info: RankInfo
@@ -115,10 +130,20 @@ class Worker:
         object.__setattr__(self, "_layout_report", LayoutReport())
         object.__setattr__(self, "_role_workers", getattr(_assigned, "role_workers", RoleWorkers()))
         object.__setattr__(self, "_cleanups", [])  # called after _leave_process()
+        # Read by workers written for verl. No properties: such a worker may also set them.
+        object.__setattr__(self, "_rank", self._rank_info.rank)
+        object.__setattr__(self, "_world_size", self._rank_info.world_size)
         return self
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, cuda_visible_devices: str | None = None) -> None:
+        if cuda_visible_devices is not None:
+            raise TypeError(
+                f"{type(self).__name__}: cuda_visible_devices={cuda_visible_devices!r}, but the pool decides which "
+                "devices a worker sees. Leave it out; self.device_ids has them"
+            )
+        construct = super().__init__
+        if _needs_no_arguments(construct):
+            construct()
 
     @property
     def rank(self) -> int:
@@ -190,10 +215,6 @@ class Worker:
         """Deprecated name of `role_worker`."""
         warnings.warn("Worker.neighbour() was renamed to role_worker()", DeprecationWarning, stacklevel=2)
         return self.role_worker(role)
-
-    def get_fused_worker_by_name(self, worker_name: str) -> Worker:
-        """`role_worker` under the name that verl uses for it."""
-        return self.role_worker(worker_name)
 
     def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
         """Report this rank's coordinates, for the MEGATRON modes: ``register_layout(dp=1, tp=0, pp=0)``.
@@ -315,9 +336,80 @@ class Worker:
         """The worker's coordinates. Called after each call; a subclass may update them first."""
         return self._layout_report
 
+    # --- names that workers written for verl use ----------------------------------------------------------------------
+
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """`register_mesh` under the name that verl uses for it."""
         self.register_mesh(mesh_name, dp_rank, is_collect)
+
+    def query_collect_info(self, mesh_name: str) -> bool:
+        """Whether this rank collects on a mesh that it has registered.
+
+        Raises:
+            LookupError: it has registered no such mesh.
+        """
+        meshes = self._layout_report.meshes
+        if mesh_name not in meshes:
+            known = ", ".join(meshes) or "none"
+            raise LookupError(f"{type(self).__name__} registered no mesh {mesh_name!r} (registered: {known})")
+        return meshes[mesh_name][1]
+
+    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
+        """The meshes that this worker has registered, as keyword arguments of `set_dispatch_collect`."""
+        meshes = self._layout_report.meshes.items()
+        return {
+            "dispatch_dp_rank": {name: dp_rank for name, (dp_rank, _) in meshes},
+            "collect_dp_rank": {name: collects for name, (_, collects) in meshes},
+        }
+
+    def set_dispatch_collect(
+        self, mesh_name: str, dispatch_dp_rank: Mapping[str, int], collect_dp_rank: Mapping[str, bool]
+    ) -> None:
+        """Register a mesh with the coordinates of a worker that this one wraps:
+        ``self.set_dispatch_collect("actor", **inner.get_dispatch_collect())``.
+
+        Args:
+            mesh_name: the name of the mesh here.
+            dispatch_dp_rank: the other worker's meshes; its only one is taken, or the one of this name.
+            collect_dp_rank: likewise.
+
+        Raises:
+            ValueError: the other worker has several meshes, none of this name, or has none.
+        """
+        its = mesh_name if len(dispatch_dp_rank) != 1 else next(iter(dispatch_dp_rank))
+        if its not in dispatch_dp_rank or its not in collect_dp_rank:
+            raise ValueError(
+                f"set_dispatch_collect({mesh_name!r}): the other worker registered {list(dispatch_dp_rank) or 'none'}; "
+                f"call register_mesh({mesh_name!r}, dp_rank, is_collect) with the coordinates of the one that you mean"
+            )
+        self.register_mesh(mesh_name, dispatch_dp_rank[its], collect_dp_rank[its])
+
+    def get_fused_worker_by_name(self, worker_name: str) -> Worker:
+        """`role_worker` under the name that verl uses for it."""
+        return self.role_worker(worker_name)
+
+    @property
+    def fused_worker_dict(self) -> dict[str, Worker]:
+        """role -> worker, of this process; empty in a group without roles. `role_worker` looks up one of them."""
+        return self._role_workers
+
+    def get_master_addr_port(self) -> tuple[str, str]:
+        """`master_addr` and `master_port`, both as text."""
+        return self.master_addr, str(self.master_port)
+
+    def get_cuda_visible_devices(self) -> str:
+        """The variable CUDA_VISIBLE_DEVICES, or "not set". `device_ids` is there for every kind of device."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
+
+def _needs_no_arguments(constructor: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(constructor).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a constructor in C that does not tell
+        pass
+    return True
 
 
 def _check_coordinate(what: str, coordinate: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from dispatch.plan import CallPlan
 from single_controller.base.checks import check_seconds
 from single_controller.base.codec import Encoded, check_encodable, encode
-from single_controller.base.colocate import Colocated
+from single_controller.base.colocate import Colocated, constructors
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
 from single_controller.base.pool import ClassWithInitArgs
 from single_controller.base.worker import Worker
@@ -113,8 +113,9 @@ class LocalWorkerGroup(WorkerGroup):
                 "worker_env: the workers of a LocalWorkerGroup share the environment of the driver's process; "
                 "set os.environ, or pass constructor arguments to the workers"
             )
-        roles: Mapping[Any, ClassWithInitArgs] = made.roles if isinstance(made, Colocated) else {None: made}
-        self._constructors: dict[str | None, ClassWithInitArgs] = dict(roles)
+        self._constructors = constructors(made)
+        for role in self._constructors.values():
+            role.check_arguments()
         name = made.name if isinstance(made, Colocated) else made.cls.__name__
         super().__init__(self._classes(), f"group {name_prefix or ''}{name}", error_grace)
         self._size = world_size

@@ -13,7 +13,7 @@ from dispatch.batch import user_batch_types
 from dispatch.register import method_spec, registered_methods
 from single_controller.base.checks import check_amounts
 from single_controller.base.codec import Encoded, check_encodable, encode
-from single_controller.base.colocate import Colocated
+from single_controller.base.colocate import Colocated, constructors
 from single_controller.base.pool import ClassWithInitArgs
 from single_controller.base.result import MAX_INLINE_BYTES
 from single_controller.base.worker import Worker
@@ -28,7 +28,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     Args:
         cls: a subclass of `Worker`, plain or decorated with ``@ray.remote``.
         args: positional arguments of its constructor.
-        kwargs: keyword arguments of its constructor.
+        kwargs: keyword arguments of its constructor. See `ClassWithInitArgs` for a class without any arguments.
 
     Raises:
         TypeError: ``cls`` is not a subclass of `Worker`, or the arguments do not fit its constructor.
@@ -105,7 +105,7 @@ class ProcessSpec:
         made: the class with its arguments, or several of them colocated.
 
     Attributes:
-        roles: role -> class with arguments; the role of a single class is None.
+        roles: role -> class with arguments; the role of the group's own class is None.
         name: for the names of actors and groups.
         options: Ray's actor options.
         additional_resource: custom resources of each process.
@@ -120,8 +120,7 @@ class ProcessSpec:
         self.options: dict[str, Any] = {}
         self.additional_resource: dict[str, float] = {}
         self.name = made.name if isinstance(made, Colocated) else made.cls.__name__
-        members: Mapping[Any, ClassWithInitArgs] = made.roles if isinstance(made, Colocated) else {None: made}
-        for role, member in members.items():
+        for role, member in constructors(made).items():
             if not isinstance(member, RayClassWithInitArgs):
                 raise TypeError(f"a group on Ray is made of RayClassWithInitArgs(YourWorker, ...), got {member!r}")
             self.roles[role] = member

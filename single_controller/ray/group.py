@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from ray.actor import ActorHandle
 
@@ -13,6 +15,7 @@ from single_controller.base.colocate import Colocated
 from single_controller.base.engine import Sent
 from single_controller.base.errors import GroupBrokenError
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
+from single_controller.base.methods import suggestion
 from single_controller.base.monitor import monitor
 from single_controller.base.worker import RANK_ENVIRONMENT, Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
@@ -22,6 +25,24 @@ from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.pool_plan import PoolPlan, plan_group
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import StartPlan, slot_location, start, start_ranks
+
+
+class VerlOptions(TypedDict, total=False):
+    """Options of verl's groups that have no meaning here, and None where they were not given."""
+
+    device_name: str | None
+    ray_wait_register_center_timeout: float | None
+    profile_steps: Sequence[int] | None
+    worker_nsight_options: Mapping[str, Any] | None
+
+
+_INSTEAD = {
+    "device_name": "use_gpu= and resources= of the pool say which devices the workers have",
+    "ray_wait_register_center_timeout": "start_timeout= limits the start",
+    "profile_steps": "a worker's methods start and stop its profiler",
+    "worker_nsight_options": "call ray_cls_with_init.update_options({'runtime_env': {'nsight': {...}}})",
+}
+"""What to use instead of each of `VerlOptions`."""
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -46,6 +67,7 @@ class RayWorkerGroup(WorkerGroup):
         error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
         collectives: whether ranks use collectives. If not, ``restart(ranks=[3])`` may restart some of them alone.
         namespace: Ray's namespace of the actors' names; the driver's own by default.
+        verl: options that drivers written for verl pass. They have no effect; a warning says what to use instead.
 
     Raises:
         PlacementError: the pool can never be placed, or not within its ``placement_timeout``.
@@ -54,7 +76,8 @@ class RayWorkerGroup(WorkerGroup):
         CallTimeoutError: the constructors took longer than ``start_timeout``.
         GroupClosedError: the pool is closed.
         DispatchError: the class cannot be pickled, or registers a method with a name that the group uses itself.
-        ValueError: an option has an invalid value.
+        TypeError: the arguments of a constructor are missing.
+        ValueError: an option has an invalid value, or ``worker_nsight_options`` is given.
     """
 
     def __init__(
@@ -73,7 +96,9 @@ class RayWorkerGroup(WorkerGroup):
         error_grace: float = ERROR_GRACE_SECONDS,
         collectives: bool = True,
         namespace: str | None = None,
+        **verl: Unpack[VerlOptions],
     ) -> None:
+        _check_verl_options(type(self), verl)
         if not isinstance(resource_pool, RayResourcePool):
             raise TypeError(f"resource_pool is a RayResourcePool, got {resource_pool!r}")
         if not isinstance(ray_cls_with_init, (RayClassWithInitArgs, Colocated)):
@@ -85,6 +110,8 @@ class RayWorkerGroup(WorkerGroup):
             if text is not None and not isinstance(text, str):
                 raise ValueError(f"{option} is a string or None, got {text!r}")
         process = ProcessSpec(ray_cls_with_init)
+        for made in process.roles.values():
+            made.check_arguments()
         self._rendezvous = ("", 0)
         super().__init__(process.classes, f"group {name_prefix or ''}{process.name}", error_grace)
         self._collectives = bool(collectives)
@@ -107,7 +134,11 @@ class RayWorkerGroup(WorkerGroup):
             prefix=name_prefix or "",
             detached=bool(detached),
             master=(_checked_address(master_addr), _checked_port(master_port)),
-            environment=_checked_environment(worker_env or {}),
+            environment={
+                "WG_BACKEND": "ray",  # this and the next are for workers written for verl
+                "WG_PREFIX": name_prefix or "",
+                **_checked_environment(worker_env or {}),
+            },
             use_gpu=use_gpu,
             name=self.name,
             namespace=namespace,
@@ -271,6 +302,18 @@ class RayWorkerGroup(WorkerGroup):
 
     def _wait_started(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
         self._wait_for_constructors(engine, plan, sent, self._start_timeout)
+
+
+def _check_verl_options(group: type, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _INSTEAD:
+            known = [other for other in inspect.signature(group).parameters if other != "verl"]
+            raise TypeError(f"{group.__name__}() got an unexpected keyword argument {name!r}{suggestion(name, known)}")
+        if value is None:
+            continue
+        if name == "worker_nsight_options":
+            raise ValueError(f"{name} has no effect here: {_INSTEAD[name]}")
+        warnings.warn(f"{name}={value!r} has no effect: {_INSTEAD[name]}", stacklevel=3)
 
 
 def _checked_environment(environment: Mapping[str, str]) -> dict[str, str]:

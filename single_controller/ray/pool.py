@@ -343,6 +343,29 @@ class RayResourcePool(Closing, ResourcePool):
         for reservation in self.reservations:
             reservation.reserve(bin_pack, resources)
 
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str | None = None
+    ) -> list[PlacementGroup]:
+        """`place` and `wait` under the name that verl uses for both.
+
+        Args:
+            strategy: ``"STRICT_PACK"`` or another, as ``bin_pack`` of `place`.
+            name: no effect; ``name_prefix`` of the pool is in their names.
+            device_name: no effect; the pool's options say what a slot reserves.
+
+        Returns:
+            The placement groups of the slots, in order of rank; see `place` and `wait` for the errors.
+        """
+        self.place(bin_pack=strategy == "STRICT_PACK")
+        self.wait()
+        return self.pgs or []
+
+    @property
+    def pgs(self) -> list[PlacementGroup] | None:
+        """The placement groups of the slots, in order of rank; None until the slots are reserved."""
+        groups = dict.fromkeys(slot.placement_group for slot in self.slots())
+        return None if None in groups else [group for group in groups if group is not None]
+
     def wait(self, *, assign_ranks: bool = False) -> None:
         """Wait until Ray has placed the slots.
 
@@ -458,6 +481,12 @@ class RayResourcePool(Closing, ResourcePool):
                 self._owned.close()
 
     # --- the inside -------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a pool cannot be sent to another process. Send a group, which is attached to its workers there, or one of "
+            "pool.pgs, for RayResourcePool.from_placement_group()"
+        )
 
     def _check_open(self) -> None:
         if self.closed:

@@ -22,14 +22,15 @@ class ResourcePoolManager(Closing):
 
     Args:
         resource_pool_spec: name of a pool -> its processes on each node, ``{"global": [8, 8]}``.
-        mapping: role -> name of its pool. A role is any key of a dict: a string, a member of an Enum.
+        mapping: role -> name of its pool. A role is any key of a dict: a string, a member of an Enum. By default, the
+            name of each pool is its only role.
         use_gpu: whether a slot has a GPU.
         options: further options of `RayResourcePool` for every pool: ``max_colocate_count``, ``detached`` and so on.
             The pools' names are their ``name_prefix``.
 
     Attributes:
         resource_pool_spec: as given.
-        mapping: as given.
+        mapping: role -> name of its pool.
         resource_pool_dict: name -> pool; empty until they are created.
 
     Raises:
@@ -40,13 +41,15 @@ class ResourcePoolManager(Closing):
     def __init__(
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
-        mapping: Mapping[Any, str],
+        mapping: Mapping[Any, str] | None = None,
         *,
         use_gpu: bool = True,
         **options: Any,
     ) -> None:
         if not isinstance(resource_pool_spec, Mapping):
             raise TypeError(f"resource_pool_spec is a dict of pools ({{'global': [8, 8]}}), got {resource_pool_spec!r}")
+        if mapping is None:
+            mapping = {name: name for name in resource_pool_spec}
         if not isinstance(mapping, Mapping):
             raise TypeError(f"mapping is a dict of roles ({{'actor': 'global'}}), got {mapping!r}")
         if not resource_pool_spec:

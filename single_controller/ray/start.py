@@ -51,7 +51,7 @@ class StartPlan:
         prefix: prefix of the actors' names.
         detached: whether the actors outlive the driver. Their names then have no random part.
         master: address and port of the rendezvous; None for what rank 0 chooses.
-        environment: ``worker_env``.
+        environment: ``worker_env``, and two variables for workers written for verl.
         use_gpu: whether each worker takes its share of a GPU.
         name: the group's name, for messages.
         namespace: Ray's namespace of the actors' names; None for the driver's.

@@ -524,6 +524,10 @@ class TestManager:
         with pytest.raises(GroupClosedError):
             manager.get_resource_pool(Role.ACTOR)
 
+    def test_without_a_mapping_each_pool_has_one_role(self, ray_cluster):
+        manager = ResourcePoolManager({"main": [2], "side": [1]}, use_gpu=False)
+        assert (manager.get_resource_pool("main").store, manager.get_resource_pool("side").store) == ([2], [1])
+
     def test_error_of_a_misspelt_name_suggests_the_closest(self):
         with pytest.raises(ValueError, match=r"ACTOR.*'global_pol'.*did you mean 'global_pool'"):
             ResourcePoolManager({"global_pool": [1]}, {Role.ACTOR: "global_pol"})

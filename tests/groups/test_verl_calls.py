@@ -1,15 +1,30 @@
 """Drivers written for verl, with only their imports changed: pools, colocated and detached workers."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
+import pytest
 import ray
 from group_workers import Counter
 from test_other_clusters import run
 
-from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from single_controller import (
+    Dispatch,
+    DispatchError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    create_colocated_worker_raw_cls,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+
+every_engine = pytest.mark.engines("ray", "local", "local-threads")
 
 WORKERS = """
 import ray
@@ -158,6 +173,143 @@ def test_driver_functions_and_calls_by_name(pool):
             3,
         ]
         assert group.execute_func_rank_zero(lambda x, y: x + y, 1, y=2) == 3
+        # A group that a function refers to is attached where the function runs.
+        assert group.execute_with_func_generator(lambda worker: group.world_size) == [4] * 4
+        assert ray.get(ray.remote(lambda: group.execute_rank_zero_sync("plain", 1)).remote()) == 2
+        with pytest.raises(DispatchError, match="a pool cannot be sent to another process"):
+            group.execute_with_func_generator(lambda worker: pool.world_size)
         assert ray.get(group.execute_all_async("plain", x=[1, 2, 3, 4])) == [2, 4, 6, 8]
         assert ray.get(group.execute_rank_zero_async("plain", 1)) == 2
         assert group.execute_rank_zero_sync("plain", 1) == 2
+
+
+class Profiler:
+    """A second base class whose constructor needs an argument."""
+
+    def __init__(self, tool):
+        self.tool = tool
+
+
+class Plain:
+    """A second base class whose constructor needs none."""
+
+    def __init__(self, tool="plain"):
+        self.tool = tool
+
+
+class Inner(Worker):
+    def __init__(self):
+        super().__init__()
+        self._register_dispatch_collect_info("train", dp_rank=self.rank // 2, is_collect=self.rank % 2 == 1)
+
+
+class Outer(Worker, Profiler):
+    def __init__(self, cuda_visible_devices=None):
+        Worker.__init__(self, cuda_visible_devices)
+        Profiler.__init__(self, "nsys")
+        self.inner = Inner()
+        self.set_dispatch_collect(mesh_name="actor", **self.inner.get_dispatch_collect())
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def rows(self, batch):
+        return [(self.rank, row) for row in batch]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def known(self):
+        return (self.tool, self._rank, self._world_size, self.query_collect_info("actor"), self.fused_worker_dict)
+
+
+@every_engine
+def test_worker_that_wraps_another_and_has_a_second_base(make_group):
+    group = make_group(Outer)
+    assert group._query_dispatch_info("actor") == [0, 0, 1, 1]
+    assert group._dispatch_info == {"actor": [0, 0, 1, 1]}
+    assert group.rows([10, 11, 12, 13]) == [(1, 10), (1, 11), (3, 12), (3, 13)]
+    assert group.known() == [("nsys", rank, 4, rank % 2 == 1, {}) for rank in range(4)]
+    with pytest.raises(DispatchError, match="no mesh 'critic'"):
+        group._query_dispatch_info("critic")
+
+
+def test_worker_outside_a_group():
+    assert type("Both", (Worker, Plain), {})().tool == "plain"
+    with pytest.raises(TypeError, match="the pool decides which devices"):
+        Outer(cuda_visible_devices="0")
+    with pytest.raises(LookupError, match=r"no mesh 'actor'.*registered: train"):
+        Inner().query_collect_info("actor")
+    outer = Outer()
+    outer.register_mesh("other", 0)
+    taken = outer.get_dispatch_collect()
+    inner = Inner()
+    inner.set_dispatch_collect("other", **taken)
+    assert inner.query_collect_info("other") is True
+    with pytest.raises(ValueError, match=r"'critic'.*\['actor', 'other'\].*register_mesh"):
+        inner.set_dispatch_collect("critic", **taken)
+
+
+def counter(start):
+    return RayClassWithInitArgs(cls=ray.remote(Counter), start=start)
+
+
+class Hybrid(create_colocated_worker_raw_cls({"actor": counter(0), "critic": counter(100)})):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def both(self, x):
+        return self.critic.add(self.actor.add(x)), list(self.fused_worker_dict)
+
+
+@every_engine
+def test_worker_around_fused_workers(make_group):
+    group = make_group(Hybrid)
+    group.fuse({"actor", "critic"})
+    assert group.critic.add(group.actor.add(0)[1]) == [101, 102, 103, 104]
+    roles = ["actor", "critic"]
+    assert group.both(1) == [(102, roles), (104, roles), (106, roles), (108, roles)]
+    assert group.actor.add(0) == [1, 2, 3, 4]
+
+
+def test_role_with_the_name_of_an_attribute():
+    with pytest.raises(ValueError, match=r"self\.rank is an attribute of every worker"):
+        create_colocated_worker_raw_cls({"rank": counter(0)})
+
+
+class NeedsConfig(Worker):
+    def __init__(self, config):
+        super().__init__()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def environment(self, names):
+        return {name: os.environ.get(name) for name in names}
+
+
+def test_options_environment_and_attaching_without_constructor_arguments(pool):
+    made = RayClassWithInitArgs(cls=NeedsConfig, config={})
+    with pytest.warns(UserWarning, match="device_name='cpu' has no effect: use_gpu= and resources= of the pool"):
+        group = RayWorkerGroup(pool, made, name_prefix="verl_", device_name="cpu", profile_steps=None)
+    with group:
+        expected = {"RAY_LOCAL_WORLD_SIZE": "4", "WG_PREFIX": "verl_", "WG_BACKEND": "ray"}
+        assert group.environment(tuple(expected)) == [expected] * 4
+        master = (group.master_address, str(group.master_port))
+        assert group.execute_all_sync("get_master_addr_port") == [master] * 4
+        attached = RayWorkerGroup.from_detached(
+            worker_handles=group.workers, ray_cls_with_init=RayClassWithInitArgs(cls=NeedsConfig)
+        )
+        assert attached.pid() == group.pid()
+
+        group.start_worker_aliveness_check(0.1)
+        os.kill(group.pid()[2], signal.SIGKILL)
+        end = time.monotonic() + 30
+        while group.broken is None and time.monotonic() < end:
+            time.sleep(0.05)
+        assert "rank 2" in group.broken
+
+
+def test_placement_groups_of_a_pool(ray_cluster):
+    with RayResourcePool([1, 1], use_gpu=False) as pool:
+        assert pool.pgs is None
+        groups = pool.get_placement_groups(strategy="PACK", device_name="cpu")
+        assert [group.bundle_count for group in groups] == [1, 1]
+        assert groups == pool.pgs == [slot.placement_group for slot in pool.slots()]
+        assert pool[1].pgs == groups[1:]

@@ -232,6 +232,22 @@ class TestExtension:
         assert again == mode
         assert simulate(plan_call(spec, plain_layout(4), (1,), {}), lambda rank, x: x) == 4
 
+    @pytest.mark.parametrize("spelling", ["MINE", "member"])
+    def test_removed_mode(self, spelling):
+        mode = register_dispatch_mode("MINE", to_all, last_only)
+        spec = declare(mode)
+        assert Dispatch.remove(mode if spelling == "member" else spelling) == mode
+        assert "MINE" not in Dispatch
+        with pytest.raises(ValueError, match="unknown dispatch mode 'MINE'"):
+            plan_call(spec, plain_layout(2), (1,), {})
+        assert register_dispatch_mode("MINE", to_all, last_only) == mode
+
+    @pytest.mark.parametrize("mode", ["ONE_TO_ALL", Dispatch.mesh("m"), "NOPE"])
+    def test_mode_that_cannot_be_removed(self, mode):
+        with pytest.raises(ValueError, match=r"not added by register_dispatch_mode|unknown dispatch mode 'NOPE'"):
+            Dispatch.remove(mode)
+        assert "ONE_TO_ALL" in Dispatch
+
     def test_update_of_an_unknown_mode(self):
         with pytest.raises(ValueError, match="NOPE"):
             update_dispatch_mode("NOPE", to_all, last_only)

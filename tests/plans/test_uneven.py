@@ -103,6 +103,16 @@ def test_error_has_method_argument_and_remedy(mode, kind, way):
     assert (caught.value.method, caught.value.argument) == ("work", name)
 
 
+def test_error_for_a_batch_that_asks_for_padding_itself():
+    """As verl's DataProto with auto_padding=True."""
+    batch = type("DataProto", (Chunked,), {"is_padding_enabled": lambda self: True})([1, 2, 3])
+    with pytest.raises(
+        DispatchError, match=r"'x' has 3 rows.*batch itself asks for has no effect: set uneven='pad' in @"
+    ):
+        plan_of("DP_COMPUTE_PROTO", plain_layout(2), batch)
+    assert len(plan_of("DP_COMPUTE_PROTO", plain_layout(2), batch, uneven="pad").shards) == 2
+
+
 def test_call_overrides_the_declaration():
     spec = declare("DP_COMPUTE_PROTO", uneven="pad")
     layout = plain_layout(2)
