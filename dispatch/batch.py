@@ -1,9 +1,9 @@
 """Length, slice, concat and trim of everything that has rows.
 
-A *batch* is a tensor or array (rows along dim 0), a TensorDict (rows along its first batch dim), a list or tuple (rows
-are items), a dict or named tuple of those (field by field, all of one length), or a user's type: a class with
-``__len__``, ``chunk(n)`` and ``concat(list)``, or one given to `register_batch_type`. None, strings, numbers, 0-d
-tensors and `Broadcast` are not batches: every rank gets them whole.
+A *batch* is a tensor, jagged or not, or an array (rows along dim 0), a TensorDict (rows along its first batch dim), a
+list or tuple (rows are items), a dict or named tuple of those (field by field, all of one length), or a user's type: a
+class with ``__len__``, ``chunk(n)`` and ``concat(list)``, or one given to `register_batch_type`. None, strings,
+numbers, 0-d tensors and `Broadcast` are not batches: every rank gets them whole.
 
 Torch, numpy and tensordict are looked up in ``sys.modules``, not imported: before somebody imports them, no value of
 theirs can exist.
@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar, cast
 
+from dispatch import jagged
 from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
+from dispatch.jagged import Made
 from dispatch.rows import Share, share_rows
 
 T = TypeVar("T")
@@ -138,7 +140,9 @@ def batch_type(value: Any) -> BatchType | None:
         return None if fields_of(value) else _SEQUENCE
     torch, numpy, tensordict = (sys.modules.get(name) for name in ("torch", "numpy", "tensordict"))
     if torch is not None and isinstance(value, torch.Tensor):
-        return _TENSOR
+        if not value.is_nested:
+            return _TENSOR
+        return _JAGGED if value.layout is torch.jagged else _NESTED
     if numpy is not None and isinstance(value, numpy.ndarray):
         return _NDARRAY
     if tensordict is not None and (isinstance(value, tensordict.TensorDictBase) or tensordict.is_tensorclass(value)):
@@ -192,7 +196,7 @@ def length(value: Any) -> int | None:
     return rows
 
 
-def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
+def shard(value: Any, shares: Sequence[Share], made: Made | None = None) -> list[Any]:
     """Cut a batch into one shard per share. Shards are views where the type has views.
 
     A value that is sent whole, or such a field of a dict, is the same in every shard.
@@ -200,14 +204,16 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
     Args:
         value: the batch.
         shares: in the order of their rows, as `share_rows` returns them.
+        made: a dict, the same for all batches of a call; see `jagged`.
     """
+    made = {} if made is None else made
     if isinstance(value, Broadcast):
         return [value.value] * len(shares)
     if goes_whole(value):
         return [value] * len(shares)
     found = batch_type(value)
     if found is None:
-        parts = {key: shard(part, shares) for key, part in fields_of(value) or ()}
+        parts = {key: shard(part, shares, made) for key, part in fields_of(value) or ()}
         return [rebuild(value, {key: part[k] for key, part in parts.items()}) for k in range(len(shares))]
     rows = shares[0].rows * len(shares)
     if found is _CHUNKED and rows and rows == len(value) and shares == share_rows(rows, len(shares)):
@@ -215,33 +221,26 @@ def shard(value: Any, shares: Sequence[Share]) -> list[Any]:
         if len(chunks) != len(shares):
             raise BatchError(f"its chunk({len(shares)}) returned {len(chunks)} chunks")
         return chunks
-    sizes = [share.rows for share in shares]
-    # The same views as one slice per shard, in half the time. Autograd forbids in-place changes of what split() returns
-    # for a tensor with a gradient; only strided tensors have split().
-    splits = found is _TENSORDICT or (
-        found is _TENSOR and not value.requires_grad and value.layout == sys.modules["torch"].strided
-    )
-    if splits and all(sizes) and sum(sizes) == found.length(value):
-        return list(value.split(sizes))
-    return [
-        found.cut(value, *share.ranges[0])
-        if len(share.ranges) == 1
-        else found.join([found.cut(value, start, stop) for start, stop in share.ranges])  # padded
-        for share in shares
-    ]
+    ranges = [part for share in shares for part in share.ranges]
+    cuts = _cut_ranges(found, value, ranges, made)
+    if len(ranges) == len(shares):
+        return cuts
+    rest = iter(cuts)  # with padding, a shard may have several ranges
+    return [join([next(rest) for _ in share.ranges], made) if len(share.ranges) > 1 else next(rest) for share in shares]
 
 
-def cut(value: Any, start: int, stop: int) -> Any:
+def cut(value: Any, start: int, stop: int, made: Made | None = None) -> Any:
     """Rows ``start:stop`` of a batch."""
-    return shard(value, [Share(((start, stop),), stop - start, stop - start)])[0]
+    return shard(value, [Share(((start, stop),), stop - start, stop - start)], made)[0]
 
 
-def join(values: Sequence[Any]) -> Any:
+def join(values: Sequence[Any], made: Made | None = None) -> Any:
     """Concatenate batches in order. If all values are None, the result is None.
 
     Raises:
         BatchError: the values have different types, or a type without rows.
     """
+    made = {} if made is None else made
     first = values[0]
     if first is None and all(value is None for value in values):
         return None
@@ -252,27 +251,40 @@ def join(values: Sequence[Any]) -> Any:
     if goes_whole(first):
         raise BatchError(f"{describe(first)} has no rows to join")
     found = batch_type(first)
+    if found is _JAGGED:
+        return _join_tensors(list(values), made)
+    if found is _TENSORDICT:
+        return _join_tensordicts(list(values), made)
     if found is not None:
         return found.join(list(values))
     fields = fields_of(first)
     if fields is None:
         raise BatchError(f"{describe(first)} cannot be joined")
-    keys = [key for key, _ in fields]
-    parts = [dict(fields_of(value) or ()) for value in values]
-    for part in parts:
-        if set(part) != set(keys):
-            raise BatchError(f"they have different keys: {sorted(map(str, set(keys) ^ set(part)))}")
-    joined = {}
     has_rows = length(first) is not None
+
+    def join_column(column: list[Any]) -> Any:
+        return _same_on_all(column) if has_rows and _goes_whole(column[0]) else join(column, made)
+
+    return rebuild(first, _by_key([dict(fields_of(value) or ()) for value in values], join_column))
+
+
+def _by_key(values: list[dict[Any, Any]], function: Callable[[list[Any]], Any]) -> dict[Any, Any]:
+    """key -> the function's result for the values of the key.
+
+    Raises:
+        BatchError: the values have different keys, or the function raised one.
+    """
+    keys = values[0].keys()
+    for value in values:
+        if value.keys() != keys:
+            raise BatchError(f"they have different keys: {sorted(map(str, keys ^ value.keys()))}")
+    made = {}
     for key in keys:
-        values_of_key = [part[key] for part in parts]
         try:
-            joined[key] = (
-                _same_on_all(values_of_key) if has_rows and _goes_whole(values_of_key[0]) else join(values_of_key)
-            )
+            made[key] = function([value[key] for value in values])
         except BatchError as error:
             raise BatchError(f"at {key!r}: {error}") from None
-    return rebuild(first, joined)
+    return made
 
 
 def _goes_whole(part: Any) -> bool:
@@ -291,24 +303,26 @@ def _same_on_all(parts: list[Any]) -> Any:
     return parts[0]
 
 
-def trim(value: Any, rows: int, real: int) -> Any:
+def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:
     """Remove the padding from the result for a padded shard.
 
     Args:
         value: the result; m * rows rows are taken as m rows for each row of the shard.
         rows: rows of the shard with padding; at least 1.
         real: rows of the shard without padding.
+        made: for recursive calls.
 
     Raises:
         BatchError: the result has no rows, or a number that is not a multiple of the shard's.
     """
+    made = {} if made is None else made
     if value is None:
         return None
     fields = None if batch_type(value) is not None else fields_of(value)
     if fields is not None:
         if _goes_whole(value):
             raise BatchError(f"{describe(value)} has no rows, so its padding cannot be removed")
-        return rebuild(value, {k: part if _goes_whole(part) else trim(part, rows, real) for k, part in fields})
+        return rebuild(value, {k: part if _goes_whole(part) else trim(part, rows, real, made) for k, part in fields})
     found = None if goes_whole(value) else batch_type(value)
     if found is None:
         raise BatchError(f"{describe(value)} has no rows, so its padding cannot be removed")
@@ -317,18 +331,52 @@ def trim(value: Any, rows: int, real: int) -> Any:
         raise BatchError(
             f"the result has {returned} rows, not a multiple of the shard's {rows}, so its padding cannot be removed"
         )
-    return found.cut(value, 0, returned // rows * real)
+    return _cut_ranges(found, value, [(0, returned // rows * real)], made)[0]
 
 
 def joins_into_new_memory(value: Any) -> bool:
-    """Whether `join` copies every row, even of a single value. True for tensors, arrays and dicts of them."""
-    fields = None if batch_type(value) is not None else fields_of(value)
-    if fields is not None:
-        return all(joins_into_new_memory(part) for _, part in fields)
+    """Whether `join` copies the rows of the value or of a part of it, even of a single value. True for tensors, arrays,
+    and dicts and TensorDicts with one."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and type(value) is torch.Tensor:
-        return not (value.ndim == 0 or value.is_sparse or value.is_nested)
-    return numpy is not None and type(value) is numpy.ndarray and value.ndim > 0 and not value.dtype.hasobject
+    if torch is not None and isinstance(value, torch.Tensor):
+        dense = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
+        return value.layout is torch.jagged or (dense and value.ndim > 0)
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return type(value) is numpy.ndarray and value.ndim > 0 and not value.dtype.hasobject
+    return any(joins_into_new_memory(part) for _, part in _parts_of(value) or ())
+
+
+def copy_the_rest(value: Any, copy: Callable[[Any], Any]) -> Any:
+    """Replace the parts of a value that `join` does not copy by copies, unless they are made of strings and numbers."""
+    parts = _parts_of(value)
+    if parts is None:
+        return value if joins_into_new_memory(value) or _is_immutable(value) else copy(value)
+    copied = {key: copy_the_rest(part, copy) for key, part in parts}
+    if all(copied[key] is part for key, part in parts):
+        return value
+    return _with_entries(value, copied) if batch_type(value) is _TENSORDICT else rebuild(value, copied)
+
+
+def _parts_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """The fields of a dict or named tuple, or the entries of a TensorDict; None for anything else."""
+    found = batch_type(value)
+    if found is None:
+        return fields_of(value)
+    return list(value.items()) if found is _TENSORDICT and type(value) is sys.modules["tensordict"].TensorDict else None
+
+
+def _is_immutable(value: Any) -> bool:
+    """Whether a value, or each item of a list or dict, is a string, a number or the like. They hold no buffers."""
+    if value is None or isinstance(value, (str, bytes, int, float, enum.Enum)):
+        return True
+    if type(value) in (list, tuple, set):
+        return all(map(_is_immutable, value))
+    if type(value) is dict:
+        return all(map(_is_immutable, chain(value.keys(), value.values())))
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None and isinstance(value, tensordict.NonTensorData):
+        return _is_immutable(value.data)
+    return tensordict is not None and isinstance(value, tensordict.NonTensorStack) and _is_immutable(value.tolist())
 
 
 def described(value: Any) -> str:
@@ -396,9 +444,9 @@ def _join_sequence(values: list[Any]) -> Any:
     return type(values[0])(chain.from_iterable(values))
 
 
-def _join_tensors(values: list[Any]) -> Any:
+def _join_tensors(values: list[Any], made: Made | None = None) -> Any:
     try:
-        return cat_tensors(values)
+        return cat_tensors(values) if made is None else jagged.join(values, made)
     except (RuntimeError, TypeError, KeyError) as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
         raise BatchError(f"{type(values[0]).__name__}s of shapes {shapes} do not join: {error}") from error
@@ -412,6 +460,57 @@ def _join_ndarrays(values: list[Any]) -> Any:
     except (ValueError, TypeError) as error:
         shapes = ", ".join(str(value.shape) for value in values[:8])
         raise BatchError(f"ndarrays of shapes {shapes} do not join: {error}") from error
+
+
+def _refuse_nested(*_: Any) -> Any:
+    raise BatchError("torch cannot cut nested tensors of its layout; make it with layout=torch.jagged")
+
+
+def _cut_ranges(found: BatchType, value: Any, ranges: list[tuple[int, int]], made: Made) -> list[Any]:
+    """The rows of each range, as views where the type has views."""
+    if found is _JAGGED:
+        return jagged.split(value, ranges, made)
+    if found is _TENSORDICT:
+        # TensorDict itself cuts jagged entries only in its newest versions.
+        apart = {key: part for key, part in _parts_of(value) or () if _has_jagged(part)}
+        if apart:
+            cuts = _cut_ranges(found, value.exclude(*apart), ranges, made)
+            entries = {key: _cut_ranges(batch_type(part) or found, part, ranges, made) for key, part in apart.items()}
+            return [_with_entries(one, {key: part[k] for key, part in entries.items()}) for k, one in enumerate(cuts)]
+    # The same views as one slice per range, in half the time. Autograd forbids in-place changes of what split() returns
+    # for a tensor with a gradient; only strided tensors have split().
+    sizes = [stop - start for start, stop in ranges]
+    splits = found is _TENSORDICT or (
+        found is _TENSOR and not value.requires_grad and value.layout == sys.modules["torch"].strided
+    )
+    if splits and all(sizes) and sum(sizes) == found.length(value):
+        return list(value.split(sizes))
+    return [found.cut(value, start, stop) for start, stop in ranges]
+
+
+def _join_tensordicts(values: list[Any], made: Made) -> Any:
+    """Join the tensors entry by entry, into pooled buffers, and leave the other entries to TensorDict."""
+    for value in values:
+        _tensordict_rows(value)
+    entries = [_parts_of(value) for value in values]
+    if not all(entries):
+        return _join_tensors(values)
+    columns: dict[Any, list[Any]] = _by_key([dict(parts or ()) for parts in entries], list)
+    own = {key: column for key, column in columns.items() if all(map(joins_into_new_memory, column))}
+    rest = _join_tensors([value.exclude(*own) for value in values])
+    return _with_entries(rest, _by_key([own], lambda column: join(column[0], made)))
+
+
+def _has_jagged(part: Any) -> bool:
+    return batch_type(part) is _JAGGED or any(_has_jagged(entry) for _, entry in _parts_of(part) or ())
+
+
+def _with_entries(value: Any, entries: dict[Any, Any]) -> Any:
+    """A TensorDict with the entries of another and these."""
+    other = value.copy()
+    for key, part in entries.items():
+        other.set(key, part)
+    return other
 
 
 def _tensordict_rows(value: Any) -> int:
@@ -439,6 +538,8 @@ def _chunked_rows(value: Any, start: int, stop: int) -> Any:
 
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
 _TENSOR = BatchType(len, _slice, _join_tensors)
+_JAGGED = BatchType(len, cut, join)
+_NESTED = BatchType(_refuse_nested, _refuse_nested, _refuse_nested)
 _NDARRAY = BatchType(len, _slice, _join_ndarrays)
-_TENSORDICT = BatchType(_tensordict_rows, _slice, _join_tensors)
+_TENSORDICT = BatchType(_tensordict_rows, _slice, join)
 _CHUNKED = BatchType(len, _chunked_rows, lambda values: type(values[0]).concat(values))

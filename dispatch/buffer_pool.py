@@ -124,8 +124,8 @@ def _size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def cat_tensors(tensors: list[Any]) -> Any:
-    """``torch.cat`` along dim 0, into a pooled buffer where possible."""
+def cat_tensors(tensors: list[Any], dim: int = 0) -> Any:
+    """``torch.cat``, into a pooled buffer where possible."""
     import torch
 
     first = tensors[0]
@@ -134,18 +134,20 @@ def cat_tensors(tensors: list[Any]) -> Any:
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and tensor.dtype is first.dtype
-        and tensor.ndim > 0
-        and tensor.shape[1:] == first.shape[1:]
+        and tensor.ndim > dim
+        and tensor.shape[:dim] == first.shape[:dim]
+        and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
         and not tensor.requires_grad
         and not tensor.is_quantized
         for tensor in tensors
     )
-    rows = sum(len(tensor) for tensor in tensors) if plain else 0
-    nbytes = rows * first[:1].numel() * first.element_size() if rows else 0
+    nbytes = sum(tensor.numel() for tensor in tensors) * first.element_size() if plain else 0
     if nbytes < MIN_BYTES:
-        return torch.cat(tensors, dim=0)
-    out = torch.from_numpy(buffer_pool.take(nbytes)).view(first.dtype).reshape(rows, *first.shape[1:])
-    return torch.cat(tensors, dim=0, out=out)
+        return torch.cat(tensors, dim=dim)
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    out = torch.from_numpy(buffer_pool.take(nbytes)).view(first.dtype).reshape(shape)
+    return torch.cat(tensors, dim=dim, out=out)
 
 
 buffer_pool = BufferPool()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from dispatch import batch
 from dispatch.batch import Broadcast, Deferred, described
 from dispatch.errors import BatchError, DispatchError
+from dispatch.jagged import Made
 from dispatch.layout import Layout, Routing
 from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode
 from dispatch.register import MethodSpec, check_arguments
@@ -321,9 +322,10 @@ def _plan_rows(
                 f"@register or for one call: group.{spec.label}.options(uneven='pad')(...)"
             )
             raise _bad_argument(spec, first, reason) from None
+        offsets: Made = {}
         for key in rows:
             try:
-                cut = batch.shard(arguments[key], shares)
+                cut = batch.shard(arguments[key], shares, offsets)
             except Exception as error:  # a BatchError, or whatever a user's type raises
                 reason = f"is {described(arguments[key])} and cannot be cut: {_reason(error)}. Broadcast(value) sends "
                 raise _bad_argument(spec, key, reason + "anything whole to every rank") from error

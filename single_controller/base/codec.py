@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dispatch import jagged
 from dispatch.batch import described
 from dispatch.buffer_pool import buffer_pool
 from dispatch.errors import DispatchError, ResultError
@@ -110,13 +111,25 @@ def encode(value: Any, kind: Callable[..., Encoded] = Encoded, *, in_process: bo
     Raises:
         Exception: whatever pickle raises for a part that cannot be pickled.
     """
+    types = _reference_types + _in_process_types if in_process else _reference_types
+    header, buffers, references = _dump(value, types)
+    return kind(header, tuple(map(_copy, buffers) if in_process else buffers), references)
+
+
+def private_copy(value: Any) -> Any:
+    """Return a copy of a decoded value that shares no buffer with it."""
+    header, buffers, references = _dump(value, _reference_types + _in_process_types)
+    return Encoded(header, tuple(buffers), references).decode()
+
+
+def _dump(value: Any, reference_types: tuple[type[Any], ...]) -> tuple[bytes, list[Any], tuple[Any, ...]]:
+    """The pickle of a value, its buffers and its references."""
     out = io.BytesIO()
     buffers: list[Any] = []
     encoder = (_encoder or _default_encoder())(out, protocol=5, buffer_callback=buffers.append)
-    encoder.reference_types = _reference_types + _in_process_types if in_process else _reference_types
-    encoder.references, encoder.seen = [], {}
+    encoder.reference_types, encoder.references, encoder.seen, encoder.made = reference_types, [], {}, {}
     encoder.dump(value)
-    return kind(out.getvalue(), tuple(map(_copy, buffers) if in_process else buffers), tuple(encoder.references))
+    return out.getvalue(), buffers, tuple(encoder.references)
 
 
 def can_encode(value: Any, *, in_process: bool = False) -> bool:
@@ -173,6 +186,8 @@ class _Reducers:
     references: list[Any]
     seen: dict[Any, Any]
     """Identity of a view -> the first tensor that was one."""
+    made: jagged.Made
+    """See `jagged`."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, self.reference_types):
@@ -197,6 +212,10 @@ class _Reducers:
             )
             first = self.seen.setdefault(view, obj) if obj.numel() and not vars(obj) else obj
             return _reduce_tensor(torch, obj) if first is obj else (_identity, (first,))
+        jagged_layout = torch is not None and isinstance(obj, torch.Tensor) and obj.layout is torch.jagged
+        if jagged_layout and obj.device.type in ("cpu", "cuda"):
+            sent = jagged.to_send(obj, self.made)
+            return super().reducer_override(obj) if sent is obj else (_identity, (sent,))  # type: ignore[misc]
         tensordict = sys.modules.get("tensordict")
         if tensordict is not None and isinstance(obj, tensordict.TensorDictBase) and _on_cuda(obj.device):
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so

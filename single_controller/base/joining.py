@@ -11,7 +11,7 @@ from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
 from dispatch.rows import share_rows
-from single_controller.base.codec import decoded
+from single_controller.base.codec import decoded, private_copy
 from single_controller.base.result import RankResult
 
 
@@ -176,15 +176,15 @@ def _lengths(source: CallResults, results: list[RankResult], join: Join) -> list
 
 
 def _values_to_join(source: CallResults | InlineResults, which: Sequence[int], private: bool) -> tuple[list[Any], bool]:
-    """Results that are about to be joined, and whether only joining gives them memory of their own.
+    """Results that are about to be joined, and whether only joining gives all of them memory of their own.
 
     Joining copies tensors and arrays anyway, so they are fetched as views. Everything else is copied here.
     """
     values = source.values(which, private=False)
     if not private:
         return values, False
-    if all(map(batch.joins_into_new_memory, values)):
-        return values, True
+    if any(map(batch.joins_into_new_memory, values)):
+        return [batch.copy_the_rest(value, private_copy) for value in values], True
     return source.values(which, private=True), False
 
 

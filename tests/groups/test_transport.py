@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from single_controller import Broadcast
 from single_controller.base.codec import encode
@@ -204,3 +204,35 @@ def test_tensordict_reports_the_device_its_tensors_arrive_on():
     opened = encode({"batch": made}).decode()["batch"]
     assert opened.device in (None, torch.device("cpu")) and opened["deep"].device in (None, torch.device("cpu"))
     assert opened["x"].tolist() == [1, 1, 1]
+
+
+def sequences(rows):
+    """A table as verl's trainer sends it: jagged tensors of one ragged size, dense ones, and other data."""
+    tokens = torch.nested.as_nested_tensor([torch.arange(k % 4) + 10 * k for k in range(rows)], layout=torch.jagged)
+    mask = torch.nested.nested_tensor_from_jagged(torch.ones(len(tokens.values())), tokens.offsets())
+    text = NonTensorStack(*[f"t{k}" for k in range(rows)])
+    columns = {"tokens": tokens, "mask": mask, "number": torch.arange(rows), "text": text}
+    return TensorDict({**columns, "temperature": NonTensorData(0.5)}, [rows])
+
+
+def score(worker, table):
+    """Compute with two jagged tensors, which torch allows only if they were cut alike."""
+    table["score"] = table["tokens"] + table["mask"]
+    return table
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+def test_jagged_tensors_are_cut_joined_and_passed_on(counters, rows):
+    table = sequences(rows)
+    apply = counters.apply.options(uneven="pad")
+    scored = apply(score, table)
+    again = apply(score, apply.remote(score, table))
+    for out in (scored, again):
+        assert out.batch_size == (rows,) and out["number"].tolist() == list(range(rows))
+        assert list(out["text"]) == [f"t{k}" for k in range(rows)] and out["temperature"] == 0.5
+        for k, (tokens, result) in enumerate(zip(out["tokens"].unbind(), out["score"].unbind(), strict=True)):
+            assert tokens.tolist() == [10 * k + j for j in range(k % 4)]
+            assert result.tolist() == [token + 1 for token in tokens.tolist()]
+        assert torch.equal((out["score"] - out["mask"]).values(), out["tokens"].values())
+    alone = counters.ragged(counters.ragged.remote(table["tokens"]))
+    assert [row.tolist() for row in alone.unbind()] == [row.tolist() for row in table["tokens"].unbind()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dispatch import buffer_pool as module
-from dispatch.buffer_pool import MIN_BYTES, BufferPool, cat_tensors
+from dispatch.buffer_pool import MIN_BYTES, BufferPool, buffer_pool, cat_tensors
 
 
 @pytest.fixture
@@ -106,6 +106,15 @@ def test_cat_tensors_equals_torch_cat(dtype):
     assert torch.equal(joined, torch.cat(parts)) and joined.dtype == dtype and joined.is_contiguous()
     parts[0].zero_()
     assert joined[:900].any(), "the joined tensor must have its own memory"
+
+
+def test_cat_tensors_along_another_dim_uses_a_pooled_buffer():
+    parts = [torch.arange(4.0 * n * 2**18).reshape(4, -1) for n in (1, 2)]
+    buffer_pool.clear()
+    joined = cat_tensors(parts, 1)
+    assert torch.equal(joined, torch.cat(parts, 1))
+    del joined
+    assert buffer_pool.idle_bytes >= 12 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Fetching a deferred argument: each consumer fetches only the results that overlap its rows."""
+"""Fetching a deferred argument: each consumer fetches only the results that overlap its rows. Joining copies once."""
+
+import copy
 
 import numpy as np
 import pytest
@@ -6,11 +8,13 @@ import torch
 from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict
 
 from dispatch.batch import Deferred
+from dispatch.buffer_pool import buffer_pool
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.base.joining import fetch_deferred
+from single_controller.base.joining import fetch_deferred, join_results
 from single_controller.base.result import RankResult
 
 
@@ -19,16 +23,20 @@ class RecordedResults:
 
     label = "produce"
 
-    def __init__(self, tensors):
-        self.tensors = tensors
+    def __init__(self, made):
+        self.made = made
         self.fetched = []
 
     def wait(self, timeout=None):
-        return [RankResult(rank, rows=len(tensor)) for rank, tensor in enumerate(self.tensors)]
+        return [RankResult(rank, rows=rows_of(one)) for rank, one in enumerate(self.made)]
 
     def values(self, which, *, private):
         self.fetched += which
-        return [self.tensors[k].clone() if private else self.tensors[k] for k in which]
+        return [copy.deepcopy(self.made[k]) if private else self.made[k] for k in which]
+
+
+def rows_of(value):
+    return len(value["x"] if isinstance(value, dict) else value)
 
 
 class Producer(Deferred):
@@ -78,3 +86,96 @@ def test_fetched_values_belong_to_the_consumer():
     for value, _ in fetch(tensors, 2):
         value.fill_(1)
     assert not any(tensor.any() for tensor in tensors)
+
+
+MB = 1 << 20
+
+
+def table(first, rows):
+    return TensorDict(
+        {"x": torch.full((rows, MB // 4), float(first)), "in": TensorDict({"y": torch.ones(rows)}, [rows])}, [rows]
+    )
+
+
+def jagged_table(first, rows):
+    offsets = torch.arange(rows + 1) * (MB // 4)
+    jagged = torch.nested.nested_tensor_from_jagged(torch.full((rows * MB // 4,), float(first)), offsets)
+    return TensorDict({"x": jagged, "note": NonTensorData("n")}, [rows])
+
+
+def mixed_dict(first, rows):
+    x = torch.full((rows, MB // 4), float(first))
+    return {
+        "x": x,
+        "text": ["t"] * rows,
+        "images": [{"pixels": torch.ones(3), "size": np.ones(2)} for _ in range(rows)],
+    }
+
+
+def join_all(results):
+    return join_results(results, results.wait(), Join.ROWS)
+
+
+def join_deferred(results):
+    argument = DeferredArgument(Producer(), "rows", 0, 1, "ragged")
+    return fetch_deferred(results, Join.ROWS, argument, private=True)[0]
+
+
+@pytest.mark.parametrize("joined", [join_all, join_deferred])
+@pytest.mark.parametrize("make", [table, jagged_table, mixed_dict])
+class TestOneCopy:
+    """Results with tensors are fetched once, as views, and joined into buffers of the pool."""
+
+    def test_each_result_is_fetched_once(self, make, joined):
+        results = RecordedResults([make(0, 2), make(1, 3)])
+        value = joined(results)
+        assert results.fetched == [0, 1]
+        rows = value["x"].unbind()
+        assert [float(row[0]) for row in rows] == [0, 0, 1, 1, 1]
+        assert all(len(row) == MB // 4 for row in rows)
+
+    def test_rows_are_joined_into_a_reused_buffer(self, make, joined):
+        buffer_pool.clear()
+        value = joined(RecordedResults([make(0, 2), make(1, 3)]))
+        assert buffer_pool.idle_bytes == 0
+        del value
+        assert buffer_pool.idle_bytes >= 5 * MB
+
+    def test_result_has_memory_of_its_own(self, make, joined):
+        made = [make(0, 2), make(1, 3)]
+        value = joined(RecordedResults(made))
+        write(value)
+        assert all(unwritten(one) for one in made)
+
+
+def write(value):
+    """Write to every tensor and array in a value."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        (value.values() if isinstance(value, torch.Tensor) and value.is_nested else value)[:] = 777
+    elif isinstance(value, (dict, TensorDict)):
+        for part in dict(value.items()).values():
+            write(part)
+    elif isinstance(value, list):
+        for part in value:
+            write(part)
+
+
+def unwritten(value):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return not ((value.values() if isinstance(value, torch.Tensor) and value.is_nested else value) == 777).any()
+    if isinstance(value, (dict, TensorDict)):
+        return all(map(unwritten, dict(value.items()).values()))
+    return all(map(unwritten, value)) if isinstance(value, list) else True
+
+
+def test_values_without_tensors_are_copied_when_fetched():
+    results = RecordedResults([[{"a": 1}], [{"a": 2}, {"a": 3}]])
+    value = join_all(results)
+    assert value == [{"a": 1}, {"a": 2}, {"a": 3}] and value[0] is not results.made[0][0]
+
+
+def test_number_without_rows_beside_tensors_is_copied():
+    made = [{"x": torch.ones(2), "scale": torch.tensor(3.0)}, {"x": torch.ones(1), "scale": torch.tensor(3.0)}]
+    value = join_all(RecordedResults(made))
+    value["scale"].fill_(777)
+    assert [float(one["scale"]) for one in made] == [3.0, 3.0]
