@@ -35,7 +35,7 @@ from single_controller.base.engine import Engine, Sent, Token
 from single_controller.base.errors import CallTimeoutError, GroupBrokenError, GroupClosedError, WorkerDiedError
 from single_controller.base.joining import CallResults, InlineResults, join_results
 from single_controller.base.result import Failure, RankResult
-from single_controller.base.stats import CallRecord, CallStats, RankRecord
+from single_controller.base.stats import CallRecord, CallStats
 
 logger = logging.getLogger(__name__)
 
@@ -219,11 +219,10 @@ class Call:
         self._failed_at: float | None = None
         self._callbacks: list[Callable[[], None]] = []
         now = time.time()
-        ranks = {rank: RankRecord(sent.nbytes.get(rank, 0)) for rank in sent.tokens.values()}
-        self._record = CallRecord(spec.name, now if begun is None else begun, now, ranks=ranks)
+        self._record = CallRecord(spec.name, now if begun is None else begun, now)
         self._stats = stats
         if stats is not None:
-            stats.open(self._record)
+            stats.open(self._record, sent.nbytes)
         state.add(self)
 
     # --- for the threads that wait --------------------------------------------------------------------------------
@@ -289,8 +288,7 @@ class Call:
             if result.died is None:
                 self._state.layout_versions.setdefault(self.role, {})[result.rank] = result.layout_version
             if result.clock is not None:
-                record = self._record.ranks[result.rank]
-                record.clock, record.returned, record.arrived = result.clock, result.nbytes, now
+                self._record.add(result.rank, result.clock, result.nbytes, now)
                 if self.engine.synchronous:  # the call ran while it was being sent
                     self._record.dispatched = min(self._record.dispatched, result.clock.received)
 
