@@ -71,6 +71,7 @@ class RayEngine(Engine):
         self._pool = pool
         self._session = session()
         self._methods: dict[tuple[int, str, str, bool], Any] = {}
+        self._deaths: dict[int, str] = {}
 
     @property
     def connected(self) -> bool:
@@ -141,10 +142,11 @@ class RayEngine(Engine):
             return {ref: self._read_one(ref, tokens[ref]) for ref in ready}
 
     def deaths(self) -> dict[int, str]:
-        """See `Engine.deaths`. Asks Ray's control store; needs no dashboard."""
-        return {
-            number: reason for number, rank in enumerate(self.ranks) if (reason := death_of(rank.actor)) is not None
-        }
+        """See `Engine.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""
+        for number, rank in enumerate(self.ranks):
+            if number not in self._deaths and (reason := death_of(rank.actor)) is not None:
+                self._deaths[number] = reason  # for good: Ray restarts none of these actors
+        return dict(self._deaths)
 
     def kill(self) -> None:
         """See `Engine.kill`."""

@@ -1,8 +1,7 @@
 """Every use of Ray's internals, which is why `pyproject.toml` admits only the minor release of Ray that is tested.
 
-- `death_of` (``ray._private.state.actors``): liveness without the dashboard, which ``ray.util.state`` needs. Replace it
-   by
-  a public query of one actor's state in the control store.
+- `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness without the dashboard, which
+  ``ray.util.state`` needs. Replace it by public access to an actor's state that Ray keeps up to date in each process.
 - `detached_actors` (the control store's actor table): dead detached actors and their placement groups. Replace it when
   ``ray.util.list_named_actors`` returns both.
 - `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`. Replace it
@@ -30,9 +29,17 @@ _KNOWN_ACCELERATORS = frozenset({"NPU", "TPU", "HPU", "neuron_cores"})
 
 
 def death_of(actor: Any) -> str | None:
-    """Why an actor is dead, in a few words; None if it is alive."""
-    from ray._private.state import actors
+    """Why an actor is dead, in a few words; None if it is alive.
 
+    Ray's control store sends every change of an actor's state to the processes that have called the actor. Reading the
+    state that was last received asks nobody, so a look at thousands of living actors costs the control store nothing.
+    It is asked about an actor that this process has not called yet, and for the cause of a death.
+    """
+    from ray._private.state import actors
+    from ray.core.generated import gcs_pb2
+
+    if actor._get_local_state() == getattr(gcs_pb2, "ActorTableData").ALIVE:  # noqa: B009  (as in detached_actors)
+        return None
     info = actors(actor_id=actor._actor_id.hex())
     if not info:
         return "Ray no longer knows it"
