@@ -18,6 +18,7 @@ from single_controller.base.engine import Engine, Sent, Token
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
 from single_controller.ray.internals import death_of
+from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.results import RayResults, one_line
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
@@ -157,6 +158,7 @@ class RayEngine(Engine):
                     ray.kill(rank.actor, no_restart=True)
                 except Exception:  # the cluster that it ran in is gone
                     logger.debug("%s could not be killed", rank.name, exc_info=True)
+            remove_pools_of(rank.actor for rank in self.ranks)
 
     def _method(self, rank: int, spec: MethodSpec, *, kept: bool) -> Any:
         """The actor method that runs a call, named after the worker's method.
