@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from single_controller.base.errors import (
         CallTimeoutError,
+        ForkedProcessError,
         GroupBrokenError,
         GroupClosedError,
         LocalEngineError,
@@ -66,6 +67,7 @@ __all__ = [
     "Dispatch",
     "DispatchError",
     "Execute",
+    "ForkedProcessError",
     "GroupBrokenError",
     "GroupClosedError",
     "Layout",
@@ -109,6 +111,7 @@ _HOMES = {
     "Dispatch": "dispatch",
     "DispatchError": "dispatch",
     "Execute": "dispatch",
+    "ForkedProcessError": "single_controller.base.errors",
     "GroupBrokenError": "single_controller.base.errors",
     "GroupClosedError": "single_controller.base.errors",
     "Layout": "dispatch",

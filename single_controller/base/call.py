@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 import time
 import weakref
@@ -32,7 +33,13 @@ from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
 from single_controller.base.engine import Engine, Sent, Token
-from single_controller.base.errors import CallTimeoutError, GroupBrokenError, GroupClosedError, WorkerDiedError
+from single_controller.base.errors import (
+    CallTimeoutError,
+    ForkedProcessError,
+    GroupBrokenError,
+    GroupClosedError,
+    WorkerDiedError,
+)
 from single_controller.base.joining import CallResults, InlineResults, join_results
 from single_controller.base.result import Failure, RankResult
 from single_controller.base.stats import CallRecord, CallStats
@@ -87,6 +94,17 @@ class GroupState:
         self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.referred: weakref.WeakSet[Call] = weakref.WeakSet()
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._pid = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise in a fork of the process that made the group, before any lock is taken: a thread of that process may
+        have held it, and does not exist here. Without threads, a fork has an engine of its own and may use it.
+
+        Raises:
+            ForkedProcessError: this is a fork.
+        """
+        if os.getpid() != self._pid and not (self.engine is not None and self.engine.synchronous):
+            raise ForkedProcessError.of(self.name)
 
     def check(self) -> None:
         """Raise unless the group takes calls.
@@ -173,6 +191,7 @@ class Call:
 
     Attributes:
         number: position among the calls that the group sent.
+        check_process: `GroupState.check_process` of the group.
         settled: whether the call has an outcome.
         error: the error, once settled; None if the call succeeded.
     """
@@ -211,6 +230,7 @@ class Call:
         self.starting = starting
         self._state = state
         self._lock = state.lock
+        self.check_process = state.check_process
         self._pending: dict[Token, int] = dict(sent.tokens)
         self._results: dict[int, RankResult] = {}
         self._timeout = timeout

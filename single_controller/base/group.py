@@ -20,6 +20,7 @@ from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.closing import Closing
 from single_controller.base.engine import Engine, Sent
+from single_controller.base.errors import ForkedProcessError
 from single_controller.base.execute import CallsByName, Planner
 from single_controller.base.future import WorkerFuture
 from single_controller.base.layout_report import layout_from
@@ -141,6 +142,7 @@ class WorkerGroup(CallsByName, Closing):
         Raises:
             DispatchError: only some ranks have registered; or the group has roles, each with a layout of its own.
         """
+        self._state.check_process()
         return self._layout_with(lambda layout: True)
 
     tp_size = _axis_size("tp", "tensor-parallel axis")
@@ -247,7 +249,12 @@ class WorkerGroup(CallsByName, Closing):
     # --- life cycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the workers. Running calls raise `GroupClosedError`. A second close does nothing."""
+        """End the workers. Running calls raise `GroupClosedError`. A second close does nothing, and neither does one
+        in a fork of the process that made the group."""
+        try:
+            self._state.check_process()
+        except ForkedProcessError:
+            return  # the workers belong to the process that this one was forked from
         monitor.forget(self._state.close())
         self._replays.clear()
         if self._state.engine is not None:
@@ -255,6 +262,7 @@ class WorkerGroup(CallsByName, Closing):
 
     def alive(self) -> list[bool]:
         """Whether each rank's process is alive. Asks the engine, not the workers, so it returns while they are busy."""
+        self._state.check_process()
         if self._state.closed or not self._engine.connected:
             return [False] * self.world_size
         dead = self._engine.deaths()
@@ -327,6 +335,7 @@ class WorkerGroup(CallsByName, Closing):
     def _check(self) -> None:
         """Raise unless the group takes calls. During a restart, wait for its end first."""
         state = self._state
+        state.check_process()
         if state.restarting:
             with state.sending:  # reentrant: the thread that restarts passes
                 pass
