@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from single_controller.base.errors import (
         CallTimeoutError,
+        ForkedProcessError,
         GroupBrokenError,
         GroupClosedError,
         LocalEngineError,
@@ -67,6 +68,7 @@ __all__ = [
     "Dispatch",
     "DispatchError",
     "Execute",
+    "ForkedProcessError",
     "GroupBrokenError",
     "GroupClosedError",
     "Layout",
@@ -111,6 +113,7 @@ _HOMES = {
     "Dispatch": "dispatch",
     "DispatchError": "dispatch",
     "Execute": "dispatch",
+    "ForkedProcessError": "single_controller.base.errors",
     "GroupBrokenError": "single_controller.base.errors",
     "GroupClosedError": "single_controller.base.errors",
     "Layout": "dispatch",

@@ -76,6 +76,9 @@ def main():
             seed=args.seed if args.rollout_seed is None else args.rollout_seed,
         )
         actor.set_rollout_manager(manager)
+        if args.tensorboard_dir is not None:
+            for group in (actor.worker_group, rollout):
+                group.record_ranks(calls=1000)  # for the trace of calls at the end
         print(f"{actor} learns from {rollout}; begins with rollout {start}")
 
         progress = tqdm(range(start, args.num_rollout), desc="training", unit="rollout", mininterval=0.5)

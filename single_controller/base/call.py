@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 import time
 import weakref
@@ -32,10 +33,16 @@ from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
 from single_controller.base.engine import Engine, Sent, Token
-from single_controller.base.errors import CallTimeoutError, GroupBrokenError, GroupClosedError, WorkerDiedError
+from single_controller.base.errors import (
+    CallTimeoutError,
+    ForkedProcessError,
+    GroupBrokenError,
+    GroupClosedError,
+    WorkerDiedError,
+)
 from single_controller.base.joining import CallResults, InlineResults, join_results
 from single_controller.base.result import Failure, RankResult
-from single_controller.base.stats import CallRecord, CallStats, RankRecord
+from single_controller.base.stats import CallRecord, CallStats
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +94,17 @@ class GroupState:
         self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.referred: weakref.WeakSet[Call] = weakref.WeakSet()
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._pid = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise in a fork of the process that made the group, before any lock is taken: a thread of that process may
+        have held it, and does not exist here. Without threads, a fork has an engine of its own and may use it.
+
+        Raises:
+            ForkedProcessError: this is a fork.
+        """
+        if os.getpid() != self._pid and not (self.engine is not None and self.engine.synchronous):
+            raise ForkedProcessError.of(self.name)
 
     def check(self) -> None:
         """Raise unless the group takes calls.
@@ -173,6 +191,7 @@ class Call:
 
     Attributes:
         number: position among the calls that the group sent.
+        check_process: `GroupState.check_process` of the group.
         settled: whether the call has an outcome.
         error: the error, once settled; None if the call succeeded.
     """
@@ -211,6 +230,7 @@ class Call:
         self.starting = starting
         self._state = state
         self._lock = state.lock
+        self.check_process = state.check_process
         self._pending: dict[Token, int] = dict(sent.tokens)
         self._results: dict[int, RankResult] = {}
         self._timeout = timeout
@@ -219,11 +239,10 @@ class Call:
         self._failed_at: float | None = None
         self._callbacks: list[Callable[[], None]] = []
         now = time.time()
-        ranks = {rank: RankRecord(sent.nbytes.get(rank, 0)) for rank in sent.tokens.values()}
-        self._record = CallRecord(spec.name, now if begun is None else begun, now, ranks=ranks)
+        self._record = CallRecord(spec.name, now if begun is None else begun, now)
         self._stats = stats
         if stats is not None:
-            stats.open(self._record)
+            stats.open(self._record, sent.nbytes)
         state.add(self)
 
     # --- for the threads that wait --------------------------------------------------------------------------------
@@ -289,8 +308,7 @@ class Call:
             if result.died is None:
                 self._state.layout_versions.setdefault(self.role, {})[result.rank] = result.layout_version
             if result.clock is not None:
-                record = self._record.ranks[result.rank]
-                record.clock, record.returned, record.arrived = result.clock, result.nbytes, now
+                self._record.add(result.rank, result.clock, result.nbytes, now)
                 if self.engine.synchronous:  # the call ran while it was being sent
                     self._record.dispatched = min(self._record.dispatched, result.clock.received)
 

@@ -5,7 +5,9 @@ All of them pickle: the message is ``args[0]``, and everything else is a plain a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Self
 
 from dispatch.errors import SingleControllerError
 
@@ -118,3 +120,19 @@ class GroupClosedError(SingleControllerError):
 
 class LocalEngineError(SingleControllerError):
     """A `LocalWorkerGroup`, whose ranks share the driver's process, was asked for something that needs processes."""
+
+
+class ForkedProcessError(SingleControllerError):
+    """A group, a pool or a future was used in a fork of the process that made it.
+
+    A fork has none of its parent's threads, so Ray and the threads of a `LocalWorkerGroup` would never answer.
+    """
+
+    @classmethod
+    def of(cls, what: str) -> Self:
+        """From what was used."""
+        return cls(
+            f"{what} was used in process {os.getpid()}, a fork of the process that made it, which has none of its "
+            "threads and no connection to Ray. Use it in that process; or start this one with "
+            "multiprocessing.get_context('spawn'), and create a group or attach() to a detached one in it"
+        )

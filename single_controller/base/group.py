@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,13 @@ from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.closing import Closing
 from single_controller.base.engine import Engine, Sent
+from single_controller.base.errors import ForkedProcessError
 from single_controller.base.execute import CallsByName, Planner
 from single_controller.base.future import WorkerFuture
 from single_controller.base.layout_report import layout_from
 from single_controller.base.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
 from single_controller.base.monitor import monitor
-from single_controller.base.stats import CallStats, Stats, write_trace
+from single_controller.base.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.base.supervision import OnDeath, Replay, ReplayLog, Watcher, check_ranks, restart
 from single_controller.base.worker import Worker
 
@@ -140,6 +142,7 @@ class WorkerGroup(CallsByName, Closing):
         Raises:
             DispatchError: only some ranks have registered; or the group has roles, each with a layout of its own.
         """
+        self._state.check_process()
         return self._layout_with(lambda layout: True)
 
     @property
@@ -163,19 +166,45 @@ class WorkerGroup(CallsByName, Closing):
     vpp_size = _axis_size("vpp", "virtual pipeline: the stages that each rank holds")
 
     def stats(self) -> Stats:
-        """What the group's calls cost: bytes and seconds by method, and by call and rank. Prints as a table. For a
-        group with roles: all roles' methods, as ``<role>.<method>``."""
+        """What the group's calls cost: bytes and seconds by method, and by call for the latest ones. Prints as a table.
+        For a group with roles: all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's part."""
         if self._table is None:
             return Stats.together({role: self._records[role].stats.stats() for role in self.roles})
         return self._records[self._role].stats.stats()
 
+    def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
+        """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`. Off by default:
+        the memory grows with the ranks, by about 400 bytes for each rank and call.
+
+        For a group with roles, this concerns all of them; ``group.<role>.record_ranks()`` one of them.
+
+        Args:
+            calls: how many of the latest calls keep their ranks; 0 ends it and drops what was kept.
+
+        Raises:
+            ValueError: ``calls`` is not a non-negative integer.
+        """
+        for role in self.roles or (self._role,):
+            self._records[role].stats.record_ranks(calls)
+
     def trace(self, path: str | Path) -> None:
-        """Write the latest calls as a Chrome trace for Perfetto, with a row for the driver and one for each rank.
+        """Write the latest calls as a Chrome trace for Perfetto: a row for the driver, and one for each rank in calls
+        that were made after `record_ranks`.
 
         Args:
             path: the JSON file to write.
+
+        Warns:
+            UserWarning: no call has its ranks, so the trace has the driver's row alone.
         """
-        write_trace(path, self.name, self.stats().calls)
+        calls = self.stats().calls
+        if calls and not any(call.ranks for call in calls):
+            warnings.warn(
+                f"the trace of {self.name} has no rows for the ranks, because their records are off by default: call "
+                "group.record_ranks() before the calls that you want to trace",
+                stacklevel=2,
+            )
+        write_trace(path, self.name, calls)
 
     @property
     def methods(self) -> Methods:
@@ -233,7 +262,12 @@ class WorkerGroup(CallsByName, Closing):
     # --- life cycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the workers. Running calls raise `GroupClosedError`. A second close does nothing."""
+        """End the workers. Running calls raise `GroupClosedError`. A second close does nothing, and neither does one
+        in a fork of the process that made the group."""
+        try:
+            self._state.check_process()
+        except ForkedProcessError:
+            return  # the workers belong to the process that this one was forked from
         monitor.forget(self._state.close())
         self._replays.clear()
         if self._state.engine is not None:
@@ -241,6 +275,7 @@ class WorkerGroup(CallsByName, Closing):
 
     def alive(self) -> list[bool]:
         """Whether each rank's process is alive. Asks the engine, not the workers, so it returns while they are busy."""
+        self._state.check_process()
         if self._state.closed or not self._engine.connected:
             return [False] * self.world_size
         dead = self._engine.deaths()
@@ -317,6 +352,7 @@ class WorkerGroup(CallsByName, Closing):
     def _check(self) -> None:
         """Raise unless the group takes calls. During a restart, wait for its end first."""
         state = self._state
+        state.check_process()
         if state.restarting:
             with state.sending:  # reentrant: the thread that restarts passes
                 pass

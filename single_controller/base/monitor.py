@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -36,17 +37,27 @@ class Monitor:
     """
 
     def __init__(self) -> None:
+        self._orphans: list[Call] = []
+        self._reset()
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def _reset(self) -> None:
         self._watched: set[Call] = set()
         self._changed = threading.Condition()
         self._round = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._orphans: list[Call] = []
+
+    def _leave_to_parent(self) -> None:
+        """A fork has neither the thread nor the calls of its parent, whose threads may have held the locks. The calls
+        are kept, because dropping Ray's references needs Ray."""
+        self._orphans += self._watched
+        self._reset()
 
     def watch(self, call: Call) -> None:
         """Drive a call that nobody waits for, until it has ended."""
         with self._changed:
             self._watched.add(call)
-            if self._thread is None or not self._thread.is_alive():  # a fork has the object, but not its thread
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
                 self._thread.start()
             self._changed.notify()
@@ -66,7 +77,9 @@ class Monitor:
 
         Raises:
             CallTimeoutError: the wait ended before the call did.
+            ForkedProcessError: another process sent the call.
         """
+        call.check_process()
         end = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_WAIT_SECONDS
         try:

@@ -1,4 +1,7 @@
-"""What calls cost: recorded per call and rank, shown as a table or as a Chrome trace.
+"""What calls cost: summed by method, kept for the latest calls, shown as a table or as a Chrome trace.
+
+What a call costs is added up while its results arrive, so a call keeps the same few hundred bytes however many ranks
+it has. What each rank did is kept only after `CallStats.record_ranks`, which the trace's rows of ranks need.
 
 A call has these phases. On the driver: *dispatch* (bind, plan, encode, send). On each rank: *queue* (until it starts
 the call, after earlier ones), *open* (decode the arguments, wait for futures among them), *method*, and *return*
@@ -11,7 +14,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +22,11 @@ from typing import Any, NamedTuple
 from dispatch.register import label
 
 KEPT_CALLS = 1000
-"""Number of the latest calls whose ranks are recorded one by one."""
+"""Number of the latest calls that are kept, without their ranks."""
+
+RECORDED_CALLS = 100
+"""Number of the latest calls whose ranks are kept too, once that was asked for. A rank takes about 400 bytes of each
+call: 40 MB for 100 calls of 1,024 ranks."""
 
 
 class Clock(NamedTuple):
@@ -72,7 +79,11 @@ class CallRecord:
         settled: when it had an outcome; 0 before.
         joined: seconds that the join took; 0 if nobody asked for the value.
         failed: the type of its error, or None.
-        ranks: rank -> its part.
+        sent: bytes of arguments, over all ranks.
+        returned: bytes of results, over all ranks.
+        received: when the last rank started it, by that rank's clock; 0 before.
+        opened, ran, back: seconds that the slowest rank took in the phases open, method and return.
+        ranks: rank -> its part, if the group keeps it: see `CallStats.record_ranks`.
     """
 
     method: str
@@ -81,17 +92,37 @@ class CallRecord:
     settled: float = 0.0
     joined: float = 0.0
     failed: str | None = None
+    sent: int = 0
+    returned: int = 0
+    received: float = 0.0
+    opened: float = 0.0
+    ran: float = 0.0
+    back: float = 0.0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
+
+    def add(self, rank: int, clock: Clock, nbytes: int, arrived: float) -> None:
+        """A rank has returned.
+
+        Args:
+            rank: the rank.
+            clock: when it did what.
+            nbytes: bytes of its result.
+            arrived: when its `RankResult` arrived here.
+        """
+        self.received = max(self.received, clock.received)
+        self.opened = max(self.opened, clock.began - clock.received)
+        self.ran = max(self.ran, clock.ended - clock.began)
+        self.back = max(self.back, arrived - clock.ended)
+        self.returned += nbytes
+        if self.ranks:  # `CallStats.record_ranks` may drop them at any time
+            record = self.ranks.get(rank)
+            if record is not None:
+                record.clock, record.returned, record.arrived = clock, nbytes, arrived
 
     def phases(self) -> dict[str, float]:
         """Seconds in each phase; those of the slowest rank where ranks take part."""
-        queue = opened = method = back = 0.0  # a rank may start before all are sent; no phase is negative
-        for rank in self.ranks.values():
-            if rank.clock is not None:
-                received, began, ended, _ = rank.clock
-                queue, opened = max(queue, received - self.dispatched), max(opened, began - received)
-                method, back = max(method, ended - began), max(back, rank.arrived - ended)
-        by_rank = {"queue": queue, "open": opened, "method": method, "return": back}
+        queue = max(0.0, self.received - self.dispatched)  # a rank may start before all are sent
+        by_rank = {"queue": queue, "open": self.opened, "method": self.ran, "return": self.back}
         return {"dispatch": self.dispatched - self.begun, **by_rank, "join": self.joined}
 
 
@@ -120,7 +151,7 @@ class Stats:
 
     Attributes:
         methods: method -> its `MethodStats`, since the group was made.
-        calls: the last calls, each with its ranks, oldest first.
+        calls: the last calls, oldest first. They have ``ranks`` only after ``group.record_ranks()``.
     """
 
     methods: Mapping[str, MethodStats]
@@ -150,24 +181,54 @@ class Stats:
 
 
 class CallStats:
-    """The records of one group. Recording costs a call a few microseconds."""
+    """The records of one group. Recording costs a call a few microseconds.
+
+    No lock: calls are opened by one thread at a time (`GroupState.sending`) and closed under `GroupState.lock`. Beside
+    these, `record_ranks` and `stats` only read the deque and replace attributes.
+    """
 
     def __init__(self) -> None:
-        self._calls: deque[CallRecord] = deque(maxlen=KEPT_CALLS)
+        self._calls: deque[CallRecord] = deque()
         self._methods: dict[str, MethodStats] = {}
+        self._recorded = 0
 
-    def open(self, record: CallRecord) -> None:
-        """A call was sent."""
-        self._calls.append(record)
+    def record_ranks(self, calls: int) -> None:
+        """Keep the ranks of that many of the latest calls, from the next call on; 0 drops those that are kept.
+
+        Raises:
+            ValueError: ``calls`` is not a non-negative integer.
+        """
+        if not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
+            raise ValueError(f"record_ranks(calls={calls!r}): expected a number of calls; 0 keeps none")
+        self._recorded = calls
+        known = list(self._calls)
+        for record in known[: max(0, len(known) - calls)]:
+            record.ranks = {}
+
+    def open(self, record: CallRecord, sent: Mapping[int, int]) -> None:
+        """A call was sent.
+
+        Args:
+            record: the call.
+            sent: rank -> bytes of arguments.
+        """
+        record.sent = sum(sent.values())
+        calls, recorded = self._calls, self._recorded
+        if recorded:
+            record.ranks = {rank: RankRecord(nbytes) for rank, nbytes in sent.items()}
+            if len(calls) >= recorded:
+                calls[-recorded].ranks = {}
+        calls.append(record)
+        while len(calls) > max(KEPT_CALLS, recorded):
+            calls.popleft()
 
     def close(self, record: CallRecord) -> None:
         """A call has an outcome."""
         stats = self._methods.setdefault(record.method, MethodStats())
         stats.calls += 1
         stats.failed += record.failed is not None
-        for rank in record.ranks.values():
-            stats.sent += rank.sent
-            stats.returned += rank.returned
+        stats.sent += record.sent
+        stats.returned += record.returned
         totals = stats.seconds
         for phase, seconds in record.phases().items():
             totals[phase] = totals.get(phase, 0.0) + seconds
@@ -185,20 +246,31 @@ class CallStats:
 
 
 def write_trace(path: str | Path, name: str, calls: Iterable[CallRecord]) -> None:
-    """Write calls as a Chrome trace, which Perfetto opens: a row for the driver and one for each rank.
+    """Write calls as a Chrome trace, which Perfetto opens: a row for the driver and one for each recorded rank.
+
+    Events are written one by one, so that a trace of millions of them needs no memory.
 
     Args:
         path: the file, JSON.
         name: name of the group.
         calls: the calls to write.
     """
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
+    with open(path, "w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        file.write(json.dumps({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}))
+        for event in _events(calls):
+            file.write(",\n" + json.dumps(event))
+        file.write("\n]}\n")
+
+
+def _events(calls: Iterable[CallRecord]) -> Iterator[dict[str, Any]]:
     rows = {-1: "driver"}
     for number, call in enumerate(calls):
         about = {"call": number, **({"failed": call.failed} if call.failed else {})}
-        events.append(_event(-1, f"{call.method}: dispatch", call.begun, call.dispatched, about))
+        phases = {f"{phase} ms": 1000 * seconds for phase, seconds in call.phases().items()}
+        yield _event(-1, f"{call.method}: dispatch", call.begun, call.dispatched, {**about, **phases})
         if call.joined:
-            events.append(_event(-1, f"{call.method}: join", call.settled, call.settled + call.joined, about))
+            yield _event(-1, f"{call.method}: join", call.settled, call.settled + call.joined, about)
         for number_of_rank, rank in call.ranks.items():
             rows[number_of_rank] = f"rank {number_of_rank}"
             if rank.clock is None:
@@ -207,12 +279,9 @@ def write_trace(path: str | Path, name: str, calls: Iterable[CallRecord]) -> Non
             received, began, ended, encoded = rank.clock
             for phase, start, stop in (("open", received, began), ("", began, ended), ("return", ended, encoded)):
                 title = f"{call.method}: {phase}" if phase else call.method
-                events.append(_event(number_of_rank, title, start, stop, sizes))
-    events += [
-        {"ph": "M", "pid": 1, "tid": row + 1, "name": "thread_name", "args": {"name": title}}
-        for row, title in sorted(rows.items())
-    ]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+                yield _event(number_of_rank, title, start, stop, sizes)
+    for row, title in sorted(rows.items()):
+        yield {"ph": "M", "pid": 1, "tid": row + 1, "name": "thread_name", "args": {"name": title}}
 
 
 def _event(row: int, title: str, start: float, stop: float, about: dict[str, Any]) -> dict[str, Any]:

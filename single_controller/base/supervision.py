@@ -125,8 +125,10 @@ def restart(
 
     Raises:
         GroupClosedError: the group was closed.
+        ForkedProcessError: another process made the group.
         Exception: whatever a step raises. The group then stays broken.
     """
+    state.check_process()
     before, was_broken = state.restarts, state.broken is not None
     with state.sending:  # nobody else sends to a group in transition
         if state.closed:
@@ -166,9 +168,11 @@ class Watcher(Closing):
 
     Raises:
         ValueError: the interval is not a positive number.
+        ForkedProcessError: another process made the group.
     """
 
     def __init__(self, state: GroupState, on_death: OnDeath | None, interval: float) -> None:
+        state.check_process()
         self._state = weakref.ref(state)
         self._on_death = on_death
         self._interval = check_seconds("interval", interval)

@@ -17,6 +17,7 @@ from single_controller.base.errors import CallTimeoutError, WorkerDiedError
 from single_controller.base.worker import Worker
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.internals import detached_actors
+from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import ensure_ray
 
@@ -153,11 +154,14 @@ def end_detached(name: str, namespace: str | None = None) -> int:
     if len(spaces) != 1:
         where = f"in the namespaces {', '.join(spaces)}: say which" if spaces else "nowhere in this Ray"
         raise ValueError(f"end_detached(): workers called {name}_<rank> are {where}")
+    ended = []
     for one in living:
         try:
-            ray.kill(ray.get_actor(one.name, one.namespace), no_restart=True)
+            ended.append(ray.get_actor(one.name, one.namespace))
+            ray.kill(ended[-1], no_restart=True)
         except ValueError:
             logger.debug("%s has ended by itself", one.name)
+    remove_pools_of(ended)
     remove_placement_groups(sorted({one.placement_group for one in found if one.placement_group}))
     return len(living)
 

@@ -18,6 +18,7 @@ from single_controller.base.engine import Engine, Sent, Token
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
 from single_controller.ray.internals import death_of
+from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.results import RayResults, one_line
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
@@ -71,6 +72,7 @@ class RayEngine(Engine):
         self._pool = pool
         self._session = session()
         self._methods: dict[tuple[int, str, str, bool], Any] = {}
+        self._deaths: dict[int, str] = {}
 
     @property
     def connected(self) -> bool:
@@ -141,10 +143,11 @@ class RayEngine(Engine):
             return {ref: self._read_one(ref, tokens[ref]) for ref in ready}
 
     def deaths(self) -> dict[int, str]:
-        """See `Engine.deaths`. Asks Ray's control store; needs no dashboard."""
-        return {
-            number: reason for number, rank in enumerate(self.ranks) if (reason := death_of(rank.actor)) is not None
-        }
+        """See `Engine.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""
+        for number, rank in enumerate(self.ranks):
+            if number not in self._deaths and (reason := death_of(rank.actor)) is not None:
+                self._deaths[number] = reason  # for good: Ray restarts none of these actors
+        return dict(self._deaths)
 
     def kill(self) -> None:
         """See `Engine.kill`."""
@@ -155,6 +158,7 @@ class RayEngine(Engine):
                     ray.kill(rank.actor, no_restart=True)
                 except Exception:  # the cluster that it ran in is gone
                     logger.debug("%s could not be killed", rank.name, exc_info=True)
+            remove_pools_of(rank.actor for rank in self.ranks)
 
     def _method(self, rank: int, spec: MethodSpec, *, kept: bool) -> Any:
         """The actor method that runs a call, named after the worker's method.

@@ -1,10 +1,11 @@
 """Every use of Ray's internals, which is why `pyproject.toml` admits only the minor release of Ray that is tested.
 
-- `death_of` (``ray._private.state.actors``): liveness without the dashboard, which ``ray.util.state`` needs. Replace it
-   by
-  a public query of one actor's state in the control store.
+- `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness without the dashboard, which
+  ``ray.util.state`` needs. Replace it by public access to an actor's state that Ray keeps up to date in each process.
 - `detached_actors` (the control store's actor table): dead detached actors and their placement groups. Replace it when
   ``ray.util.list_named_actors`` returns both.
+- `worker_pools` (the control store's table of placement groups): which actor created a placement group. Replace it when
+  ``ray.util.placement_group_table`` returns that.
 - `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`. Replace it
    by
   a public function of that kind.
@@ -21,18 +22,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Collection
 from typing import Any, NamedTuple, cast
 
+import ray
 from ray.actor import ActorClass
 
 _KNOWN_ACCELERATORS = frozenset({"NPU", "TPU", "HPU", "neuron_cores"})
 
 
 def death_of(actor: Any) -> str | None:
-    """Why an actor is dead, in a few words; None if it is alive."""
-    from ray._private.state import actors
+    """Why an actor is dead, in a few words; None if it is alive.
 
+    Ray's control store sends every change of an actor's state to the processes that have called the actor. Reading the
+    state that was last received asks nobody, so a look at thousands of living actors costs the control store nothing.
+    It is asked about an actor that this process has not called yet, and for the cause of a death.
+    """
+    from ray._private.state import actors
+    from ray.core.generated import gcs_pb2
+
+    if actor._get_local_state() == getattr(gcs_pb2, "ActorTableData").ALIVE:  # noqa: B009  (as in detached_actors)
+        return None
     info = actors(actor_id=actor._actor_id.hex())
     if not info:
         return "Ray no longer knows it"
@@ -69,6 +81,43 @@ def detached_actors() -> list[DetachedActor]:
         for table in tables
         if table.is_detached
     ]
+
+
+_POOL_NAME = re.compile(r"[0-9a-f]{8}_[0-9]+$")
+"""How the name of a pool's placement group ends: see `single_controller.ray.placement`."""
+
+
+def worker_pools(creators: Collection[str]) -> list[str]:
+    """Ids, in hex, of the placement groups that workers of this job have made for pools, and that have lost them.
+
+    Ray removes a placement group that an actor has created only when the actor *and* its job have ended. One is
+    returned if it is not detached and its creator is dead, or is among ``creators``.
+
+    Args:
+        creators: ids, in hex, of actors that are being ended.
+    """
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    data: Any = getattr(gcs_pb2, "PlacementGroupTableData")  # noqa: B009  (as in detached_actors)
+    tables = [data.FromString(table) for table in state._connect_and_get_accessor().get_placement_group_table()]
+    job = ray.get_runtime_context().get_job_id()
+    return [
+        table.placement_group_id.hex()
+        for table in tables
+        if table.state != data.REMOVED
+        and not table.is_detached
+        and _POOL_NAME.search(table.name)
+        and (
+            table.creator_actor_id.hex() in creators
+            # The driver's placement groups have no creating actor, which Ray marks as dead.
+            or (table.creator_actor_dead and table.creator_job_id.hex() == job and _is_actor(table.creator_actor_id))
+        )
+    ]
+
+
+def _is_actor(binary: bytes) -> bool:
+    return bool(binary) and not ray.ActorID(binary).is_nil()
 
 
 def free_resources() -> dict[str, dict[str, float]]:

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import ray
+from ray import PlacementGroupID
+from ray.actor import ActorHandle
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -32,6 +34,7 @@ from ray.util.placement_group import (
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.ray.accelerators import device_kinds, devices_in
 from single_controller.ray.feasibility import Forecast, Request, expected_nodes, forecast, shortage
+from single_controller.ray.internals import worker_pools
 from single_controller.ray.pool_options import PoolOptions
 from single_controller.ray.pool_plan import plan_pool, refuse_impossible
 from single_controller.ray.runtime import Node, nodes, session
@@ -121,6 +124,7 @@ class Reservation:
                 )
 
     def _create(self, request: Request) -> None:
+        remove_pools_of(())
         cluster = nodes()
         refuse_impossible(request, cluster, self.label)
         homes = None
@@ -198,6 +202,7 @@ class Reservation:
                 raise PlacementError(f"{self.label} was not placed within {timeout:g} s.\n{self._explain()}")
             if waited >= SAY_SECONDS * (said + 1):
                 said += 1
+                remove_pools_of(())
                 table = f"\n{self._explain()}" if said == 1 else ""
                 logger.warning("%s: waiting to be placed for %.0f s (of %g)%s", self.label, waited, timeout, table)
             time.sleep(min(pause, timeout - waited))
@@ -321,3 +326,16 @@ def _remove(groups: Sequence[PlacementGroup], made_in: str | None) -> None:
             remove_placement_group(group)
         except Exception:  # Ray has been shut down, and the placement group with it
             logger.debug("placement group %s could not be removed", group.id, exc_info=True)
+
+
+def remove_pools_of(actors: Iterable[ActorHandle]) -> None:
+    """Remove the placement groups of pools that workers have made and that nobody can close any more.
+
+    Args:
+        actors: workers that were just ended. Pools of workers of this job that died earlier are removed too.
+    """
+    try:
+        ids = worker_pools({actor._actor_id.hex() for actor in actors})
+        _remove([PlacementGroup(PlacementGroupID(bytes.fromhex(number))) for number in ids], session())
+    except Exception:  # what called this must go on: the control store does not respond, for example
+        logger.warning("the placement groups of ended workers could not be removed", exc_info=True)

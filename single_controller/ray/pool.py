@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from single_controller.base.closing import Closing
-from single_controller.base.errors import GroupClosedError, PlacementError
+from single_controller.base.errors import ForkedProcessError, GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
 from single_controller.ray.external_group import external_reservation
 from single_controller.ray.feasibility import Forecast, join_requests, shortage
 from single_controller.ray.placement import Reservation
 from single_controller.ray.pool_options import PoolOptions
 from single_controller.ray.pool_plan import PoolPlan, plan_pool, refuse_impossible
-from single_controller.ray.runtime import ensure_ray, nodes, session
+from single_controller.ray.runtime import ensure_ray, forked, nodes, session
 from single_controller.ray.slots import Slot, SlotLocation, location_key
 
 if TYPE_CHECKING:
@@ -468,7 +468,10 @@ class RayResourcePool(Closing, ResourcePool):
             pool._note(group)
 
     def close(self) -> None:
-        """Close the groups in the pool, and free the slots that it owns. A second close does nothing."""
+        """Close the groups in the pool, and free the slots that it owns. A second close does nothing, and neither does
+        one in a fork of the process that made the pool."""
+        if forked():
+            return
         with _occupying:
             self._closed = True  # from here on no group is admitted, so the list is complete
             groups = list(self._groups)
@@ -489,6 +492,8 @@ class RayResourcePool(Closing, ResourcePool):
         )
 
     def _check_open(self) -> None:
+        if forked():
+            raise ForkedProcessError.of(repr(self))
         if self.closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")
 

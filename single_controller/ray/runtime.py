@@ -12,6 +12,7 @@ import ray.cloudpickle
 from ray.actor import ActorHandle
 
 from single_controller.base import codec
+from single_controller.base.errors import ForkedProcessError
 from single_controller.ray.internals import free_resources
 
 # Ray has its own copy of cloudpickle. With another one, a class of __main__ that a user also sends through Ray itself
@@ -33,6 +34,24 @@ _HEALTH_CHECKS = {
 """Settings of a Ray that this library starts: a dead node is noticed within 5 seconds."""
 
 
+_forked = False
+"""Whether this process is a fork of one that was connected to Ray. A fork has none of Ray's threads, so a request to
+Ray would never return."""
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def forked() -> bool:
+    """Whether this process is a fork of one that was connected to Ray, and cannot use Ray."""
+    return _forked
+
+
 def ensure_ray() -> None:
     """Join the running Ray (``RAY_ADDRESS``, or one on this machine), or start a local one.
 
@@ -40,7 +59,10 @@ def ensure_ray() -> None:
 
     Raises:
         ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond.
+        ForkedProcessError: this process is a fork of one that is connected to Ray.
     """
+    if _forked:
+        raise ForkedProcessError.of("the connection to Ray")
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "auto")
@@ -58,7 +80,7 @@ def ensure_ray() -> None:
 
 def session() -> str | None:
     """Identifies the connection to Ray; None without one. Actors of one session do not exist in the next."""
-    if not ray.is_initialized():
+    if _forked or not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
     return f"{context.get_node_id()}:{context.get_job_id()}"

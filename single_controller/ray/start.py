@@ -24,9 +24,10 @@ from single_controller.base.errors import PlacementError, WorkerDiedError
 from single_controller.ray.actor import Location, StartMessage, actor_class
 from single_controller.ray.class_with_args import ProcessSpec
 from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.placement import wait_started
+from single_controller.ray.placement import remove_pools_of, wait_started
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.results import one_line
+from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot, SlotLocation
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ def start_ranks(
     engine.restarted |= frozenset(chosen)  # before the kill, so that no watcher reports these deaths
     for rank in before:
         ray.kill(rank.actor, no_restart=True)
+    remove_pools_of(rank.actor for rank in before)
     # A detached actor keeps its name, because others find it by that name.
     names = [rank.name for rank in before] if plan.detached else _names(plan, chosen)
     with _ended_on_error(plan) as actors:
@@ -173,6 +175,8 @@ def _ended_on_error(plan: StartPlan) -> Iterator[_Actors]:
                 ray.kill(actor, no_restart=True)
             except Exception:  # Ray was shut down, for example; the error that is being handled says more
                 logger.debug("%r could not be ended", actor, exc_info=True)
+        if session() is not None:
+            remove_pools_of(actors)
         raise
 
 

@@ -166,6 +166,26 @@ class Nested(Worker):
         return batch
 
 
+class Landlord(Worker):
+    """Each rank makes a pool of its own, with a group in it."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def let(self, occupied):
+        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+        self.own = RayResourcePool([1], use_gpu=False, resources={"crate": 1})
+        if not occupied:
+            self.own.place()
+            self.own.wait()
+            return []
+        self.tenant = RayWorkerGroup(self.own, RayClassWithInitArgs(Counter))
+        return self.tenant.add(1)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
 def _repeat_pair(group, args, kwargs):
     def repeat(pair):
         return [pair[rank % 2] for rank in range(group.world_size)]

@@ -10,16 +10,22 @@ import time
 import pytest
 import ray
 from group_workers import Counter, Fragile
+from ray.util.placement_group import placement_group_table
 
 from single_controller import (
     CallTimeoutError,
+    ClassWithInitArgs,
+    ForkedProcessError,
     GroupBrokenError,
     GroupClosedError,
+    LocalWorkerGroup,
     RayClassWithInitArgs,
+    RayResourcePool,
     RayWorkerGroup,
     StartError,
     WorkerDiedError,
     WorkerError,
+    attach,
 )
 
 anywhere = pytest.mark.engines("ray", "local", "local-threads")
@@ -285,3 +291,109 @@ class TestClose:
         with pytest.raises(GroupClosedError):
             group.restart()
         wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("restarting_")])
+
+
+def in_fork(function, seconds=20):
+    """Run a function in a fork of this process, and return its result, a text."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # must not return into pytest, nor run the exit handlers of Ray
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it in native code, too
+            signal.alarm(seconds)
+            os.write(write, function().encode())
+        except BaseException as error:
+            os.write(write, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as result:
+        text = result.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def errors_of(*calls):
+    """The types of the errors that calls raise, or "returned"."""
+    found = []
+    for call in calls:
+        try:
+            call()
+            found.append("returned")
+        except Exception as error:
+            found.append(f"{type(error).__name__}")
+    return found
+
+
+class TestFork:
+    @overlapping
+    def test_group_of_the_parent_is_refused(self, make_group):
+        """Ray's threads, and those of local ranks, do not exist in a fork: the calls used to hang."""
+        group = make_group(Fragile)
+        group.ping()
+        running = group.sleep.remote(1.0)
+        done = group.ping.remote()
+        done.result()
+
+        def use():
+            try:
+                group.ping()
+            except ForkedProcessError as error:
+                assert str(os.getpid()) in str(error) and "get_context('spawn')" in str(error)
+            calls = [
+                group.ping,
+                group.ping.remote,
+                lambda: group.execute_all_sync("ping"),
+                running.result,
+                running.done,
+                done.result,
+                group.alive,
+                group.restart,
+                group.watch,
+                lambda: group.layout,
+            ]
+            found = errors_of(*calls)
+            with group:  # closing leaves the parent's workers alone
+                pass
+            return " ".join(found)
+
+        with within(10):
+            assert in_fork(use).split() == ["ForkedProcessError"] * 10
+        running.result()
+        assert group.ping() == [0, 1, 2, 3] and group.alive() == [True] * 4
+
+    def test_pools_and_ray_are_refused(self, pool):
+        placed = RayResourcePool([1], use_gpu=False)
+        placed.place()
+
+        def use():
+            found = errors_of(
+                pool.plan,
+                lambda: RayWorkerGroup(pool, RayClassWithInitArgs(Counter)),
+                lambda: RayResourcePool([1], use_gpu=False),
+                lambda: attach("any"),
+            )
+            with placed:  # closing leaves the placement group to the parent
+                pass
+            return " ".join(found)
+
+        with within(10):
+            assert in_fork(use).split() == ["ForkedProcessError"] * 4
+        assert placement_group_table(placed.slots()[0].placement_group)["state"] != "REMOVED"
+        placed.close()
+
+    @pytest.mark.engines("local")
+    def test_group_without_threads_is_a_copy(self, make_group):
+        group = make_group(Counter)
+        assert in_fork(lambda: str(group.add(1))) == "[1, 2, 3, 4]"
+        assert group.add(0) == [0, 1, 2, 3]
+
+    def test_fork_may_have_a_group_with_threads_of_its_own(self, make_group):
+        future = make_group(Fragile).sleep.remote(0.5)  # the monitor watches it
+
+        def use():
+            with LocalWorkerGroup(2, ClassWithInitArgs(Counter), threads=True) as own:
+                return str(own.add.remote(1).result(timeout=5))
+
+        assert in_fork(use) == "[1, 2]"
+        future.result()

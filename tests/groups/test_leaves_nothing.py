@@ -10,7 +10,7 @@ import time
 import pytest
 import ray
 from footprint import Footprint, port_is_free, runs
-from group_workers import Counter, Fragile
+from group_workers import Counter, Fragile, Landlord
 from test_failure import wait_until
 
 from single_controller import (
@@ -89,6 +89,39 @@ def test_dropped_objects(before):
         return group.add.remote(0)
 
     assert use().result() == [0, 1]
+    before.wait_same()
+
+
+def test_pool_that_a_worker_made_ends_with_the_worker(before):
+    """Ray alone keeps its placement group until the driver ends."""
+    with pool_of(2) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Landlord), collectives=False)
+        held = Footprint.now().placement_groups
+
+        def made():
+            return len(Footprint.now().placement_groups - held)
+
+        assert group.let(True) == [[1], [1]] and made() == 2
+        os.kill(group.pid()[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.pid()
+        group.restart(ranks=[0])
+        wait_until(lambda: made() == 1, 5)  # that of rank 1, which goes on
+        group.close()
+        wait_until(lambda: made() == 0, 5)
+    before.wait_same()
+
+
+def test_pool_of_a_dropped_worker_is_freed_for_the_next_pool(before):
+    def use(pool):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Landlord)).let(False)
+
+    with pool_of(1) as pool:
+        held = Footprint.now()
+        use(pool)
+        wait_until(lambda: "actors" not in held.left_behind(Footprint.now()), 10)
+        with pool_of(1) as following:
+            following.place()
     before.wait_same()
 
 

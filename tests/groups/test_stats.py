@@ -2,11 +2,19 @@
 
 import json
 import time
+import tracemalloc
 
 import pytest
 import torch
+from group_workers import Counter
 
+from dispatch.plan import CallPlan
+from dispatch.register import registered_methods
 from single_controller import WorkerError
+from single_controller.base.call import Call, GroupState
+from single_controller.base.engine import Engine, Sent
+from single_controller.base.result import RankResult
+from single_controller.base.stats import CallStats, Clock, write_trace
 
 ENGINES = ("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
@@ -20,11 +28,20 @@ def log(make_group):
     return make_group(Log)
 
 
+@pytest.fixture
+def recorded(counters):
+    """The shared counters, with records by rank."""
+    counters.record_ranks()
+    yield counters
+    counters.record_ranks(0)
+
+
 def by_method(group):
     return group.stats().methods
 
 
-def test_bytes_and_seconds_of_a_call(counters):
+def test_bytes_and_seconds_of_a_call(recorded):
+    counters = recorded
     before = by_method(counters).get("echo")
     calls, sent, returned = (before.calls, before.sent, before.returned) if before else (0, 0, 0)
     value = torch.ones(1_000_000)
@@ -39,7 +56,15 @@ def test_bytes_and_seconds_of_a_call(counters):
         assert value.nbytes <= rank.sent < value.nbytes + 3000 and value.nbytes <= rank.returned < value.nbytes + 3000
         received, began, ended, packed = rank.clock
         assert call.begun <= received <= began <= ended <= packed <= rank.arrived <= time.time()
-    assert all(seconds >= 0 for seconds in call.phases().values())
+    phases = call.phases()
+    assert all(seconds >= 0 for seconds in phases.values())
+    # What was added up as the results arrived is what the ranks' records add up to.
+    ranks = call.ranks.values()
+    assert (call.sent, call.returned) == (sum(r.sent for r in ranks), sum(r.returned for r in ranks))
+    assert phases["open"] == max(rank.clock.began - rank.clock.received for rank in ranks)
+    assert phases["method"] == max(rank.clock.ended - rank.clock.began for rank in ranks)
+    assert phases["return"] == max(rank.arrived - rank.clock.ended for rank in ranks)
+    assert phases["queue"] == max(0, *(rank.clock.received - call.dispatched for rank in ranks))
 
 
 def test_only_ranks_that_collect_return_bytes(make_group):
@@ -47,6 +72,7 @@ def test_only_ranks_that_collect_return_bytes(make_group):
 
     group = make_group(Grid, axes={"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]})
     batch = torch.ones(8, 1000)
+    group.record_ranks()
     group.compute_rows(batch)
     ranks = group.stats().calls[-1].ranks
     half = batch.nbytes // 2
@@ -100,6 +126,7 @@ def test_trace_has_a_row_per_rank_and_shows_overlapping_groups(make_group, tmp_p
     from group_workers import Log
 
     first, second = make_group(Log), make_group(Log)
+    first.record_ranks(), second.record_ranks()
     futures = []
     for step in range(3):
         made = first.note.remote(f"made {step}", seconds=0.3)
@@ -119,3 +146,107 @@ def test_trace_has_a_row_per_rank_and_shows_overlapping_groups(make_group, tmp_p
         assert all(300_000 <= stop - start < 1_000_000 for start, stop in slices[name]), "times are in microseconds"
     for n in range(2):
         assert slices["first"][n + 1][0] < slices["second"][n][1], f"step {n + 1} began before step {n} had ended"
+
+
+@pytest.mark.ray_when_full
+def test_ranks_are_recorded_on_request_and_for_the_latest_calls(log, tmp_path):
+    log.note("before")
+    path = tmp_path / "trace.json"
+    with pytest.warns(UserWarning, match=r"no rows for the ranks.*call group\.record_ranks\(\) before"):
+        log.trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["driver"]
+    log.record_ranks(calls=2)
+    for what in ("first", "second", "third"):
+        log.note(what)
+    assert [sorted(call.ranks) for call in log.stats().calls] == [[], [], [0, 1, 2, 3], [0, 1, 2, 3]]
+    log.record_ranks(calls=1)
+    assert [len(call.ranks) for call in log.stats().calls] == [0, 0, 0, 4]
+    log.record_ranks(calls=0)
+    log.note("after")
+    assert not any(call.ranks for call in log.stats().calls) and by_method(log)["note"].calls == 5
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="expected a number of calls"):
+            log.record_ranks(wrong)
+
+
+class At1024Ranks(Engine):
+    """1,024 ranks that have returned as soon as they are asked."""
+
+    world_size = 1024
+    connected = True
+
+    def host(self, rank):
+        return "host"
+
+    def send(self, spec, plan, *, future):
+        return Sent({(id(plan), rank): rank for rank in range(1024)}, None, dict.fromkeys(range(1024), 100))
+
+    def collect(self, tokens, timeout, *, first=False):
+        now = time.time()
+        return {
+            token: RankResult(rank, clock=Clock(now, now + 1, now + 2 + rank, now + 2000), nbytes=10)
+            for token, rank in tokens.items()
+        }
+
+    def deaths(self):
+        return {}
+
+    def kill(self):
+        pass
+
+
+def make_calls(stats, number):
+    """Send calls to 1,024 simulated ranks and wait for them. Returns the bytes that the statistics keep of each."""
+    state = GroupState("simulated", 5.0)
+    state.engine = At1024Ranks()
+    spec, plan = registered_methods(Counter)["add"], CallPlan.empty(1024)
+
+    def call():
+        Call(state, spec, plan, state.engine.send(spec, plan, future=False), stats=stats).drive(0.0)
+
+    call()
+    tracemalloc.start()
+    try:
+        for _ in range(number):
+            call()
+        return tracemalloc.get_traced_memory()[0] / number
+    finally:
+        tracemalloc.stop()
+
+
+def test_statistics_of_a_call_do_not_grow_with_its_ranks():
+    stats = CallStats()
+    kept = make_calls(stats, 20)
+    print(f"\n{kept:.0f} bytes of each call of 1,024 ranks are kept")
+    assert kept < 2000
+    assert stats.stats().calls[-1].phases()["method"] == pytest.approx(1 + 1023, abs=1e-3)
+    assert (stats.stats().methods["add"].sent, stats.stats().methods["add"].returned) == (21 * 102400, 21 * 10240)
+
+
+def test_records_of_ranks_are_bounded():
+    stats = CallStats()
+    stats.record_ranks(5)
+    kept = make_calls(stats, 20)
+    print(f"\n{kept * 20 / 5 / 1024:.0f} bytes are kept of each rank and call")
+    assert 5 * 1024 * 100 < kept * 20 < 5 * 1024 * 600
+    assert [len(call.ranks) for call in stats.stats().calls] == [0] * 16 + [1024] * 5
+
+
+def test_trace_is_written_without_building_it_in_memory(tmp_path):
+    stats = CallStats()
+    stats.record_ranks(5)
+    make_calls(stats, 4)
+    path = tmp_path / "trace.json"
+    tracemalloc.start()
+    try:
+        write_trace(path, "simulated", stats.stats().calls)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = path.stat().st_size
+    print(f"\n{peak / 1e6:.2f} MB to write {size / 1e6:.1f} MB")
+    assert peak < size / 5
+    events = json.loads(path.read_text())["traceEvents"]
+    assert len([event for event in events if event["name"] == "add"]) == 5 * 1024
+    assert len([event for event in events if event["name"] == "thread_name"]) == 1 + 1024

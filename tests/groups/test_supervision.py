@@ -16,6 +16,7 @@ from single_controller import (
     WorkerDiedError,
     WorkerError,
 )
+from single_controller.ray.engine import RayEngine
 
 
 def test_alive_by_rank(make_group):
@@ -29,6 +30,25 @@ def test_alive_by_rank(make_group):
     wait_until(lambda: group.alive() == [True, True, False, True], 5)
     group.close()
     assert group.alive() == [False] * 4
+
+
+def test_look_at_living_ranks_asks_the_control_store_nothing(make_group, monkeypatch):
+    from ray._private.state import state
+
+    asked = []
+    connect = state._connect_and_get_accessor
+    monkeypatch.setattr(state, "_connect_and_get_accessor", lambda: asked.append(1) or connect())
+    group = make_group(Fragile)
+    pids = group.pid()
+    asked.clear()
+    assert group.alive() == [True] * 4
+    many = RayEngine([*group._engine.ranks] * 256)  # 1,024 ranks, without as many processes
+    assert many.deaths() == {} and not asked
+    os.kill(pids[2], signal.SIGKILL)
+    wait_until(lambda: sorted(many.deaths()) == list(range(2, 1024, 4)), 5)
+    assert all("exit" in reason for reason in many.deaths().values())
+    asked.clear()
+    assert len(many.deaths()) == 256 and not asked, "what is dead stays dead"
 
 
 def test_watcher_reports_a_death_while_no_call_runs(make_group):
