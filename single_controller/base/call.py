@@ -32,7 +32,13 @@ from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
 from single_controller.base.engine import Engine, Sent, Token
-from single_controller.base.errors import CallTimeoutError, GroupBrokenError, GroupClosedError, WorkerDiedError
+from single_controller.base.errors import (
+    CallTimeoutError,
+    GroupBrokenError,
+    GroupClosedError,
+    WorkerDiedError,
+    ranks_text,
+)
 from single_controller.base.joining import CallResults, InlineResults, join_results
 from single_controller.base.result import Failure, RankResult
 from single_controller.base.stats import CallRecord, CallStats, RankRecord
@@ -404,7 +410,7 @@ class Call:
     def _time_out(self, late: list[int]) -> None:
         message = (
             f"{self.label}() exceeded its timeout of {self._timeout:g} s; "
-            f"{_ranks(late)} had not ended ({self._hosts(late)})"
+            f"{ranks_text(late)} had not ended ({self._hosts(late)})"
         )
         self._settle(CallTimeoutError(message, method=self.method, ranks=late))
         self._state.break_(message)
@@ -417,12 +423,12 @@ class Call:
         elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
             # The others probably wait for the failed rank in a collective. Only new workers can end that.
             cause = (
-                f"an error on {_ranks(sorted(failure.rank for failure in failures))}"
+                f"an error on {ranks_text(sorted(failure.rank for failure in failures))}"
                 if failures
                 else "its input failed"
             )
             self._state.break_(
-                f"{_ranks(late)} had not ended {self.label}() {self._state.error_grace:g} s after {cause}"
+                f"{ranks_text(late)} had not ended {self.label}() {self._state.error_grace:g} s after {cause}"
             )
         elif now >= self._next_log:
             self._next_log = now + LATE_LOG_SECONDS
@@ -431,14 +437,14 @@ class Call:
                 self._state.name,
                 self.label,
                 running,
-                _ranks(late),
+                ranks_text(late),
                 self._hosts(late),
             )
 
     def _death(self, dead: Sequence[int], reason: str) -> WorkerDiedError:
         where = "__init__" if self.starting else self.method
         during = label(self.role, where)
-        message = f"{_ranks(dead)} died during {during}() ({self._hosts(dead)}): {reason}"
+        message = f"{ranks_text(dead)} died during {during}() ({self._hosts(dead)}): {reason}"
         error = WorkerDiedError(message, rank=dead[0], host=self.engine.host(dead[0]), method=where, ranks=dead)
         error.role = self.role
         return error
@@ -467,18 +473,11 @@ class Call:
         return self._results
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-
-
 def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:
     """The error of a wait that ended before its call did."""
     late = call.late
     return CallTimeoutError(
-        f"{call.label}() has not ended after a wait of {seconds:g} s; {_ranks(late)} are running. "
+        f"{call.label}() has not ended after a wait of {seconds:g} s; {ranks_text(late)} are running. "
         "The call continues: wait again, or give the call itself a timeout with .options(timeout=...)",
         method=call.method,
         ranks=late,

@@ -6,7 +6,7 @@ A group plans calls, tracks deadlines and joins results. The engine starts worke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dispatch.plan import CallPlan
@@ -31,6 +31,20 @@ class Sent:
     tokens: dict[Token, int]
     results: CallResults | None = None
     nbytes: dict[int, int] = field(default_factory=dict)
+
+
+class PartlySentError(Exception):
+    """`Engine.send` failed after some ranks had been sent the call. ``__cause__`` is the exception.
+
+    Args:
+        reached: the ranks that have the call.
+        failed: the rank that the exception is about. Ranks behind it have not been tried.
+    """
+
+    def __init__(self, reached: Sequence[int], failed: int) -> None:
+        super().__init__(f"sent to {len(reached)} ranks, but not to rank {failed}")
+        self.reached = tuple(reached)
+        self.failed = failed
 
 
 class Engine(ABC):
@@ -70,6 +84,9 @@ class Engine(ABC):
 
         Raises:
             DispatchError: an argument cannot be sent. No rank has seen the call.
+            PartlySentError: some ranks have it, and others do not. Only a synchronous engine, which runs the ranks one
+                after the other, lets the exception itself through.
+            Exception: any other exception means that no rank has seen the call.
         """
 
     @abstractmethod

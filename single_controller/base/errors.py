@@ -118,3 +118,24 @@ class GroupClosedError(SingleControllerError):
 
 class LocalEngineError(SingleControllerError):
     """A `LocalWorkerGroup`, whose ranks share the driver's process, was asked for something that needs processes."""
+
+
+def ranks_text(ranks: Sequence[int], limit: int = 16) -> str:
+    """Ranks as text, three or more in a row as a range: ``rank 3``, ``ranks 0, 2, 5-7``.
+
+    Args:
+        ranks: the ranks, in increasing order.
+        limit: number of ranges and single ranks that are listed.
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown: list[str] = []
+    begin = 0
+    for end in range(1, len(ranks) + 1):
+        if end == len(ranks) or ranks[end] != ranks[end - 1] + 1:
+            run = ranks[begin:end]
+            shown += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+            if len(shown) >= limit and end < len(ranks):
+                return f"ranks {', '.join(shown[:limit])} and more, {len(ranks)} in all"
+            begin = end
+    return f"ranks {', '.join(shown)}"

@@ -32,7 +32,7 @@ from single_controller.base.codec import (
     decoded,
     encode_arguments,
 )
-from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.engine import Engine, PartlySentError, Sent, Token
 from single_controller.base.errors import CallTimeoutError, LocalEngineError, WorkerDiedError
 from single_controller.base.executor import Constructor, Executor
 from single_controller.base.future import WorkerFuture
@@ -209,13 +209,18 @@ class LocalEngine(Engine):
                 futures[rank] = self.ranks[rank].fail(failed_input, spec)
                 continue
             collects = rank in plan.collecting
-            futures[rank] = self.ranks[rank].call(
-                call_message(spec, plan, plan.shards[number], collects=collects),
-                whole,
-                shards[number],
-                keep=future and collects,
-                concurrent=spec.registration.concurrent,
-            )
+            try:
+                futures[rank] = self.ranks[rank].call(
+                    call_message(spec, plan, plan.shards[number], collects=collects),
+                    whole,
+                    shards[number],
+                    keep=future and collects,
+                    concurrent=spec.registration.concurrent,
+                )
+            except Exception as error:
+                if futures and not self.synchronous:  # no further thread can be started, for example
+                    raise PartlySentError(list(futures), rank) from error
+                raise
         results = LocalResults(spec.label, futures, plan.collecting) if future else None
         return Sent({token: rank for rank, token in futures.items()}, results, nbytes)
 

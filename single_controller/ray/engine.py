@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, cast
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
+from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.base.codec import BESIDE, Encoded, call_message, encode_arguments
-from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.engine import Engine, PartlySentError, Sent, Token
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
 from single_controller.ray.internals import death_of
@@ -89,12 +90,14 @@ class RayEngine(Engine):
         whole = encode_arguments(spec, plan.whole)
         largest = max((shard.nbytes for shard in encoded if shard is not None), default=0)
         room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
-        sendable_whole = _sendable(whole, room)
-        shards = [_sendable(shard, MAX_INLINE_BYTES) for shard in encoded]
+        try:
+            sendable_whole = _sendable(whole, room)
+            shards = [_sendable(shard, MAX_INLINE_BYTES) for shard in encoded]
+        except RayError as error:  # the store or its disk is full
+            raise _not_sent(spec.label, error) from error
         collecting = frozenset(plan.collecting)
         messages: dict[tuple[int, bool], bytes] = {}
-        tokens: dict[Token, int] = {}
-        values: dict[int, ray.ObjectRef] = {}
+        prepared: list[tuple[int, Any, tuple[Any, ...]]] = []
         nbytes: dict[int, int] = {}
         for rank, number in enumerate(plan.shard_of):
             if number is None:
@@ -109,11 +112,22 @@ class RayEngine(Engine):
                     message = pickle.dumps((about, sendable_whole.inside, shard.inside), protocol=5)
                     messages[number, collects] = message
                 arguments = (message, *sendable_whole.beside, *shard.beside)
-            sent = self._method(rank, spec, kept=future and collects).remote(*arguments)
-            if future and collects:
+            prepared.append((rank, self._method(rank, spec, kept=future and collects), arguments))
+            nbytes[rank] = sendable_whole.nbytes + shard.nbytes
+        tokens: dict[Token, int] = {}
+        values: dict[int, ray.ObjectRef] = {}
+        for rank, method, arguments in prepared:  # nothing but sending: an error here leaves the ranks divided
+            try:
+                sent = method.remote(*arguments)
+            except Exception as error:
+                if tokens:
+                    raise PartlySentError(list(tokens.values()), rank) from error
+                if isinstance(error, RayError):
+                    raise _not_sent(spec.label, error) from error
+                raise
+            if future and rank in collecting:
                 sent, values[rank] = sent
             tokens[sent] = rank
-            nbytes[rank] = sendable_whole.nbytes + shard.nbytes
         if not future:
             return Sent(tokens, None, nbytes)
         refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}
@@ -181,6 +195,12 @@ class RayEngine(Engine):
         except RayError as error:  # the call itself was not delivered: its arguments were lost, for example
             text, kind = f"its result was lost: {one_line(error)}", type(error).__name__
             return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text))
+
+
+def _not_sent(label: str, error: RayError) -> DispatchError:
+    """The error of a call that has reached no rank."""
+    what = f"{type(error).__name__}: {one_line(error)}"
+    return DispatchError(f"{label}() could not be sent: {what}. No rank has the call", method=label.rpartition(".")[2])
 
 
 def _sendable(encoded: Encoded | None, room: int) -> _Sendable:

@@ -13,6 +13,7 @@ from group_workers import Counter, Fragile
 
 from single_controller import (
     CallTimeoutError,
+    DispatchError,
     GroupBrokenError,
     GroupClosedError,
     RayClassWithInitArgs,
@@ -183,6 +184,39 @@ class TestDeaths:
         wait_until(lambda: not any(map(alive, before)))
         group.join_process_group()
         assert group.all_reduce() == [6.0] * 4
+
+
+class TestPartialSend:
+    """Ray refuses a call to an actor that has too many pending ones; here that is one rank alone."""
+
+    @pytest.fixture
+    def group(self, pool):
+        made = RayClassWithInitArgs(Fragile)
+        made.update_options({"max_pending_calls": 4})
+        with RayWorkerGroup(pool, made) as group:
+            yield group
+
+    def test_failure_after_a_rank_was_reached_breaks_the_group(self, group):
+        busy = [group.workers[2].sleep.remote(60) for _ in range(4)]
+        with within(2):
+            with pytest.raises(
+                GroupBrokenError, match=r"ping\(\) was sent to ranks 0, 1, but not to rank 2: PendingCalls"
+            ) as caught:
+                group.ping()
+        assert type(caught.value.__cause__).__name__ == "PendingCallsLimitExceeded"
+        with pytest.raises(GroupBrokenError, match=r"restart\(\)"):
+            group.ping()
+        del busy
+        group.restart()
+        assert group.ping() == [0, 1, 2, 3]
+
+    def test_failure_before_any_rank_was_reached_leaves_the_group_healthy(self, group):
+        busy = [group.workers[0].sleep.remote(0.3) for _ in range(4)]
+        with pytest.raises(DispatchError, match=r"ping\(\) could not be sent: PendingCalls.*No rank has the call"):
+            group.ping()
+        assert group.broken is None
+        ray.get(busy)
+        assert group.ping() == [0, 1, 2, 3]
 
 
 class TestTimeouts:
