@@ -26,12 +26,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
-from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, Sent, Token
 from single_controller.base.errors import (
     CallTimeoutError,
     GroupBrokenError,
@@ -40,7 +41,8 @@ from single_controller.base.errors import (
     ranks_text,
 )
 from single_controller.base.joining import CallResults, InlineResults, join_results
-from single_controller.base.result import Failure, RankResult
+from single_controller.base.result import Failure, RankResult, first_cause
+from single_controller.base.stacks import show_stacks
 from single_controller.base.stats import CallRecord, CallStats, RankRecord
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,12 @@ logger = logging.getLogger(__name__)
 LATE_LOG_SECONDS = 30.0
 DEATH_SHOWS_SECONDS = 2.0
 """How long an error that may be an echo of a death waits for that death to be reported."""
+
+ASK_AFTER_SECONDS = 1.0
+"""A wait with at least this limit asks the late ranks where they are before it raises."""
+
+OTHERS_FAIL_SECONDS = 0.1
+"""How long an error waits for those of other ranks, so that one error can name all of them."""
 
 ENGINE_GONE = "the engine that ran its workers was shut down"
 
@@ -223,6 +231,7 @@ class Call:
         self._started = time.monotonic()
         self._next_log = self._started + LATE_LOG_SECONDS
         self._failed_at: float | None = None
+        self._timing_out = False
         self._callbacks: list[Callable[[], None]] = []
         now = time.time()
         ranks = {rank: RankRecord(sent.nbytes.get(rank, 0)) for rank in sent.tokens.values()}
@@ -389,13 +398,13 @@ class Call:
             self._check_deadlines(now, failures)
 
     def _settle_failure(self, failures: list[Failure], now: float) -> None:
-        """Raise the first cause at once, unless it may be the echo of a death that was not reported yet."""
+        """Raise the first cause: soon, unless it may be the echo of a death that was not reported yet."""
         if self.settled:
             return
-        first = min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
-        waited = now - (self._failed_at or now)
-        if not (first.may_be_echo and self._pending) or waited > DEATH_SHOWS_SECONDS:
-            self._settle(first.error(starting=self.starting))
+        first = first_cause(failures)
+        limit = DEATH_SHOWS_SECONDS if first.may_be_echo else OTHERS_FAIL_SECONDS
+        if not self._pending or now - (self._failed_at or now) > limit:
+            self._settle(first.error(starting=self.starting, failures=failures))
 
     def _ranks_over_time(self) -> list[int]:
         """A synchronous engine cannot interrupt a call: the ranks that took longer than its timeout."""
@@ -407,19 +416,54 @@ class Call:
             if limit is not None and clock and clock.encoded - clock.received > limit
         )
 
-    def _time_out(self, late: list[int]) -> None:
+    def _time_out(self, late: list[int], stacks: Mapping[int, str] = MappingProxyType({})) -> None:
         message = (
             f"{self.label}() exceeded its timeout of {self._timeout:g} s; "
             f"{ranks_text(late)} had not ended ({self._hosts(late)})"
         )
-        self._settle(CallTimeoutError(message, method=self.method, ranks=late))
+        where = f"\n\n{show_stacks(stacks)}" if stacks else ""
+        self._settle(CallTimeoutError(message + where, method=self.method, ranks=late, stacks=stacks))
         self._state.break_(message)
+
+    def late_stacks(self, seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
+        """rank -> where it is, of the ranks that have not ended. Takes up to ``seconds``."""
+        try:
+            stacks = self.engine.stacks(self.late, seconds)
+        except Exception:
+            logger.debug("%s(): the late ranks could not be asked where they are", self.label, exc_info=True)
+            stacks = {}
+        return {rank: stacks[rank] for rank in self.late if rank in stacks}  # the others have ended meanwhile
+
+    def _time_out_late(self) -> None:
+        """In a thread of its own, "late-ranks", which ends with it: neither the lock nor the monitor's thread must wait
+        for the stacks."""
+        stacks = self.late_stacks()
+        with self._lock:
+            late = self.late
+            if late and not self.settled:  # otherwise the last one has ended while they were asked
+                self._time_out(late, stacks)
+
+    def _log_late(self) -> None:
+        """In a thread of its own too."""
+        stacks, late = self.late_stacks(), self.late
+        if late:
+            logger.warning(
+                "%s: %s() has been running for %.0f s; waiting for %s (%s)\n%s",
+                self._state.name,
+                self.label,
+                time.monotonic() - self._started,
+                ranks_text(late),
+                self._hosts(late),
+                show_stacks(stacks),
+            )
 
     def _check_deadlines(self, now: float, failures: list[Failure]) -> None:
         running = now - self._started
         late = self.late
         if not self.settled and self._timeout is not None and running >= self._timeout:
-            self._time_out(late)
+            if not self._timing_out:
+                self._timing_out = True
+                threading.Thread(target=self._time_out_late, name="late-ranks", daemon=True).start()
         elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
             # The others probably wait for the failed rank in a collective. Only new workers can end that.
             cause = (
@@ -432,14 +476,7 @@ class Call:
             )
         elif now >= self._next_log:
             self._next_log = now + LATE_LOG_SECONDS
-            logger.warning(
-                "%s: %s() has been running for %.0f s; waiting for %s (%s)",
-                self._state.name,
-                self.label,
-                running,
-                ranks_text(late),
-                self._hosts(late),
-            )
+            threading.Thread(target=self._log_late, name="late-ranks", daemon=True).start()
 
     def _death(self, dead: Sequence[int], reason: str) -> WorkerDiedError:
         where = "__init__" if self.starting else self.method
@@ -474,12 +511,16 @@ class Call:
 
 
 def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:
-    """The error of a wait that ended before its call did."""
+    """The error of a wait that ended before its call did. A short wait does not ask the ranks where they are, which
+    might take longer than the wait."""
+    stacks = call.late_stacks(min(0.1 * seconds, MAX_STACK_SECONDS)) if seconds >= ASK_AFTER_SECONDS else {}
     late = call.late
+    where = f"\n\n{show_stacks(stacks)}" if stacks else ""
     return CallTimeoutError(
         f"{call.label}() has not ended after a wait of {seconds:g} s; {ranks_text(late)} are running. "
-        "The call continues: wait again, or give the call itself a timeout with .options(timeout=...)",
+        f"The call continues: wait again, or give the call itself a timeout with .options(timeout=...){where}",
         method=call.method,
         ranks=late,
         call_goes_on=True,
+        stacks=stacks,
     )

@@ -18,6 +18,9 @@ Token = Hashable
 """Stands for one rank's result that was not read yet."""
 
 
+MAX_STACK_SECONDS = 2.0
+
+
 @dataclass(frozen=True)
 class Sent:
     """A call that was sent.
@@ -104,6 +107,19 @@ class Engine(ABC):
     @abstractmethod
     def deaths(self) -> dict[int, str]:
         """rank -> reason, of the ranks whose process has ended. Must not disturb the other ranks' work."""
+
+    @abstractmethod
+    def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
+        """Where some ranks are now.
+
+        Args:
+            ranks: the ranks.
+            seconds: how long they may take to answer.
+
+        Returns:
+            rank -> the Python stack of each thread that runs a call, taken in the rank's process while it runs, or why
+            it could not be taken. Ranks that could not be asked in time may be missing.
+        """
 
     @abstractmethod
     def kill(self) -> None:

@@ -5,7 +5,7 @@ All of them pickle: the message is ``args[0]``, and everything else is a plain a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dispatch.errors import SingleControllerError
 
@@ -43,6 +43,7 @@ class WorkerError(_RankError):
     Attributes:
         cause_type: qualified name of the exception's type.
         remote_traceback: the traceback on the worker, as text.
+        ranks: all ranks that are known to have failed with the same cause.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class WorkerError(_RankError):
         method: str | None = None,
         cause_type: str | None = None,
         remote_traceback: str = "",
+        ranks: Sequence[int] = (),
     ) -> None:
         super().__init__(message, rank=rank, host=host, method=method)
         self.cause_type = cause_type
         self.remote_traceback = remote_traceback
+        self.ranks = tuple(ranks)
 
 
 class StartError(WorkerError):
@@ -92,6 +95,8 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
         ranks: the ranks that had not ended.
         call_goes_on: True if only the wait ended (``future.result(timeout)``): the call continues, and a later wait
             gets its result. False if the call's own timeout passed: the group is broken.
+        stacks: rank -> its Python stack when the call's timeout passed, as text. The message shows them too, equal
+            ones once.
     """
 
     def __init__(
@@ -101,11 +106,13 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
         method: str | None = None,
         ranks: Sequence[int] = (),
         call_goes_on: bool = False,
+        stacks: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.method = method
         self.ranks = tuple(ranks)
         self.call_goes_on = call_goes_on
+        self.stacks = dict(stacks or {})
 
 
 class GroupBrokenError(SingleControllerError):

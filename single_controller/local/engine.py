@@ -32,7 +32,7 @@ from single_controller.base.codec import (
     decoded,
     encode_arguments,
 )
-from single_controller.base.engine import Engine, PartlySentError, Sent, Token
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent, Token
 from single_controller.base.errors import CallTimeoutError, LocalEngineError, WorkerDiedError
 from single_controller.base.executor import Constructor, Executor
 from single_controller.base.future import WorkerFuture
@@ -126,6 +126,10 @@ class LocalRank:
         if result.failure is not None:
             result.failure.ours = True  # raised as it is: this rank's method did not raise it
         return self._submit(lambda: (result, error))
+
+    def stacks(self) -> str:
+        """Where its calls are. See `Executor.stacks`."""
+        return self._executor.stacks()
 
     def end(self, reason: str) -> None:
         """Take no more calls. Those that have not ended get the reason as their result."""
@@ -232,6 +236,10 @@ class LocalEngine(Engine):
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`."""
         return {rank.rank: rank.died for rank in self.ranks if rank.died is not None}
+
+    def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
+        """See `Engine.stacks`."""
+        return {rank: self.ranks[rank].stacks() for rank in ranks}
 
     def kill(self) -> None:
         """See `Engine.kill`. A method that is running in a thread cannot be stopped: the thread ends after it."""

@@ -15,13 +15,14 @@ from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.base.codec import BESIDE, Encoded, call_message, encode_arguments
-from single_controller.base.engine import Engine, PartlySentError, Sent, Token
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent, Token
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
 from single_controller.ray.internals import death_of
 from single_controller.ray.results import RayResults, one_line
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
+from single_controller.ray.stack_server import ask_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,11 @@ class RayEngine(Engine):
         return {
             number: reason for number, rank in enumerate(self.ranks) if (reason := death_of(rank.actor)) is not None
         }
+
+    def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
+        """See `Engine.stacks`."""
+        addresses = {rank: self.ranks[rank].location.stacks for rank in ranks}
+        return ask_stacks({rank: address for rank, address in addresses.items() if address is not None}, seconds)
 
     def kill(self) -> None:
         """See `Engine.kill`."""

@@ -333,6 +333,17 @@ class Fragile(Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
+    async def sleep_async(self, seconds):
+        await asyncio.gather(asyncio.sleep(seconds))
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_differently(self, lost):
+        if self.rank in lost:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]")
+        raise ValueError(f"the batch of rank {self.rank} is empty")
+
+    @register(Dispatch.ONE_TO_ALL)
     def join_process_group(self):
         import torch.distributed as dist
 
