@@ -8,14 +8,15 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
 1. ``GroupState.sending`` serializes sending, so that every rank gets calls in the same order. It is held while a call
    is planned anew by `restart`, and while `restart` waits for constructors. No thread acquires it while it holds any
    lock below: a call that settles in the monitor's thread must not wait for a thread that is sending.
-2. ``Monitor._round`` is held while the monitor's thread looks at its calls.
+2. Waiting in `Monitor.forget` until the monitor's thread has looked at a call counts as a lock: that look needs those
+   below.
 3. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping only, never while
    the engine is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be short,
    and must not acquire ``sending``.
 4. ``Monitor._changed`` protects the set of watched calls.
 5. Leaves: ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes and ``LocalRank._lock``.
 
-All of 1 to 3 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
+1, 3 and 4 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
 
 from __future__ import annotations
@@ -255,11 +256,6 @@ class Call:
         return self.settled and not self._pending
 
     @property
-    def awaited(self) -> bool:
-        """Whether a callback waits for the outcome."""
-        return bool(self._callbacks)
-
-    @property
     def results(self) -> CallResults:
         """Where any process can fetch the results; only for a call that was sent with ``future=True``."""
         if self._source is None:
@@ -342,6 +338,27 @@ class Call:
                 self._callbacks.append(callback)
                 return
         callback()
+
+    def when_results_arrive(self, callback: Callable[[], None]) -> None:
+        """Have the engine call a short function, in any thread, once all results have arrived. A thread that then waits
+        for the call settles it at once, without the monitor's next look.
+
+        Args:
+            callback: only a weak reference is kept: a rank that never ends must not keep a future that nobody has.
+        """
+        with self._lock:
+            pending = list(self._pending)
+        if not self.engine.connected:
+            self.engine_lost()
+            return
+        weak = weakref.ref(callback)
+
+        def call_back() -> None:
+            function = weak()
+            if function is not None:
+                function()
+
+        self.engine.when_arrived(pending, call_back)
 
     def abandon(self) -> None:
         """The group is broken or closed: end the call, unless it has an outcome."""

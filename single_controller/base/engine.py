@@ -6,7 +6,7 @@ A group plans calls, tracks deadlines and joins results. The engine starts worke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dispatch.plan import CallPlan
@@ -102,6 +102,15 @@ class Engine(ABC):
             tokens: token -> rank.
             timeout: seconds.
             first: whether the call was just sent, so that all results will probably arrive within ``timeout``.
+        """
+
+    @abstractmethod
+    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
+        """Call a short function, in any thread, once all results have arrived or are lost.
+
+        Args:
+            tokens: the results.
+            callback: kept until then, even if nobody waits any longer.
         """
 
     @abstractmethod

@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures as cf
 import contextlib
 import functools
+import itertools
 import queue
 import socket
 import sys
@@ -232,6 +233,18 @@ class LocalEngine(Engine):
         """See `Engine.collect`."""
         done = cf.wait([token for token in tokens if isinstance(token, cf.Future)], timeout).done
         return {future: future.result()[0] for future in done}
+
+    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
+        """See `Engine.when_arrived`."""
+        arrived = itertools.count(1).__next__
+
+        def count(_: cf.Future[Outcome]) -> None:
+            if arrived() == len(tokens):
+                callback()
+
+        for token in tokens:
+            if isinstance(token, cf.Future):
+                token.add_done_callback(count)
 
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -147,13 +148,26 @@ class RayEngine(Engine):
                 return {ref: RankResult.from_message(message) for ref, message in zip(refs, messages, strict=True)}
             except Exception:  # late, or lost: the next look tells which
                 return {}
-        # Without fetch_local, a large result is not moved here until it is read, so that waiting stays cheap.
-        ready = ray.wait(refs, num_returns=len(refs), timeout=timeout, fetch_local=False)[0] if refs else []
+        # Without fetch_local, a large result is not moved here until it is read, so that waiting stays cheap. A mere
+        # look must not wait for that move: it starts it, and a later look finds the result here.
+        look = timeout <= 0
+        ready = ray.wait(refs, num_returns=len(refs), timeout=timeout, fetch_local=look)[0] if refs else []
         try:
             messages = ray.get(ready)
             return {ref: RankResult.from_message(message) for ref, message in zip(ready, messages, strict=True)}
         except Exception:  # one of them is lost; asking one by one tells which
             return {ref: self._read_one(ref, tokens[ref]) for ref in ready}
+
+    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
+        """See `Engine.when_arrived`. Ray calls back in a thread of its own."""
+        arrived = itertools.count(1).__next__
+
+        def count(_: Any) -> None:
+            if arrived() == len(tokens):
+                callback()
+
+        for token in tokens:
+            cast(Any, token).future().add_done_callback(count)
 
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`. Asks Ray's control store; needs no dashboard."""
