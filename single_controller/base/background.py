@@ -5,11 +5,18 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
+THREADS = 8
+"""Threads that are started without hesitation. Awaiting 200 calls at once took 2.5 x as long as their `result` with 64
+threads, and 1.2 x with 8."""
+
 MAX_THREADS = 64
+STUCK_SECONDS = 0.1
+"""After this time without an ended job, further threads are started: all of them may be fetching from a slow host."""
 
 
 class Background:
@@ -27,6 +34,7 @@ class Background:
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry per idle thread."""
         self._threads = 0
+        self._last_end = 0.0
 
     def run(self, job: Callable[[], object]) -> None:
         """Run a job without waiting for it. Exceptions that it raises are logged."""
@@ -34,7 +42,8 @@ class Background:
         try:
             self._idle.get_nowait()
         except queue.Empty:
-            if self._threads < MAX_THREADS:
+            stuck = time.monotonic() - self._last_end > STUCK_SECONDS
+            if self._threads < (MAX_THREADS if stuck else THREADS):
                 self._threads += 1
                 threading.Thread(target=self._serve, name="call-background", daemon=True).start()
 
@@ -45,6 +54,7 @@ class Background:
                 job()
             except Exception:
                 logger.exception("a background job raised")
+            self._last_end = time.monotonic()
             del job  # it refers to a call, and must not keep it while this thread is idle
             self._idle.put(None)
 
