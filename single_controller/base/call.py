@@ -8,14 +8,15 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
 1. ``GroupState.sending`` serializes sending, so that every rank gets calls in the same order. It is held while a call
    is planned anew by `restart`, and while `restart` waits for constructors. No thread acquires it while it holds any
    lock below: a call that settles in the monitor's thread must not wait for a thread that is sending.
-2. ``Monitor._round`` is held while the monitor's thread looks at its calls.
+2. Waiting in `Monitor.forget` until the monitor's thread has looked at a call counts as a lock: that look needs those
+   below.
 3. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping only, never while
    the engine is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be short,
    and must not acquire ``sending``.
 4. ``Monitor._changed`` protects the set of watched calls.
 5. Leaves: ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes and ``LocalRank._lock``.
 
-All of 1 to 3 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
+1, 3 and 4 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
 
 from __future__ import annotations
@@ -27,21 +28,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
-from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, Sent, Token
 from single_controller.base.errors import (
     CallTimeoutError,
     ForkedProcessError,
     GroupBrokenError,
     GroupClosedError,
     WorkerDiedError,
+    ranks_text,
 )
 from single_controller.base.joining import CallResults, InlineResults, join_results
-from single_controller.base.result import Failure, RankResult
+from single_controller.base.result import Failure, RankResult, first_cause
+from single_controller.base.stacks import show_stacks
 from single_controller.base.stats import CallRecord, CallStats
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,12 @@ logger = logging.getLogger(__name__)
 LATE_LOG_SECONDS = 30.0
 DEATH_SHOWS_SECONDS = 2.0
 """How long an error that may be an echo of a death waits for that death to be reported."""
+
+ASK_AFTER_SECONDS = 1.0
+"""A wait with at least this limit asks the late ranks where they are before it raises."""
+
+OTHERS_FAIL_SECONDS = 0.1
+"""How long an error waits for those of other ranks, so that one error can name all of them."""
 
 ENGINE_GONE = "the engine that ran its workers was shut down"
 
@@ -237,6 +247,7 @@ class Call:
         self._started = time.monotonic()
         self._next_log = self._started + LATE_LOG_SECONDS
         self._failed_at: float | None = None
+        self._timing_out = False
         self._callbacks: list[Callable[[], None]] = []
         now = time.time()
         self._record = CallRecord(spec.name, now if begun is None else begun, now)
@@ -257,11 +268,6 @@ class Call:
     def ended(self) -> bool:
         """Whether nothing more is to come: no rank is running, or the group has abandoned the call."""
         return self.settled and not self._pending
-
-    @property
-    def awaited(self) -> bool:
-        """Whether a callback waits for the outcome."""
-        return bool(self._callbacks)
 
     @property
     def results(self) -> CallResults:
@@ -346,6 +352,27 @@ class Call:
                 return
         callback()
 
+    def when_results_arrive(self, callback: Callable[[], None]) -> None:
+        """Have the engine call a short function, in any thread, once all results have arrived. A thread that then waits
+        for the call settles it at once, without the monitor's next look.
+
+        Args:
+            callback: only a weak reference is kept: a rank that never ends must not keep a future that nobody has.
+        """
+        with self._lock:
+            pending = list(self._pending)
+        if not self.engine.connected:
+            self.engine_lost()
+            return
+        weak = weakref.ref(callback)
+
+        def call_back() -> None:
+            function = weak()
+            if function is not None:
+                function()
+
+        self.engine.when_arrived(pending, call_back)
+
     def abandon(self) -> None:
         """The group is broken or closed: end the call, unless it has an outcome."""
         with self._lock:
@@ -401,13 +428,13 @@ class Call:
             self._check_deadlines(now, failures)
 
     def _settle_failure(self, failures: list[Failure], now: float) -> None:
-        """Raise the first cause at once, unless it may be the echo of a death that was not reported yet."""
+        """Raise the first cause: soon, unless it may be the echo of a death that was not reported yet."""
         if self.settled:
             return
-        first = min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
-        waited = now - (self._failed_at or now)
-        if not (first.may_be_echo and self._pending) or waited > DEATH_SHOWS_SECONDS:
-            self._settle(first.error(starting=self.starting))
+        first = first_cause(failures)
+        limit = DEATH_SHOWS_SECONDS if first.may_be_echo else OTHERS_FAIL_SECONDS
+        if not self._pending or now - (self._failed_at or now) > limit:
+            self._settle(first.error(starting=self.starting, failures=failures))
 
     def _ranks_over_time(self) -> list[int]:
         """A synchronous engine cannot interrupt a call: the ranks that took longer than its timeout."""
@@ -419,44 +446,72 @@ class Call:
             if limit is not None and clock and clock.encoded - clock.received > limit
         )
 
-    def _time_out(self, late: list[int]) -> None:
+    def _time_out(self, late: list[int], stacks: Mapping[int, str] = MappingProxyType({})) -> None:
         message = (
             f"{self.label}() exceeded its timeout of {self._timeout:g} s; "
-            f"{_ranks(late)} had not ended ({self._hosts(late)})"
+            f"{ranks_text(late)} had not ended ({self._hosts(late)})"
         )
-        self._settle(CallTimeoutError(message, method=self.method, ranks=late))
+        where = f"\n\n{show_stacks(stacks)}" if stacks else ""
+        self._settle(CallTimeoutError(message + where, method=self.method, ranks=late, stacks=stacks))
         self._state.break_(message)
+
+    def late_stacks(self, seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
+        """rank -> where it is, of the ranks that have not ended. Takes up to ``seconds``."""
+        try:
+            stacks = self.engine.stacks(self.late, seconds)
+        except Exception:
+            logger.debug("%s(): the late ranks could not be asked where they are", self.label, exc_info=True)
+            stacks = {}
+        return {rank: stacks[rank] for rank in self.late if rank in stacks}  # the others have ended meanwhile
+
+    def _time_out_late(self) -> None:
+        """In a thread of its own, "late-ranks", which ends with it: neither the lock nor the monitor's thread must wait
+        for the stacks."""
+        stacks = self.late_stacks()
+        with self._lock:
+            late = self.late
+            if late and not self.settled:  # otherwise the last one has ended while they were asked
+                self._time_out(late, stacks)
+
+    def _log_late(self) -> None:
+        """In a thread of its own too."""
+        stacks, late = self.late_stacks(), self.late
+        if late:
+            logger.warning(
+                "%s: %s() has been running for %.0f s; waiting for %s (%s)\n%s",
+                self._state.name,
+                self.label,
+                time.monotonic() - self._started,
+                ranks_text(late),
+                self._hosts(late),
+                show_stacks(stacks),
+            )
 
     def _check_deadlines(self, now: float, failures: list[Failure]) -> None:
         running = now - self._started
         late = self.late
         if not self.settled and self._timeout is not None and running >= self._timeout:
-            self._time_out(late)
+            if not self._timing_out:
+                self._timing_out = True
+                threading.Thread(target=self._time_out_late, name="late-ranks", daemon=True).start()
         elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
             # The others probably wait for the failed rank in a collective. Only new workers can end that.
             cause = (
-                f"an error on {_ranks(sorted(failure.rank for failure in failures))}"
+                f"an error on {ranks_text(sorted(failure.rank for failure in failures))}"
                 if failures
                 else "its input failed"
             )
             self._state.break_(
-                f"{_ranks(late)} had not ended {self.label}() {self._state.error_grace:g} s after {cause}"
+                f"{ranks_text(late)} had not ended {self.label}() {self._state.error_grace:g} s after {cause}"
             )
         elif now >= self._next_log:
             self._next_log = now + LATE_LOG_SECONDS
-            logger.warning(
-                "%s: %s() has been running for %.0f s; waiting for %s (%s)",
-                self._state.name,
-                self.label,
-                running,
-                _ranks(late),
-                self._hosts(late),
-            )
+            threading.Thread(target=self._log_late, name="late-ranks", daemon=True).start()
 
     def _death(self, dead: Sequence[int], reason: str) -> WorkerDiedError:
         where = "__init__" if self.starting else self.method
         during = label(self.role, where)
-        message = f"{_ranks(dead)} died during {during}() ({self._hosts(dead)}): {reason}"
+        message = f"{ranks_text(dead)} died during {during}() ({self._hosts(dead)}): {reason}"
         error = WorkerDiedError(message, rank=dead[0], host=self.engine.host(dead[0]), method=where, ranks=dead)
         error.role = self.role
         return error
@@ -485,20 +540,17 @@ class Call:
         return self._results
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-
-
 def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:
-    """The error of a wait that ended before its call did."""
+    """The error of a wait that ended before its call did. A short wait does not ask the ranks where they are, which
+    might take longer than the wait."""
+    stacks = call.late_stacks(min(0.1 * seconds, MAX_STACK_SECONDS)) if seconds >= ASK_AFTER_SECONDS else {}
     late = call.late
+    where = f"\n\n{show_stacks(stacks)}" if stacks else ""
     return CallTimeoutError(
-        f"{call.label}() has not ended after a wait of {seconds:g} s; {_ranks(late)} are running. "
-        "The call continues: wait again, or give the call itself a timeout with .options(timeout=...)",
+        f"{call.label}() has not ended after a wait of {seconds:g} s; {ranks_text(late)} are running. "
+        f"The call continues: wait again, or give the call itself a timeout with .options(timeout=...){where}",
         method=call.method,
         ranks=late,
         call_goes_on=True,
+        stacks=stacks,
     )

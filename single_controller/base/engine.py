@@ -6,7 +6,7 @@ A group plans calls, tracks deadlines and joins results. The engine starts worke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dispatch.plan import CallPlan
@@ -16,6 +16,9 @@ from single_controller.base.result import RankResult
 
 Token = Hashable
 """Stands for one rank's result that was not read yet."""
+
+
+MAX_STACK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,20 @@ class Sent:
     tokens: dict[Token, int]
     results: CallResults | None = None
     nbytes: dict[int, int] = field(default_factory=dict)
+
+
+class PartlySentError(Exception):
+    """`Engine.send` failed after some ranks had been sent the call. ``__cause__`` is the exception.
+
+    Args:
+        reached: the ranks that have the call.
+        failed: the rank that the exception is about. Ranks behind it have not been tried.
+    """
+
+    def __init__(self, reached: Sequence[int], failed: int) -> None:
+        super().__init__(f"sent to {len(reached)} ranks, but not to rank {failed}")
+        self.reached = tuple(reached)
+        self.failed = failed
 
 
 class Engine(ABC):
@@ -70,6 +87,9 @@ class Engine(ABC):
 
         Raises:
             DispatchError: an argument cannot be sent. No rank has seen the call.
+            PartlySentError: some ranks have it, and others do not. Only a synchronous engine, which runs the ranks one
+                after the other, lets the exception itself through.
+            Exception: any other exception means that no rank has seen the call.
         """
 
     @abstractmethod
@@ -85,8 +105,30 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
+        """Call a short function, in any thread, once all results have arrived or are lost.
+
+        Args:
+            tokens: the results.
+            callback: kept until then, even if nobody waits any longer.
+        """
+
+    @abstractmethod
     def deaths(self) -> dict[int, str]:
         """rank -> reason, of the ranks whose process has ended. Must not disturb the other ranks' work."""
+
+    @abstractmethod
+    def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
+        """Where some ranks are now.
+
+        Args:
+            ranks: the ranks.
+            seconds: how long they may take to answer.
+
+        Returns:
+            rank -> the Python stack of each thread that runs a call, taken in the rank's process while it runs, or why
+            it could not be taken. Ranks that could not be asked in time may be missing.
+        """
 
     @abstractmethod
     def kill(self) -> None:

@@ -6,7 +6,7 @@ All of them pickle: the message is ``args[0]``, and everything else is a plain a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from dispatch.errors import SingleControllerError
@@ -45,6 +45,7 @@ class WorkerError(_RankError):
     Attributes:
         cause_type: qualified name of the exception's type.
         remote_traceback: the traceback on the worker, as text.
+        ranks: all ranks that are known to have failed with the same cause.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class WorkerError(_RankError):
         method: str | None = None,
         cause_type: str | None = None,
         remote_traceback: str = "",
+        ranks: Sequence[int] = (),
     ) -> None:
         super().__init__(message, rank=rank, host=host, method=method)
         self.cause_type = cause_type
         self.remote_traceback = remote_traceback
+        self.ranks = tuple(ranks)
 
 
 class StartError(WorkerError):
@@ -94,6 +97,8 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
         ranks: the ranks that had not ended.
         call_goes_on: True if only the wait ended (``future.result(timeout)``): the call continues, and a later wait
             gets its result. False if the call's own timeout passed: the group is broken.
+        stacks: rank -> its Python stack when the call's timeout passed, as text. The message shows them too, equal
+            ones once.
     """
 
     def __init__(
@@ -103,11 +108,13 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
         method: str | None = None,
         ranks: Sequence[int] = (),
         call_goes_on: bool = False,
+        stacks: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.method = method
         self.ranks = tuple(ranks)
         self.call_goes_on = call_goes_on
+        self.stacks = dict(stacks or {})
 
 
 class GroupBrokenError(SingleControllerError):
@@ -136,3 +143,24 @@ class ForkedProcessError(SingleControllerError):
             "threads and no connection to Ray. Use it in that process; or start this one with "
             "multiprocessing.get_context('spawn'), and create a group or attach() to a detached one in it"
         )
+
+
+def ranks_text(ranks: Sequence[int], limit: int = 16) -> str:
+    """Ranks as text, three or more in a row as a range: ``rank 3``, ``ranks 0, 2, 5-7``.
+
+    Args:
+        ranks: the ranks, in increasing order.
+        limit: number of ranges and single ranks that are listed.
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown: list[str] = []
+    begin = 0
+    for end in range(1, len(ranks) + 1):
+        if end == len(ranks) or ranks[end] != ranks[end - 1] + 1:
+            run = ranks[begin:end]
+            shown += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+            if len(shown) >= limit and end < len(ranks):
+                return f"ranks {', '.join(shown[:limit])} and more, {len(ranks)} in all"
+            begin = end
+    return f"ranks {', '.join(shown)}"

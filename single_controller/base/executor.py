@@ -17,6 +17,7 @@ from dispatch.plan import DeferredArgument, Parameter, split_arguments
 from dispatch.register import label, method_spec
 from single_controller.base.codec import CallMessage, Encoded, KeptResult, encode
 from single_controller.base.result import Failure, RankResult
+from single_controller.base.stacks import stacks_under
 from single_controller.base.stats import Clock
 from single_controller.base.worker import RankInfo, RoleWorkers, Worker, assign
 
@@ -156,6 +157,12 @@ class Executor:
         failure = Failure.of(error, rank, self._host, method, role, in_process=self._in_process)
         worker = self.workers.get(role)
         return RankResult(rank, 0 if worker is None else worker._report().version, failure=failure)
+
+    def stacks(self) -> str:
+        """The Python stack of each thread that runs a call now, taken from the thread that asks. See `stacks_under`."""
+        roots = {function.__code__ for function in (Executor.start, Executor.run, Executor.call)}
+        found = stacks_under(roots, Executor._await.__code__, self, self._loop)
+        return found or "  no call: it waits for one, for its arguments or for its turn"
 
     def close(self) -> None:
         """End the event loop and the tasks on it, and let the workers clean up if the process lives on."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import threading
 from collections.abc import Generator
 from typing import Any, Generic, TypeVar, cast
 
@@ -10,6 +13,7 @@ from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
+from single_controller.base.background import background
 from single_controller.base.call import Call
 from single_controller.base.errors import CallTimeoutError
 from single_controller.base.joining import CallResults, fetch_deferred, join_results
@@ -33,7 +37,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
     def __init__(self, call: Call | None, source: tuple[CallResults, Join] | None = None) -> None:
         self._call = call
         self._elsewhere = source
-        self._value: tuple[R_co] | None = None
+        self._value: list[R_co] = []  # a list, because of two threads that join, the first to append must win
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -52,11 +56,13 @@ class WorkerFuture(Deferred, Generic[R_co]):
         """
         if self._call is not None:
             monitor.wait(self._call, timeout)
-            self._value = self._value or (self._call.value(),)
+            if not self._value:
+                self._value.append(self._call.value())
         else:
             source, join = self._source()
             results = source.wait(timeout)
-            self._value = self._value or (join_results(source, results, join),)
+            if not self._value:
+                self._value.append(join_results(source, results, join))
         return self._value[0]
 
     def get(self, timeout: float | None = None) -> R_co:
@@ -87,12 +93,10 @@ class WorkerFuture(Deferred, Generic[R_co]):
         """
         try:
             self.result(timeout)
-        except CallTimeoutError as error:
-            if error.call_goes_on:
-                raise
-            return error
         except SingleControllerError as error:
-            return error
+            if isinstance(error, CallTimeoutError) and error.call_goes_on:
+                raise
+            return error.with_traceback(None)  # whose frames would keep the caller's variables alive
         return None
 
     @property
@@ -136,24 +140,47 @@ class WorkerFuture(Deferred, Generic[R_co]):
         return WorkerFuture, (None, self._source())
 
     def __await__(self) -> Generator[Any, None, R_co]:
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[tuple[R_co | None, BaseException | None]] = loop.create_future()
+        first = itertools.count().__next__
+
+        def set_outcome(value: R_co | None, error: BaseException | None) -> None:
+            if not outcome.done():  # it is cancelled when the task is
+                outcome.set_result((value, error))
+
+        def finish() -> None:
+            if outcome.cancelled():
+                return  # nobody waits any longer; do not join in vain
+            value: R_co | None = None
+            failed: BaseException | None = None
+            try:
+                if call is not None:
+                    monitor.wait(call, just_sent=True)  # the results are here, so one request to Ray gets them
+                value = self.result()
+            except BaseException as error:
+                failed = error.with_traceback(None)  # that of this thread; it would refer to this function's frame
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(set_outcome, value, failed)
+
+        def start() -> None:  # runs in whichever thread learns first that the call has ended, maybe under locks
+            if first() == 0:
+                background.run(finish)
+
         call = self._call
         if call is None:
-            return (yield from asyncio.to_thread(self.result).__await__())
-        loop = asyncio.get_running_loop()
-        settled = loop.create_future()
-
-        def set_settled() -> None:
-            if not settled.done():
-                settled.set_result(None)
-
-        def wake_loop() -> None:  # runs in whichever thread settles the call
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(set_settled)
-
-        call.when_settled(wake_loop)
-        monitor.poll(call)
-        yield from settled.__await__()
-        return self.result()
+            # In another process, only a thread can wait. Not one of the loop's executor, nor of `background`: these
+            # are few, and every one of them might wait for a call that is still running.
+            threading.Thread(target=finish, name="future-wait", daemon=True).start()
+        else:
+            call.when_settled(start)
+            call.when_results_arrive(start)
+        value, failed = yield from outcome.__await__()
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                del failed, outcome  # they would refer to this frame, and the frame to them
+        return cast(R_co, value)
 
     def __repr__(self) -> str:
         if self._call is None:

@@ -19,8 +19,8 @@ from dispatch.typed import RegisteredMethod
 from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.closing import Closing
-from single_controller.base.engine import Engine, Sent
-from single_controller.base.errors import ForkedProcessError
+from single_controller.base.engine import Engine, PartlySentError, Sent
+from single_controller.base.errors import ForkedProcessError, ranks_text
 from single_controller.base.execute import CallsByName, Planner
 from single_controller.base.future import WorkerFuture
 from single_controller.base.layout_report import layout_from
@@ -387,6 +387,14 @@ class WorkerGroup(CallsByName, Closing):
             engine = self._engine
             try:
                 sent = engine.send(spec, plan, future=future)
+            except PartlySentError as error:
+                # The ranks that have the call would wait for the others in its first collective.
+                cause, reached = error.__cause__, ranks_text(error.reached)
+                state.break_(
+                    f"{spec.label}() was sent to {reached}, but not to rank {error.failed}: "
+                    f"{type(cause).__name__}: {cause}"
+                )
+                raise (state.refusal() or error) from cause
             except BaseException as error:
                 if not isinstance(error, Exception) and not engine.synchronous:
                     # Ctrl-C in the middle: some ranks may have the call and others not. The next collective would hang.

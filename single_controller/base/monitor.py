@@ -2,7 +2,7 @@
 
 A thread that waits for a call drives that call itself. A daemon thread named "call-monitor" drives all calls that
 nobody waits for, so that their timeouts, deaths and errors count too. The first such call starts the thread. It is
-never ended: it sleeps while there is nothing to watch, and ends with the process.
+never ended: it waits while there is nothing to watch, and ends with the process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from single_controller.base.errors import CallTimeoutError
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-AWAITED_POLL_SECONDS = 0.005
-"""Pause between two looks while somebody awaits a call in an event loop, which drives nothing itself."""
+"""Time between two looks of the monitor's thread at a call that nobody waits for."""
 
 FIRST_WAIT_SECONDS = 0.01
 MAX_WAIT_SECONDS = 0.2
@@ -31,9 +30,8 @@ MAX_WAIT_SECONDS = 0.2
 class Monitor:
     """Waits for calls. `monitor` is the process's instance.
 
-    Locks (order: see `single_controller.base.call`): ``_round`` is held while the monitor's thread looks at its calls,
-    so that `forget` returns only when that thread holds none of them. ``_changed`` protects ``_watched`` and wakes the
-    thread.
+    Lock (order: see `single_controller.base.call`): ``_changed`` protects all fields, and wakes the thread. It is not
+    held while the thread looks at a call, so that a look that takes long delays nobody but `forget` of that call.
     """
 
     def __init__(self) -> None:
@@ -42,9 +40,13 @@ class Monitor:
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def _reset(self) -> None:
-        self._watched: set[Call] = set()
         self._changed = threading.Condition()
-        self._round = threading.RLock()
+        self._watched: set[Call] = set()
+        self._due: set[Call] = set()
+        """The calls that the thread has not looked at in this round."""
+        self._looking_at: Call | None = None
+        self._resting = False
+        """Whether the thread waits for the first call, without a limit."""
         self._thread: threading.Thread | None = None
 
     def _leave_to_parent(self) -> None:
@@ -60,12 +62,20 @@ class Monitor:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            elif self._resting:
+                self._changed.notify_all()
 
     def forget(self, calls: Iterable[Call]) -> None:
-        """Release calls that have ended. Afterwards the monitor's thread has no reference to them."""
-        with self._round, self._changed:
-            self._watched.difference_update(calls)
+        """Release calls that have ended. Afterwards the monitor's thread has no reference to them.
+
+        The caller must not hold the lock of a group's state: the thread may need it to finish its look.
+        """
+        calls = set(calls)
+        with self._changed:
+            self._watched -= calls
+            self._due -= calls
+            while self._looking_at in calls and threading.current_thread() is not self._thread:
+                self._changed.wait()
 
     def wait(self, call: Call, timeout: float | None = None, *, just_sent: bool = False) -> None:
         """Wait until a call has an outcome.
@@ -92,7 +102,7 @@ class Monitor:
         finally:
             if not call.ended:  # after an error or a timeout, ranks may still be running
                 self.watch(call)
-            elif call in self._watched:
+            elif call in self._watched or call is self._looking_at:
                 self.forget((call,))
 
     def poll(self, call: Call) -> bool:
@@ -102,33 +112,38 @@ class Monitor:
         return call.settled
 
     def _run(self) -> None:
+        next_round = 0.0
         while True:
             with self._changed:
-                while not self._watched:
-                    self._changed.wait()
-            with self._round:
-                awaited = self._look_at_all()
-            time.sleep(AWAITED_POLL_SECONDS if awaited else POLL_SECONDS)
+                self._looking_at = None
+                self._changed.notify_all()  # for `forget`
+                while not self._due:
+                    self._resting = not self._watched
+                    left = None if self._resting else next_round - time.monotonic()
+                    if left is None or left > 0:
+                        self._changed.wait(left)
+                    else:
+                        self._due = set(self._watched)
+                        next_round = time.monotonic() + POLL_SECONDS
+                self._looking_at = self._due.pop()
+            self._look()
 
-    def _look_at_all(self) -> bool:
-        """Drive every watched call once. Returns whether one of them is awaited."""
-        with self._changed:
-            calls = list(self._watched)
-        ended = []
-        for call in calls:
-            try:
-                if not call.ended:
-                    call.drive(0.0)
-            except Exception:  # the engine was shut down at this very moment
-                logger.warning("%s() can no longer be watched", call.label, exc_info=call.engine.connected)
-                call.engine_lost()
-            if call.ended:
-                ended.append(call)
-                if not call.engine.connected:
-                    # Ray crashes if one thread drops references while another shuts it down, so keep these.
-                    self._orphans.append(call)
-        self.forget(ended)
-        return any(call.awaited for call in calls)
+    def _look(self) -> None:
+        """Drive one watched call. Its reference to the call ends with it, as `forget` promises."""
+        call = self._looking_at
+        if call is None:
+            return
+        try:
+            if not call.ended:
+                call.drive(0.0)
+        except Exception:  # the engine was shut down at this very moment
+            logger.warning("%s() can no longer be watched", call.label, exc_info=call.engine.connected)
+            call.engine_lost()
+        if call.ended:
+            if not call.engine.connected:
+                # Ray crashes if one thread drops references while another shuts it down, so keep these.
+                self._orphans.append(call)
+            self.forget((call,))
 
 
 monitor = Monitor()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
+import re
 import time
 import traceback
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +16,7 @@ import dispatch
 from dispatch.errors import SingleControllerError
 from dispatch.register import label
 from single_controller.base.codec import Encoded, encode
-from single_controller.base.errors import StartError, WorkerError
+from single_controller.base.errors import StartError, WorkerError, ranks_text
 from single_controller.base.stats import Clock
 
 LOST_PEER_SIGNS = (
@@ -28,6 +31,11 @@ LOST_PEER_SIGNS = (
 
 MAX_TEXT = 20_000
 """Characters of an exception's message, and of its traceback, that are sent."""
+
+MAX_OTHER_CAUSES = 3
+"""Causes besides the first one that an error names."""
+
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 MAX_INLINE_BYTES = 96 * 1024
 """Arguments and results up to this size travel inside their message. Larger ones are stored once and referred to.
@@ -97,24 +105,62 @@ class Failure:
                 return None
         return cause if isinstance(cause, BaseException) else None
 
-    def error(self, *, starting: bool = False) -> Exception:
-        """The exception that the driver raises for this failure."""
+    def error(self, *, starting: bool = False, failures: Sequence[Failure] = ()) -> Exception:
+        """The exception that the driver raises for this failure; a new one each time.
+
+        Args:
+            starting: whether the worker's constructor raised.
+            failures: those of all ranks, if others have failed in the same call. The error names them too.
+        """
         cause = self.exception()
         if self.ours and isinstance(cause, SingleControllerError):
-            return cause
+            return copy.copy(cause)
         where = "__init__" if starting else self.method
+        by_cause = _by_cause(failures or [self])
+        ranks = [failure.rank for failure in by_cause.pop(self._what)]
+        place = f"rank {self.rank}" if len(ranks) == 1 else f"{ranks_text(ranks)}; first: rank {self.rank}"
         error = (StartError if starting else WorkerError)(
-            f"{label(self.role, where)}() raised {self.cause_type} on rank {self.rank} ({self.host}): "
-            f"{self.message}\n\n{self.remote_traceback.rstrip()}",
+            f"{label(self.role, where)}() raised {self.cause_type} on {place} ({self.host}): "
+            f"{self.message}{_others(by_cause.values())}\n\n{self.remote_traceback.rstrip()}",
             rank=self.rank,
             host=self.host,
             method=where,
             cause_type=self.cause_type,
             remote_traceback=self.remote_traceback,
+            ranks=ranks,
         )
         error.role = self.role
         error.__cause__ = cause
         return error
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        """What two failures with the same cause have in common: numbers in their messages may differ."""
+        return self.cause_type, _NUMBERS.sub("", self.message)
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others are probably consequences of."""
+    return min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
+
+
+def _by_cause(failures: Iterable[Failure]) -> dict[tuple[str, str], list[Failure]]:
+    """Failures by their cause, in order of rank."""
+    found: dict[tuple[str, str], list[Failure]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.rank):
+        found.setdefault(failure._what, []).append(failure)
+    return found
+
+
+def _others(causes: Collection[list[Failure]]) -> str:
+    """The causes besides the first one, in a line each."""
+    lines = []
+    for failures in list(causes)[:MAX_OTHER_CAUSES]:
+        first = failures[0]
+        text = (first.message.strip().splitlines() or [""])[0][:200]
+        lines.append(f"\nalso on {ranks_text([failure.rank for failure in failures])}: {first.cause_type}: {text}")
+    more = len(causes) - len(lines)
+    return "".join(lines) + (f"\nand {more} more causes" if more > 0 else "")
 
 
 def remote_traceback(error: BaseException) -> str:

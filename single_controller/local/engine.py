@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures as cf
 import contextlib
 import functools
+import itertools
 import queue
 import socket
 import sys
@@ -32,7 +33,7 @@ from single_controller.base.codec import (
     decoded,
     encode_arguments,
 )
-from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent, Token
 from single_controller.base.errors import CallTimeoutError, LocalEngineError, WorkerDiedError
 from single_controller.base.executor import Constructor, Executor
 from single_controller.base.future import WorkerFuture
@@ -127,6 +128,10 @@ class LocalRank:
             result.failure.ours = True  # raised as it is: this rank's method did not raise it
         return self._submit(lambda: (result, error))
 
+    def stacks(self) -> str:
+        """Where its calls are. See `Executor.stacks`."""
+        return self._executor.stacks()
+
     def end(self, reason: str) -> None:
         """Take no more calls. Those that have not ended get the reason as their result."""
         with self._lock:
@@ -209,13 +214,18 @@ class LocalEngine(Engine):
                 futures[rank] = self.ranks[rank].fail(failed_input, spec)
                 continue
             collects = rank in plan.collecting
-            futures[rank] = self.ranks[rank].call(
-                call_message(spec, plan, plan.shards[number], collects=collects),
-                whole,
-                shards[number],
-                keep=future and collects,
-                concurrent=spec.registration.concurrent,
-            )
+            try:
+                futures[rank] = self.ranks[rank].call(
+                    call_message(spec, plan, plan.shards[number], collects=collects),
+                    whole,
+                    shards[number],
+                    keep=future and collects,
+                    concurrent=spec.registration.concurrent,
+                )
+            except Exception as error:
+                if futures and not self.synchronous:  # no further thread can be started, for example
+                    raise PartlySentError(list(futures), rank) from error
+                raise
         results = LocalResults(spec.label, futures, plan.collecting) if future else None
         return Sent({token: rank for rank, token in futures.items()}, results, nbytes)
 
@@ -224,9 +234,25 @@ class LocalEngine(Engine):
         done = cf.wait([token for token in tokens if isinstance(token, cf.Future)], timeout).done
         return {future: future.result()[0] for future in done}
 
+    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
+        """See `Engine.when_arrived`."""
+        arrived = itertools.count(1).__next__
+
+        def count(_: cf.Future[Outcome]) -> None:
+            if arrived() == len(tokens):
+                callback()
+
+        for token in tokens:
+            if isinstance(token, cf.Future):
+                token.add_done_callback(count)
+
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`."""
         return {rank.rank: rank.died for rank in self.ranks if rank.died is not None}
+
+    def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
+        """See `Engine.stacks`."""
+        return {rank: self.ranks[rank].stacks() for rank in ranks}
 
     def kill(self) -> None:
         """See `Engine.kill`. A method that is running in a thread cannot be stopped: the thread ends after it."""

@@ -26,6 +26,7 @@ from single_controller.base.result import RankResult, remote_traceback
 from single_controller.base.worker import RankInfo
 from single_controller.ray.devices import hide_other_devices, own_devices
 from single_controller.ray.internals import name_lines
+from single_controller.ray.stack_server import StackAddress, StackServer
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Location(NamedTuple):
         pid: the process.
         devices: ids of the accelerators that Ray assigned to it.
         node_id: Ray's id of the node.
+        stacks: whom to ask where it is.
     """
 
     address: str
@@ -51,6 +53,7 @@ class Location(NamedTuple):
     pid: int
     devices: tuple[str, ...]
     node_id: str = ""
+    stacks: StackAddress | None = None
 
 
 class StartMessage(NamedTuple):
@@ -97,11 +100,12 @@ class RankActor:
     def __init__(self) -> None:
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
         self._executor = Executor(f"{self._hostname}, {self._address}", _fetch)
+        self._stack_server = StackServer(self._address, self._executor.stacks)
         self._held_port: socket.socket | None = None
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
-        return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id)
+        return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id, self._stack_server.address)
 
     def _sc_rendezvous(self, address: str | None, port: int | None) -> tuple[str, int]:
         """The group's master address and port, on rank 0. The port stays bound, but not listening, as long as this

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
+from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.base.codec import BESIDE, Encoded, call_message, encode_arguments
-from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent, Token
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
 from single_controller.ray.internals import death_of
@@ -22,6 +24,7 @@ from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.results import RayResults, one_line
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
+from single_controller.ray.stack_server import ask_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +94,14 @@ class RayEngine(Engine):
         whole = encode_arguments(spec, plan.whole)
         largest = max((shard.nbytes for shard in encoded if shard is not None), default=0)
         room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
-        sendable_whole = _sendable(whole, room)
-        shards = [_sendable(shard, MAX_INLINE_BYTES) for shard in encoded]
+        try:
+            sendable_whole = _sendable(whole, room)
+            shards = [_sendable(shard, MAX_INLINE_BYTES) for shard in encoded]
+        except RayError as error:  # the store or its disk is full
+            raise _not_sent(spec.label, error) from error
         collecting = frozenset(plan.collecting)
         messages: dict[tuple[int, bool], bytes] = {}
-        tokens: dict[Token, int] = {}
-        values: dict[int, ray.ObjectRef] = {}
+        prepared: list[tuple[int, Any, tuple[Any, ...]]] = []
         nbytes: dict[int, int] = {}
         for rank, number in enumerate(plan.shard_of):
             if number is None:
@@ -111,11 +116,22 @@ class RayEngine(Engine):
                     message = pickle.dumps((about, sendable_whole.inside, shard.inside), protocol=5)
                     messages[number, collects] = message
                 arguments = (message, *sendable_whole.beside, *shard.beside)
-            sent = self._method(rank, spec, kept=future and collects).remote(*arguments)
-            if future and collects:
+            prepared.append((rank, self._method(rank, spec, kept=future and collects), arguments))
+            nbytes[rank] = sendable_whole.nbytes + shard.nbytes
+        tokens: dict[Token, int] = {}
+        values: dict[int, ray.ObjectRef] = {}
+        for rank, method, arguments in prepared:  # nothing but sending: an error here leaves the ranks divided
+            try:
+                sent = method.remote(*arguments)
+            except Exception as error:
+                if tokens:
+                    raise PartlySentError(list(tokens.values()), rank) from error
+                if isinstance(error, RayError):
+                    raise _not_sent(spec.label, error) from error
+                raise
+            if future and rank in collecting:
                 sent, values[rank] = sent
             tokens[sent] = rank
-            nbytes[rank] = sendable_whole.nbytes + shard.nbytes
         if not future:
             return Sent(tokens, None, nbytes)
         refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}
@@ -134,13 +150,26 @@ class RayEngine(Engine):
                 return {ref: RankResult.from_message(message) for ref, message in zip(refs, messages, strict=True)}
             except Exception:  # late, or lost: the next look tells which
                 return {}
-        # Without fetch_local, a large result is not moved here until it is read, so that waiting stays cheap.
-        ready = ray.wait(refs, num_returns=len(refs), timeout=timeout, fetch_local=False)[0] if refs else []
+        # Without fetch_local, a large result is not moved here until it is read, so that waiting stays cheap. A mere
+        # look must not wait for that move: it starts it, and a later look finds the result here.
+        look = timeout <= 0
+        ready = ray.wait(refs, num_returns=len(refs), timeout=timeout, fetch_local=look)[0] if refs else []
         try:
             messages = ray.get(ready)
             return {ref: RankResult.from_message(message) for ref, message in zip(ready, messages, strict=True)}
         except Exception:  # one of them is lost; asking one by one tells which
             return {ref: self._read_one(ref, tokens[ref]) for ref in ready}
+
+    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
+        """See `Engine.when_arrived`. Ray calls back in a thread of its own."""
+        arrived = itertools.count(1).__next__
+
+        def count(_: Any) -> None:
+            if arrived() == len(tokens):
+                callback()
+
+        for token in tokens:
+            cast(Any, token).future().add_done_callback(count)
 
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""
@@ -148,6 +177,11 @@ class RayEngine(Engine):
             if number not in self._deaths and (reason := death_of(rank.actor)) is not None:
                 self._deaths[number] = reason  # for good: Ray restarts none of these actors
         return dict(self._deaths)
+
+    def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
+        """See `Engine.stacks`."""
+        addresses = {rank: self.ranks[rank].location.stacks for rank in ranks}
+        return ask_stacks({rank: address for rank, address in addresses.items() if address is not None}, seconds)
 
     def kill(self) -> None:
         """See `Engine.kill`."""
@@ -185,6 +219,12 @@ class RayEngine(Engine):
         except RayError as error:  # the call itself was not delivered: its arguments were lost, for example
             text, kind = f"its result was lost: {one_line(error)}", type(error).__name__
             return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text))
+
+
+def _not_sent(label: str, error: RayError) -> DispatchError:
+    """The error of a call that has reached no rank."""
+    what = f"{type(error).__name__}: {one_line(error)}"
+    return DispatchError(f"{label}() could not be sent: {what}. No rank has the call", method=label.rpartition(".")[2])
 
 
 def _sendable(encoded: Encoded | None, room: int) -> _Sendable:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 
 import ray
 
@@ -134,8 +135,44 @@ class Counter(Worker):
     def take_future(self, future):
         return (type(future).__name__, future.result())
 
+    @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
+    def take_failed_future(self, future):
+        """Wait twice, and return whether the errors are distinct, with the length of each traceback."""
+        raised = []
+        for _ in range(2):
+            try:
+                future.result()
+            except Exception as error:
+                raised.append(error)
+        told = future.exception()
+        lengths = [len(traceback.extract_tb(error.__traceback__)) for error in (*raised, told)]
+        return len({*map(id, raised), id(told)}), lengths, str(told)
+
+    @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
+    async def await_futures(self, futures):
+        """Await futures in this process, all at once."""
+        return await asyncio.gather(*(_value(future) for future in futures))
+
     def plain(self, x, y=0):
         return self.value + x + y
+
+
+def collect_slowly(group, output):
+    """A ``collect_fn`` that takes half a second; returns the thread that it ran in, and the results."""
+    time.sleep(0.5)
+    return threading.current_thread().name, output
+
+
+class SlowToJoin(Worker):
+    """Its results take long to join."""
+
+    @register({"dispatch_fn": lambda group, *args, **kwargs: (args, kwargs), "collect_fn": collect_slowly})
+    def ranks(self):
+        return self.rank
+
+
+async def _value(future):
+    return await future
 
 
 class Own:
@@ -351,6 +388,17 @@ class Fragile(Worker):
         if self.rank in ranks:
             time.sleep(seconds)
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def sleep_async(self, seconds):
+        await asyncio.gather(asyncio.sleep(seconds))
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_differently(self, lost):
+        if self.rank in lost:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]")
+        raise ValueError(f"the batch of rank {self.rank} is empty")
 
     @register(Dispatch.ONE_TO_ALL)
     def join_process_group(self):

@@ -15,6 +15,7 @@ from ray.util.placement_group import placement_group_table
 from single_controller import (
     CallTimeoutError,
     ClassWithInitArgs,
+    DispatchError,
     ForkedProcessError,
     GroupBrokenError,
     GroupClosedError,
@@ -96,6 +97,22 @@ class TestErrorsOfMethods:
                 group.ping()
         assert "ranks 0, 2, 3" in group.broken
         group.restart()
+        assert group.ping() == [0, 1, 2, 3]
+
+    @overlapping
+    def test_one_error_names_all_ranks_that_failed_with_one_cause(self, make_group):
+        group = make_group(Fragile)
+        for _ in range(5):  # the errors arrive at slightly different times
+            with pytest.raises(
+                WorkerError, match=r"fail\(\) raised ValueError on ranks 1-3; first: rank [123]"
+            ) as caught:
+                group.fail([1, 2, 3])
+            assert caught.value.ranks == (1, 2, 3) and caught.value.rank in (1, 2, 3)
+            assert pickle.loads(pickle.dumps(caught.value)).ranks == (1, 2, 3)
+        with pytest.raises(WorkerError) as caught:
+            group.fail_differently([2])
+        assert "ranks 0, 1, 3; first: rank" in str(caught.value) and caught.value.ranks == (0, 1, 3)
+        assert "also on rank 2: RuntimeError: Connection closed by peer" in str(caught.value)
         assert group.ping() == [0, 1, 2, 3]
 
     def test_raised_error_is_not_logged_again(self, make_group, caplog):
@@ -191,6 +208,37 @@ class TestDeaths:
         assert group.all_reduce() == [6.0] * 4
 
 
+class TestPartialSend:
+    """Ray refuses a call to an actor that has too many pending ones; here that is one rank alone."""
+
+    @pytest.fixture
+    def group(self, pool):
+        made = RayClassWithInitArgs(Fragile)
+        made.update_options({"max_pending_calls": 4})
+        with RayWorkerGroup(pool, made) as group:
+            yield group
+
+    def test_failure_after_a_rank_was_reached_breaks_the_group(self, group):
+        busy = [group.workers[2].sleep.remote(60) for _ in range(4)]
+        with within(2):
+            with pytest.raises(
+                GroupBrokenError, match=r"ping\(\) was sent to ranks 0, 1, but not to rank 2: PendingCalls"
+            ) as caught:
+                group.ping()
+        assert type(caught.value.__cause__).__name__ == "PendingCallsLimitExceeded"
+        with pytest.raises(GroupBrokenError, match=r"restart\(\)"):
+            group.ping()
+        del busy
+
+    def test_failure_before_any_rank_was_reached_leaves_the_group_healthy(self, group):
+        busy = [group.workers[0].sleep.remote(0.3) for _ in range(4)]
+        with pytest.raises(DispatchError, match=r"ping\(\) could not be sent: PendingCalls.*No rank has the call"):
+            group.ping()
+        assert group.broken is None
+        ray.get(busy)
+        assert group.ping() == [0, 1, 2, 3]
+
+
 class TestTimeouts:
     @overlapping
     def test_call_timeout_names_the_late_ranks(self, make_group):
@@ -199,8 +247,35 @@ class TestTimeouts:
             with pytest.raises(CallTimeoutError, match=r"sleep_on\(\).*1 s.*ranks 1, 3") as caught:
                 group.sleep_on.options(timeout=1)([1, 3], 60)
         assert caught.value.ranks == (1, 3) and not caught.value.call_goes_on
-        with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) exceeded its timeout"):
+        # The two ranks are at the same place, which is shown once.
+        assert "ranks 1, 3 are at:" in str(caught.value) and str(caught.value).count("in sleep_on\n") == 1
+        assert "time.sleep(seconds)" in caught.value.stacks[1] and caught.value.stacks.keys() == {1, 3}
+        copy = pickle.loads(pickle.dumps(caught.value))
+        assert (str(copy), copy.stacks) == (str(caught.value), caught.value.stacks)
+        with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) exceeded its timeout") as caught:
             group.ping()
+        assert "time.sleep" not in str(caught.value)
+
+    @overlapping
+    @pytest.mark.ray_when_full
+    def test_stacks_of_async_methods_and_of_queued_calls(self, make_group):
+        group = make_group(Fragile)
+        group.sleep_async.remote(60)
+        with pytest.raises(CallTimeoutError, match=r"ping\(\) has not ended after a wait of 1 s") as caught:
+            group.ping.remote().result(timeout=1)
+        assert "ranks 0-3 are at:" in str(caught.value) and "in sleep_async\n" in caught.value.stacks[2]
+
+    def test_stopped_process_is_named_without_a_stack(self, make_group):
+        group, stopped = make_group(Fragile), 2
+        pid = group.pid()[stopped]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with within(6):
+                with pytest.raises(CallTimeoutError, match="rank 2 is at:\n  unknown: it did not answer") as caught:
+                    group.sleep_on.options(timeout=0.3)([0], 60)
+            assert "in sleep_on\n" in caught.value.stacks[0] and f"--pid {pid}" in caught.value.stacks[stopped]
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     @overlapping
     @pytest.mark.ray_when_full
@@ -223,7 +298,8 @@ class TestTimeouts:
         monkeypatch.setattr("single_controller.base.call.LATE_LOG_SECONDS", 0.3)
         group = make_group(Fragile)
         group.sleep_on([2], 1.0)
-        assert any("sleep_on() has been running" in message and "rank 2" in message for message in caplog.messages)
+        told = [message for message in caplog.messages if "sleep_on() has been running" in message]
+        assert told and "rank 2" in told[0] and "time.sleep(seconds)" in told[0]
 
 
 class TestStart:

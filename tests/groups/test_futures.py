@@ -2,12 +2,16 @@
 
 import asyncio
 import gc
+import os
+import signal
+import statistics
+import threading
 import time
 import weakref
 
 import pytest
 import torch
-from group_workers import Counter, Fragile, Grid, Own
+from group_workers import Counter, Fragile, Grid, Own, SlowToJoin
 from tensordict import TensorDict
 
 from single_controller import (
@@ -47,6 +51,122 @@ def test_await(counters):
         return await asyncio.gather(counters.add.remote(0), counters.first.remote(1))
 
     assert asyncio.run(main()) == [[100, 101, 102, 103], (0, 1)]
+
+
+@pytest.mark.alone
+@overlapping
+def test_await_costs_little_more_than_a_blocking_call(counters):
+    """The waits of the two kinds alternate, so a slow machine slows both. benchmarks/ measures the ratio itself."""
+
+    async def main():
+        blocking, awaited = [], []
+        for _ in range(20):
+            begin = time.perf_counter()
+            counters.add(0)
+            middle = time.perf_counter()
+            await counters.add.remote(0)
+            blocking.append(middle - begin)
+            awaited.append(time.perf_counter() - middle)
+        return statistics.median(blocking), statistics.median(awaited)
+
+    blocking, awaited = asyncio.run(main())
+    assert awaited < 5 * blocking, f"{awaited * 1e3:.1f} ms against {blocking * 1e3:.1f} ms"
+
+
+@pytest.mark.ray_when_full
+def test_await_joins_outside_the_event_loop(make_group):
+    group = make_group(SlowToJoin)
+
+    async def main():
+        late = []
+
+        async def tick():
+            while True:
+                begin = time.monotonic()
+                await asyncio.sleep(0.01)
+                late.append(time.monotonic() - begin)
+
+        ticking = asyncio.ensure_future(tick())
+        thread, ranks = await group.ranks.options(blocking=False)()
+        ticking.cancel()
+        return thread, ranks, max(late)
+
+    thread, ranks, longest = asyncio.run(main())
+    assert ranks == [0, 1, 2, 3] and thread != threading.current_thread().name
+    assert longest < 0.4, "the join, of half a second, ran in the event loop"
+
+
+def test_two_awaits_of_one_future_return_the_same_object(counters):
+    future = counters.add.remote(0)
+
+    async def main():
+        return await asyncio.gather(_value(future), _value(future))
+
+    first, second = asyncio.run(main())
+    assert first is second and first == [100, 101, 102, 103] and future.result() is first
+
+
+@pytest.mark.ray_when_full
+def test_await_raises_a_new_exception_each_time(make_group):
+    failing = make_group(Fragile).fail.remote([1])
+
+    async def main():
+        return await asyncio.gather(_value(failing), _value(failing), return_exceptions=True)
+
+    first, second = asyncio.run(main())
+    assert first is not second and str(first) == str(second) and isinstance(first, WorkerError)
+    assert isinstance(first.__cause__, ValueError)
+
+
+@pytest.mark.engines("ray")
+def test_await_in_another_process(counters, smaller):
+    futures = [counters.add.remote(0) for _ in range(40)]  # more than the threads of a loop's executor
+    assert smaller[2].await_futures(futures) == [[[100, 101, 102, 103]] * 40] * 2
+
+
+@pytest.mark.engines("ray")
+def test_await_that_failed_does_not_keep_a_dropped_group(engine):
+    """Ray keeps what it was told to call when the results arrive, which here is never."""
+    group = engine.make(Fragile)
+    pids, kept = group.pid(), weakref.ref(group._engine)
+    try:
+        with pytest.raises(CallTimeoutError):
+            asyncio.run(_value(group.sleep.options(timeout=0.3).remote(60)))
+        del group
+        end = time.monotonic() + 5
+        while kept() is not None:
+            assert time.monotonic() < end, "the handles of the dropped group's workers are still there"
+            gc.collect()
+            time.sleep(0.05)
+    finally:
+        for pid in pids:  # Ray ends a worker without handles only after its call
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.ray_when_full
+@overlapping
+def test_slow_fetch_for_one_call_delays_no_other_result(make_group, counters, monkeypatch):
+    """The monitor's thread looks at a call nobody waits for, whose result takes long to arrive here."""
+    slow = make_group(Fragile)
+    fetching, arrived = threading.Event(), threading.Event()
+    collect = slow._engine.collect
+
+    def collect_slowly(tokens, timeout, **options):
+        if threading.current_thread().name == "call-monitor":
+            fetching.set()
+            arrived.wait(5)
+        return collect(tokens, timeout, **options)
+
+    monkeypatch.setattr(slow._engine, "collect", collect_slowly)
+    later = slow.ping.remote()
+    other = counters.add.remote(0)
+    assert fetching.wait(5)
+    begin = time.monotonic()
+    assert other.result() == [100, 101, 102, 103]
+    assert asyncio.run(_value(counters.add.remote(0))) == [100, 101, 102, 103]
+    took = time.monotonic() - begin
+    arrived.set()
+    assert took < 2 and later.result() == [0, 1, 2, 3]
 
 
 @overlapping
@@ -195,10 +315,24 @@ def test_each_raise_is_a_new_exception(make_group):
         caught.append((one.value, str(one.value), one.value.rank, type(one.value.__cause__), len(one.traceback)))
         del one
     assert caught[0][0] is not caught[1][0] and caught[0][1:] == caught[1][1:]
+
+    def ask(batch):
+        return failing.exception()
+
+    told = [ask(batch), ask(batch)]
+    assert told[0] is not told[1] and told[0].__traceback__ is None and str(told[0]) == caught[0][1]
     freed = weakref.ref(batch)
     del batch, caught
     gc.collect()
-    assert freed() is None
+    assert freed() is None, "the error that exception() returned keeps its caller's variables"
+
+
+@pytest.mark.engines("ray")
+def test_each_raise_is_a_new_exception_in_another_process(make_group, smaller):
+    failing = make_group(Fragile).fail.remote([1])
+    for distinct, (first, second, told), text in smaller[2].take_failed_future(failing):
+        assert distinct == 3 and first == second and told == 0
+        assert "the true cause on rank 1" in text
 
 
 @overlapping
