@@ -12,8 +12,8 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 THREADS = 8
-"""Threads that are started without hesitation. With more, they wait for each other: awaiting 200 calls at once took 0.6 s
-with 8 and 0.8 s with 64 on two cores."""
+"""Threads that are started without hesitation. With more, they wait for each other: awaiting 200 calls at once took
+0.6 s with 8 and 0.8 s with 64 on two cores."""
 
 MAX_THREADS = 64
 STUCK_SECONDS = 0.1
