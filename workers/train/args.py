@@ -190,6 +190,12 @@ class TrainArgs:
         None,
         "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
     )
+    reward_concurrency: int | None = _key(
+        128,
+        "number of completions whose rewards an async reward function computes at once, for the driver's script; null "
+        "for all",
+        least=1,
+    )
     rollout_seed: int | None = _key(None, "seed of sampling, for the driver's script; by default seed")
     debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
 
