@@ -74,6 +74,7 @@ def main():
             task.reward,
             samples_per_prompt=args.n_samples_per_prompt,
             seed=args.seed if args.rollout_seed is None else args.rollout_seed,
+            reward_concurrency=args.reward_concurrency,
         )
         actor.set_rollout_manager(manager)
         if args.tensorboard_dir is not None:

@@ -113,8 +113,12 @@ def new_rows(rows: Sequence[Sequence[int]]) -> ProcessGroup:
     return group
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Gather a value from every rank. All ranks call it. Without torch.distributed there is one rank.
+
+    Args:
+        value: of this rank.
+        group: process group of all ranks; the default group if None.
 
     Returns:
         The values, by rank.
@@ -124,18 +128,19 @@ def gathered(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
 @contextmanager
-def all_or_none(error_class: type[Exception], what: str) -> Iterator[None]:
+def all_or_none(error_class: type[Exception], what: str, group: ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks if the block fails on any rank. Otherwise the other ranks would wait for the failed one in the
     next collective. All ranks must enter it, and must not communicate inside.
 
     Args:
         error_class: class of the error.
         what: beginning of the message.
+        group: process group of all ranks; the default group if None.
 
     Raises:
         Exception: an ``error_class`` that names each failed rank and its error.
@@ -145,7 +150,7 @@ def all_or_none(error_class: type[Exception], what: str) -> Iterator[None]:
         yield
     except Exception as failed:
         error = failed
-    errors = gathered(None if error is None else f"{type(error).__name__}: {error}")
+    errors = gathered(None if error is None else f"{type(error).__name__}: {error}", group)
     wrong = [f"rank {rank}: {why}" for rank, why in enumerate(errors) if why is not None]
     if wrong:
         raise error_class(f"{what}: {'; '.join(wrong)}") from error

@@ -302,6 +302,15 @@ def test_background_error_is_raised_by_the_next_wait(four, tmp_path):
         four.run(on_ranks.load, str(tmp_path), optimizer=False)
 
 
+def test_error_of_the_rank_that_completes_a_checkpoint_is_raised_on_all_ranks(four, tmp_path):
+    """No rank goes on to the next collective, where it would wait for rank 0."""
+    four.run(on_ranks.make, LLAMA, TP2)
+    errors = four.run(on_ranks.save_completes_not, str(tmp_path))
+    assert all("could not be completed: rank 0: OSError: the disk is full" in error for error in errors), errors
+    assert not (tmp_path / "latest.json").exists()
+    four.run(on_ranks.save, str(tmp_path / "again"))  # the ranks are at the same step
+
+
 def test_weights_only_checkpoint_load(four, saved, tmp_path):
     """As a reference model loads an actor's checkpoint."""
     model, folder = saved(LLAMA)

@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 
 from workers.megatron.train_model import MegatronTrainModel
+from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
 
@@ -151,6 +152,21 @@ def save_fails(worker, folder):
             said(worker.model.wait_for_save),
             said(worker.model.wait_for_save),
         ]
+
+
+def save_completes_not(worker, folder):
+    """Rank 0 alone cannot write the file that completes a checkpoint. Returns each rank's error."""
+
+    def full(*args, **kwargs):
+        raise OSError("the disk is full")
+
+    checkpoints = RolloutCheckpoints(None, folder, worker.rank)
+    with mock.patch("megatron.core.dist_checkpointing.core.save_config", full):
+        try:
+            checkpoints.save(worker.model, 1, optimizer_step=1, weight_version=0, background=False)
+        except CheckpointError as error:
+            return str(error)
+    return ""
 
 
 def load(worker, folder, optimizer=True):

@@ -222,6 +222,33 @@ def test_async_reward_function_runs_for_all_samples_at_once(echoes):
     assert manager.generate([[1], [2]])["rewards"].tolist() == [2, 2]
 
 
+@pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (3, 3), (100, 20), (None, 20)])
+@pytest.mark.parametrize("starts", ["when awaited", "when called"])
+def test_concurrency_of_an_async_reward_function_is_bounded(echoes, concurrency, most, starts):
+    """Also if calling the function starts the work, as with a remote judge, and rewards keep their order."""
+    running, seen = set(), []
+
+    async def judge(number):
+        for _ in range(4 - number % 3):
+            await asyncio.sleep(0)
+        running.discard(number)
+        return number
+
+    def called(prompt_ids, completion_ids):
+        running.add(prompt_ids[0])
+        seen.append(len(running))
+        return judge(prompt_ids[0])
+
+    async def awaited(prompt_ids, completion_ids):
+        return await called(prompt_ids, completion_ids)
+
+    reward = called if starts == "when called" else awaited
+    manager = RolloutManager(echoes, SamplingParams(2), reward, reward_concurrency=concurrency)
+    prompts = [[number] for number in range(1, 21)]
+    assert manager.generate(prompts)["rewards"].tolist() == [float(prompt) for (prompt,) in prompts]
+    assert max(seen) == most and len(seen) == 20 and not running
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_reward_function_error_names_the_sample(echoes, is_async):
     def reward(prompt_ids, completion_ids):

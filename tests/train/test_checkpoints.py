@@ -1,5 +1,8 @@
 """Which checkpoint counts as complete. Runs in this process, with a model whose save succeeds or fails on demand."""
 
+import os
+import shutil
+
 import pytest
 import torch.distributed as dist
 
@@ -12,8 +15,12 @@ class Model:
     fails = False
 
     def save(self, folder, *, background):
+        (folder / "shard").write_text("weights")
         if self.fails:
             raise OSError("disk full")
+
+    def wait_for_save(self):
+        pass
 
 
 @pytest.fixture
@@ -45,3 +52,86 @@ def test_folders_of_another_run_and_empty_folders_are_logged(alone, tmp_path, ca
     assert RolloutCheckpoints(str(tmp_path), str(tmp_path), 0).find().rollout_id == 7 and not caplog.text
     assert RolloutCheckpoints(None, str(tmp_path), 0).find() is None
     assert "has checkpoints of another run, up to rollout_0000007" in caplog.text
+
+
+def run(folder, steps, background=False, **keep):
+    """Save after each of the steps. Returns the complete checkpoints after each save, and all folders at the end."""
+    writing = RolloutCheckpoints(None, str(folder), 0, **keep)
+    seen = []
+    for step in steps:
+        writing.save(Model(), step, optimizer_step=step, weight_version=0, background=background)
+        writing.wait()
+        older(folder)
+        assert RolloutCheckpoints(str(folder), None, 0).find().rollout_id == step
+        seen.append(complete(folder))
+    return seen
+
+
+def complete(folder):
+    return sorted(int(path.parent.name[8:15]) for path in folder.glob("rollout_*/position.json"))
+
+
+def older(folder):
+    """Let a minute pass: file systems may have coarse times."""
+    for path in folder.glob("rollout_*/position.json"):
+        at = path.stat().st_mtime - 60
+        os.utime(path, (at, at))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_latest_checkpoints_are_kept(alone, tmp_path, background):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "rollout_0000001_unfinished").mkdir()
+    assert run(tmp_path, (1, 3, 5, 7), background, keep=2) == [[1], [1, 3], [3, 5], [5, 7]]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "mine", "rollout_0000001_unfinished", "rollout_0000005", "rollout_0000007",
+    ]  # fmt: skip
+    assert run(tmp_path / "all", range(5))[-1] == [0, 1, 2, 3, 4]
+
+
+def test_every_mth_checkpoint_is_kept_besides_the_latest(alone, tmp_path):
+    """After 10 and 20 rollouts: the rollout ids count from 0."""
+    assert run(tmp_path, range(1, 24, 2), keep=1, keep_every=10)[-1] == [9, 19, 23]
+
+
+def test_run_that_went_back_keeps_what_it_writes(alone, tmp_path):
+    run(tmp_path, (10, 20, 30))
+    assert run(tmp_path, (15, 25), keep=2) == [[15, 30], [15, 25]]
+
+
+def test_checkpoint_of_the_same_step_again_is_kept(alone, tmp_path):
+    assert run(tmp_path, (3, 3, 3), keep=1)[-1] == [3]
+
+
+def test_failed_save_deletes_nothing_and_its_rest_is_deleted_later(alone, tmp_path):
+    run(tmp_path, (1, 2))
+    writing, model = RolloutCheckpoints(None, str(tmp_path), 0, keep=1), Model()
+    model.fails = True
+    with pytest.raises(CheckpointError):
+        writing.save(model, 3, optimizer_step=3, weight_version=0, background=False)
+    assert complete(tmp_path) == [1, 2] and (tmp_path / "rollout_0000003" / "shard").exists()
+    assert run(tmp_path, (4,), keep=1) == [[4]]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rollout_0000004"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
+def test_interrupted_deletion_leaves_a_checkpoint_to_continue_from(alone, tmp_path, monkeypatch, caplog, error):
+    run(tmp_path, (1, 2, 3))
+
+    def interrupted(folder, **options):
+        raise error("in the middle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", interrupted)
+        writing = RolloutCheckpoints(None, str(tmp_path), 0, keep=2)
+        try:
+            writing.save(Model(), 4, optimizer_step=4, weight_version=0, background=False)
+            assert "rollout_0000002 could not be deleted: PermissionError: in the middle" in caplog.text
+        except KeyboardInterrupt:
+            assert error is KeyboardInterrupt
+    assert RolloutCheckpoints(str(tmp_path), None, 0).find().rollout_id == 4
+    with pytest.raises(CheckpointError, match=r"found: .*rollout_0000003, rollout_0000004"):
+        RolloutCheckpoints(str(tmp_path), None, 0, step=1).find()
+    older(tmp_path)
+    assert run(tmp_path, (5,), keep=2) == [[4, 5]]
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2

@@ -58,7 +58,7 @@ class Checkpoints:
 
         Raises:
             RuntimeError: on all ranks: one could not create the folder, or write what the ranks have in common.
-            Exception: another step failed. In the background, `wait` raises it.
+            Exception: on all ranks: another step failed. In the background, `wait` raises it.
         """
         from megatron.core import dist_checkpointing
 
@@ -209,13 +209,11 @@ def _strategy(group: Any, copy: bool) -> Any:
                     planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                     process_group=group,
                 )
-                # All ranks have written their shards. No rank returns before the checkpoint is complete, or before rank
-                # 0 has failed to complete it: then rank 0 alone raises, and the others must not wait for it.
-                try:
+                # All ranks have written their shards. No rank returns before the checkpoint is complete, and if rank 0
+                # fails to complete it, all raise: a rank that did not would go on to its next collective.
+                with all_or_none(RuntimeError, f"{str(checkpoint_dir)!r} could not be completed", group):
                     if torch.distributed.get_rank() == 0:
                         save_config(CheckpointingConfig(*FORMAT), str(checkpoint_dir))
-                finally:
-                    torch.distributed.barrier(group)
 
             return AsyncRequest(write, (), [])
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REWARD_CONCURRENCY = 128
+"""Default of ``RolloutManager(reward_concurrency=)``."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -69,13 +72,15 @@ class RolloutManager:
             engine raises, the other workers have the group's ``error_grace`` seconds to finish.
         sampling_params: how to sample.
         reward_function: ``reward(prompt_ids, completion_ids, **extras) -> float``. It gets two lists of token ids, and
-            this prompt's extras by keyword. An ``async def`` runs for all completions concurrently. With None, the data
-            has no ``rewards``.
+            this prompt's extras by keyword. An ``async def`` runs for several completions concurrently. With None, the
+            data has no ``rewards``.
         samples_per_prompt: completions per prompt.
         seed: completions depend only on it, the ``rollout_id``, the prompt's index in the call, and the sample's index;
             they do not depend on the number of workers.
         batched_rewards: call the reward function once with lists over all completions, with extras repeated for each
             completion. It returns a list, array or tensor of as many numbers.
+        reward_concurrency: maximum number of completions for which an ``async`` reward function runs at once; None for
+            all of them. It does not apply to ``batched_rewards``.
         pad_token_id: the padding token.
         timeout: seconds that one call of the workers may take, or None. The group is broken after a timeout.
 
@@ -100,6 +105,7 @@ class RolloutManager:
         samples_per_prompt: int = 1,
         seed: int = 0,
         batched_rewards: bool = False,
+        reward_concurrency: int | None = REWARD_CONCURRENCY,
         pad_token_id: int = 0,
         timeout: float | None = None,
     ) -> None:
@@ -119,6 +125,9 @@ class RolloutManager:
         self.samples_per_prompt = _positive(samples_per_prompt)
         self.seed = seed
         self.batched_rewards = batched_rewards
+        self.reward_concurrency = (
+            None if reward_concurrency is None else _positive(reward_concurrency, "reward_concurrency")
+        )
         self.pad_token_id = pad_token_id
         self.timeout = timeout
         self.weight_version: int | None = None
@@ -282,7 +291,13 @@ class RolloutManager:
         rewards = None
         if self.reward_function is not None:
             with self._reward_lock:
-                rewards = compute_rewards(self.reward_function, samples, sent.extras, batched=self.batched_rewards)
+                rewards = compute_rewards(
+                    self.reward_function,
+                    samples,
+                    sent.extras,
+                    batched=self.batched_rewards,
+                    concurrency=self.reward_concurrency,
+                )
         return collate_completions(
             [one.prompt_ids for one in samples],
             completions,
@@ -359,7 +374,7 @@ def _values(name: str, values: Any, prompts: int) -> Sequence[Any]:
     return given
 
 
-def _positive(samples: int) -> int:
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples_per_prompt={samples!r}: expected an integer of at least 1")
-    return samples
+def _positive(number: int, name: str = "samples_per_prompt") -> int:
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name}={number!r}: expected an integer of at least 1")
+    return number

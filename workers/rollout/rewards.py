@@ -1,6 +1,6 @@
 """Compute rewards with the user's function, sync or async, per completion or for all of them at once.
 
-Threads: `_run_all` runs awaitables in a thread with its own event loop and joins it before it returns. It is a daemon:
+Threads: `_run` runs awaitables in a thread with its own event loop and joins it before it returns. It is a daemon:
 if an exception such as KeyboardInterrupt ends the join, the thread goes on until the reward function returns, and does
 not keep the process alive.
 """
@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,31 +39,62 @@ class Sample:
 
 
 def compute_rewards(
-    function: RewardFunction, samples: Sequence[Sample], extras: Mapping[str, Sequence[Any]], *, batched: bool = False
+    function: RewardFunction,
+    samples: Sequence[Sample],
+    extras: Mapping[str, Sequence[Any]],
+    *,
+    batched: bool = False,
+    concurrency: int | None = None,
 ) -> list[float]:
-    """Compute one reward per sample. An ``async`` function runs for all samples concurrently.
+    """Compute one reward per sample. An ``async`` function runs for several samples concurrently.
 
     Args:
         function: see `RewardFunction`. If ``batched``, it takes lists over all samples and returns as many numbers.
         samples: what to reward.
         extras: name -> one value per prompt, passed to the function by keyword.
         batched: whether the function takes all samples at once.
+        concurrency: maximum number of samples for which an ``async`` function runs at once; None for all of them.
 
     Raises:
         RewardError: the function raised, or did not return a finite number; the message names the sample.
     """
     if not samples:
         return []
+    values = []
     if batched:
         values = _all(function, samples, extras)
     else:
-        values = [_one(function, row, sample, extras) for row, sample in enumerate(samples)]
-        pending = [row for row, value in enumerate(values) if inspect.isawaitable(value)]
-        for row, value in zip(
-            pending, _run_all([_named(values[row], row, samples[row]) for row in pending]), strict=True
-        ):
-            values[row] = value
+        for row, sample in enumerate(samples):
+            value = _one(function, row, sample, extras)
+            if inspect.isawaitable(value):
+                # Only now is it known that the function is async. Call it for the others when it is their turn: it may
+                # do work, or start some, before it is awaited.
+                values += _run(_concurrently(value, row, function, samples, extras, concurrency))
+                break
+            values.append(value)
     return [_number(value, row, samples[row]) for row, value in enumerate(values)]
+
+
+async def _concurrently(
+    first: Awaitable[Any],
+    begin: int,
+    function: RewardFunction,
+    samples: Sequence[Sample],
+    extras: Mapping[str, Sequence[Any]],
+    concurrency: int | None,
+) -> list[Any]:
+    """Compute the values of the rows from ``begin`` on, whose awaitable is there already."""
+    values: list[Any] = [None] * len(samples)
+    rows = iter(range(begin, len(samples)))
+
+    async def work() -> None:
+        for row in rows:  # shared by all: each takes the next row when it is done with one
+            value = first if row == begin else _one(function, row, samples[row], extras)
+            values[row] = await _named(value, row, samples[row]) if inspect.isawaitable(value) else value
+
+    count = len(samples) - begin
+    await asyncio.gather(*(work() for _ in range(min(concurrency or count, count))))
+    return values[begin:]
 
 
 def _all(function: RewardFunction, samples: Sequence[Sample], extras: Mapping[str, Sequence[Any]]) -> list[Any]:
@@ -72,7 +103,7 @@ def _all(function: RewardFunction, samples: Sequence[Sample], extras: Mapping[st
     try:
         values = function(prompts, completions, **given)
         if inspect.isawaitable(values):
-            (values,) = _run_all([values])
+            values = _run(_value_of(values))
     except Exception as error:
         raise RewardError(f"the reward function raised {_text(error)} for {len(samples)} samples") from error
     values = values.tolist() if hasattr(values, "tolist") else values
@@ -98,30 +129,29 @@ async def _named(value: Awaitable[Any], row: int, sample: Sample) -> Any:
         raise _raised(error, row, sample) from error
 
 
-def _run_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Run all awaitables and return their values. `asyncio.run` needs a thread without a running event loop, and the
-    caller's may have one, as in a notebook."""
-    if not awaitables:
-        return []
-    outcome: list[Any] = []
+async def _value_of(value: Awaitable[Any]) -> Any:
+    return await value
 
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*awaitables)
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine and return its value. `asyncio.run` needs a thread without a running event loop, and the caller's
+    may have one, as in a notebook."""
+    outcome: list[Any] = []
 
     def run() -> None:
         try:
-            outcome.append((asyncio.run(all_of_them()), None))
-        except BaseException as error:  # raised in the caller's thread; asyncio.run has cancelled the other awaitables
-            outcome.append(([], error))
+            outcome.append((asyncio.run(coroutine), None))
+        except BaseException as error:  # raised in the caller's thread; asyncio.run has cancelled the other tasks
+            outcome.append((None, error))
 
     # Not a thread pool: the interpreter joins those at exit, and a reward function that hangs would keep the process.
     thread = threading.Thread(target=run, name="rewards", daemon=True)
     thread.start()
     thread.join()
-    values, error = outcome[0]  # written before the thread ended, so it needs no lock
+    value, error = outcome[0]  # written before the thread ended, so it needs no lock
     if error is not None:
         raise error
-    return list(values)
+    return value
 
 
 def _number(value: Any, row: int, sample: Sample) -> float:

@@ -136,6 +136,17 @@ class TrainArgs:
     )
     save: str | None = _key(None, "folder for save_model's checkpoints")
     save_interval: int | None = _key(None, "rollouts between checkpoints, for the driver's script", least=1)
+    save_keep: int | None = _key(
+        None,
+        "number of the latest checkpoints to keep in save; older ones are deleted once a new one is complete. By "
+        "default all are kept",
+        least=1,
+    )
+    save_keep_every: int | None = _key(
+        None,
+        "with save_keep: also keep each checkpoint after a multiple of this many rollouts (rollout ids count from 0)",
+        least=1,
+    )
     async_save: bool = _key(False, "write checkpoints in the background")
     save_hf: str | None = _key(None, "folder for save_model's Hugging Face export; {rollout_id} in it is replaced")
     no_load_optim: bool = _key(False, "load only the weights of a checkpoint, not the optimizer state and step")
@@ -190,6 +201,12 @@ class TrainArgs:
     rollout_stop_token_ids: list[int] | None = _key(
         None,
         "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
+    )
+    reward_concurrency: int | None = _key(
+        128,
+        "number of completions whose rewards an async reward function computes at once, for the driver's script; null "
+        "for all",
+        least=1,
     )
     rollout_seed: int | None = _key(None, "seed of sampling, for the driver's script; by default seed")
     debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
@@ -332,6 +349,8 @@ def _check_together(args: Any) -> None:
         raise TrainArgsError("args.hf_checkpoint and args.hf_config are both set; set only one of them")
     if args.hf_config is not None and "model_type" not in args.hf_config:
         raise TrainArgsError("args.hf_config has no 'model_type', such as 'llama'")
+    if args.save_keep_every is not None and args.save_keep is None:
+        raise TrainArgsError("args.save_keep_every needs save_keep; without it, all checkpoints are kept")
     if args.keep_old_actor and not args.enable_weights_backuper:
         raise TrainArgsError(
             "args.keep_old_actor needs enable_weights_backuper=True, which keeps the copy of the weights"

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -43,6 +44,9 @@ POSITION = "position.json"
 """The same content as in `LATEST`, in the folder of each complete checkpoint."""
 
 UNWRITTEN = "a checkpoint could not be written"
+
+
+_FOLDER = re.compile(r"rollout_(\d+)(_again)?")
 
 
 def folder_of(step: int, again: bool = False) -> str:
@@ -81,13 +85,25 @@ class RolloutCheckpoints:
         save: folder to write into, or None.
         rank: of this process; rank 0 writes the JSON files.
         step: rollout id of the checkpoint to read; None for the latest.
+        keep: number of the latest checkpoints to keep in ``save``, 1 at least; None keeps all.
+        keep_every: also keep each checkpoint after a multiple of this many rollouts.
     """
 
-    def __init__(self, load: str | None, save: str | None, rank: int, step: int | None = None) -> None:
+    def __init__(
+        self,
+        load: str | None,
+        save: str | None,
+        rank: int,
+        step: int | None = None,
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+    ) -> None:
         self._load = None if load is None else Path(load)
         self._save = None if save is None else Path(save)
         self._rank = rank
         self._step = step
+        self._keep, self._keep_every = keep, keep_every
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -112,10 +128,11 @@ class RolloutCheckpoints:
                 logger.warning("load=%s has no complete checkpoint; the run starts with rollout 0", self._load)
             elif self._save is not None and not self._rank and (self._save / LATEST).exists():
                 logger.warning(
-                    "save=%s has checkpoints of another run, up to %s, which will be overwritten one by one; set load "
-                    "to continue from them, or choose another folder",
+                    "save=%s has checkpoints of another run, up to %s, which will be overwritten%s one by one; set "
+                    "load to continue from them, or choose another folder",
                     self._save,
                     self._noted(),
+                    "" if self._keep is None else " or deleted",
                 )
             return None
         if isinstance(found[0], str):
@@ -224,6 +241,33 @@ class RolloutCheckpoints:
         of_this_step = {folder_of(at.rollout_id), folder_of(at.rollout_id, again=True)}
         if before in of_this_step - {at.folder.name}:
             shutil.rmtree(self._save / before, ignore_errors=True)
+        if self._keep is not None:
+            for old in self._to_delete(self._save, at.folder, self._keep):
+                try:
+                    (old / POSITION).unlink(missing_ok=True)  # first: what is deleted in part is not complete
+                    shutil.rmtree(old)
+                except OSError as error:  # the new checkpoint is complete all the same; the next one tries again
+                    logger.warning("%s could not be deleted: %s: %s", old, type(error).__name__, error)
+
+    def _to_delete(self, save: Path, latest: Path, keep: int) -> list[Path]:
+        """Return the folders to delete now that ``latest`` is complete, which is never among them: complete ones that
+        are not kept, and what interrupted saves and deletions have left."""
+        complete: list[tuple[float, Path]] = []
+        delete = []
+        for folder in save.iterdir():
+            if folder == latest or not _FOLDER.fullmatch(folder.name):
+                continue
+            if (folder / POSITION).exists():
+                complete.append(((folder / POSITION).stat().st_mtime, folder))
+            else:
+                delete.append(folder)
+        # By age, not by number: a run that continued from an earlier checkpoint counts from there again.
+        older = [folder for _, folder in sorted(complete)][: max(len(complete) - keep + 1, 0)]
+        return delete + [folder for folder in older if not self._is_kept_for_good(folder)]
+
+    def _is_kept_for_good(self, folder: Path) -> bool:
+        step = _FOLDER.fullmatch(folder.name)
+        return self._keep_every is not None and step is not None and (int(step[1]) + 1) % self._keep_every == 0
 
 
 class LastCheckpoint:

@@ -124,6 +124,10 @@ class TrainModel(ABC):
         Args:
             folder: of this checkpoint; every rank can write there.
             background: return as soon as the state is copied; `wait_for_save` waits for the rest.
+
+        Raises:
+            Exception: on all ranks, even if only one could not write its files. A rank that returned would wait for the
+                others in its next collective.
         """
 
     @abstractmethod

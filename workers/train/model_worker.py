@@ -137,7 +137,14 @@ class ModelWorker(TrainWorker):
                 self.backup.drop("actor")
             else:
                 self.backup.copy("ref")
-        self.checkpoints = RolloutCheckpoints(self.args.load, self.args.save, self.rank, self.args.ckpt_step)
+        self.checkpoints = RolloutCheckpoints(
+            self.args.load,
+            self.args.save,
+            self.rank,
+            self.args.ckpt_step,
+            keep=self.args.save_keep,
+            keep_every=self.args.save_keep_every,
+        )
         found = self.checkpoints.find()
         if found is not None:
             self.model.load(found.folder, optimizer=not self.args.no_load_optim)
