@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import dispatch
-from dispatch.errors import SingleControllerError
+from dispatch.errors import ResultError, SingleControllerError
 from dispatch.register import label
 from single_controller.base.codec import Encoded, encode
 from single_controller.base.errors import StartError, WorkerError
@@ -50,6 +50,8 @@ class Failure:
         cause: the exception, encoded; the exception itself in one process; None if it cannot be pickled.
         ours: whether this library raised it, about the call itself. It then reaches the user unwrapped.
         role: role of the worker, if several share the process.
+        lost: whether the method may have returned, but its result cannot be fetched.
+        alike: whether every rank of the call fails alike, before its method begins, so that no rank waits for another.
     """
 
     rank: int
@@ -62,6 +64,8 @@ class Failure:
     cause: Encoded | BaseException | None = None
     ours: bool = False
     role: str | None = None
+    lost: bool = False
+    alike: bool = False
 
     @classmethod
     def of(
@@ -71,18 +75,20 @@ class Failure:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         cause: Encoded | BaseException | None = error
+        ours = isinstance(error, SingleControllerError) and _raised_by_library(error)
         if not in_process:
             try:
-                cause = encode(error)
+                cause = encode((error, error.__cause__ if ours else None))  # pickling an exception drops its cause
             except Exception:
                 cause = None
-        ours = isinstance(error, SingleControllerError) and _raised_by_library(error)
         text, trace = _shorten(_message_of(error)), _shorten(remote_traceback(error))
         return cls(rank, host, method, name, text, trace, time.time(), cause, ours, role)
 
     @property
     def may_be_echo(self) -> bool:
-        """Whether this may be the effect of another rank's death: a collective that lost its peers."""
+        """Whether this may be the effect of a rank's death: a collective that lost its peers, or a lost result."""
+        if self.lost or self.alike:
+            return self.lost
         frames = [line for line in self.remote_traceback.splitlines() if line.lstrip().startswith('File "')]
         in_collective = bool(frames) and "torch/distributed/" in frames[-1]
         return in_collective or any(sign in self.message for sign in LOST_PEER_SIGNS)
@@ -92,7 +98,8 @@ class Failure:
         cause: Any = self.cause
         if isinstance(cause, Encoded):
             try:
-                cause = cause.decode()
+                cause, its_cause = cause.decode()
+                cause.__cause__ = its_cause
             except Exception:
                 return None
         return cause if isinstance(cause, BaseException) else None
@@ -103,6 +110,10 @@ class Failure:
         if self.ours and isinstance(cause, SingleControllerError):
             return cause
         where = "__init__" if starting else self.method
+        if self.lost and not starting:
+            result = f"the result of rank {self.rank} ({self.host}), or an argument of the call,"
+            text = f"{label(self.role, where)}(): {result} {self.message}"
+            return ResultError(text, method=where, rank=self.rank, host=self.host)
         error = (StartError if starting else WorkerError)(
             f"{label(self.role, where)}() raised {self.cause_type} on rank {self.rank} ({self.host}): "
             f"{self.message}\n\n{self.remote_traceback.rstrip()}",

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+from ray.exceptions import (
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 
-from dispatch.plan import CallPlan
+from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.base.codec import BESIDE, Encoded, call_message, encode_arguments
+from single_controller.base.codec import BESIDE, Encoded, call_message, encode, encode_arguments
 from single_controller.base.engine import Engine, Sent, Token
+from single_controller.base.executor import Asked
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
 from single_controller.ray.internals import death_of
-from single_controller.ray.results import RayResults, one_line
+from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
 
@@ -84,9 +93,16 @@ class RayEngine(Engine):
 
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
         """See `Engine.send`."""
+        waiting = None
+        if plan.deferred and spec.registration.materialize_futures and len(plan.ranks) > 1:
+            plan, waiting = self._locate(spec, plan)
         # Encode everything before anything is sent: an argument that cannot be pickled must reach no rank.
-        encoded = [encode_arguments(spec, shard.values) for shard in plan.shards]
-        whole = encode_arguments(spec, plan.whole)
+        try:
+            encoded = [encode_arguments(spec, shard.values) for shard in plan.shards]
+            whole = encode_arguments(spec, plan.whole)
+        except Exception:
+            self.withdraw([waiting] if waiting is not None else [])
+            raise
         largest = max((shard.nbytes for shard in encoded if shard is not None), default=0)
         room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
         sendable_whole = _sendable(whole, room)
@@ -115,13 +131,17 @@ class RayEngine(Engine):
             tokens[sent] = rank
             nbytes[rank] = sendable_whole.nbytes + shard.nbytes
         if not future:
-            return Sent(tokens, None, nbytes)
+            return Sent(tokens, None, nbytes, waiting)
         refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}
         order = [*plan.collecting, *(rank for rank in refs if rank not in collecting)]
         results = RayResults(
-            spec.label, order, [refs[rank] for rank in order], [values[rank] for rank in plan.collecting]
+            spec.label,
+            order,
+            [refs[rank] for rank in order],
+            [values[rank] for rank in plan.collecting],
+            [self.host(rank) for rank in order],
         )
-        return Sent(tokens, results, nbytes)
+        return Sent(tokens, results, nbytes, waiting)
 
     def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
         """See `Engine.collect`."""
@@ -140,6 +160,12 @@ class RayEngine(Engine):
         except Exception:  # one of them is lost; asking one by one tells which
             return {ref: self._read_one(ref, tokens[ref]) for ref in ready}
 
+    def withdraw(self, tokens: Iterable[Token]) -> None:
+        """See `Engine.withdraw`. Ray skips a task that has not begun, and flags one that has: see `is_cancelled`."""
+        for token in tokens:
+            with contextlib.suppress(RayError):
+                ray.cancel(cast(Any, token), recursive=False)
+
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`. Asks Ray's control store; needs no dashboard."""
         return {
@@ -155,6 +181,42 @@ class RayEngine(Engine):
                     ray.kill(rank.actor, no_restart=True)
                 except Exception:  # the cluster that it ran in is gone
                     logger.debug("%s could not be killed", rank.name, exc_info=True)
+
+    def _locate(self, spec: MethodSpec, plan: CallPlan) -> tuple[CallPlan, Token | None]:
+        """Have the first rank locate the deferred arguments for all ranks. See `Executor.locate_arguments`.
+
+        Returns:
+            The plan with references to what that rank finds, and the token to withdraw if it waits in vain.
+        """
+        first = plan.ranks[0]
+        values = [plan.whole, *(shard.values for shard in plan.shards)]
+        wanted = [
+            (n, key, v) for n, of in enumerate(values) for key, v in of.items() if isinstance(v, DeferredArgument)
+        ]
+        if not wanted:  # the futures are inside lists, which are sent as they are
+            return plan, None
+        places = {n: place for place, n in enumerate(dict.fromkeys(n for n, _, _ in wanted))}
+        asked: dict[tuple[Any, ...], Asked] = {}
+        for n, key, value in wanted:
+            same = (id(value.source), value.kind, value.count, value.uneven)
+            asked.setdefault(same, (value, []))[1].append((places[n], key, value.index))
+        try:
+            encoded = encode((list(asked.values()), len(places)))
+        except Exception:
+            for _, key, value in wanted:
+                encode_arguments(spec, {key: value})  # names the argument
+            raise
+        options: dict[str, Any] = {"name": f"{spec.label}.locate", "num_returns": len(places)}
+        if spec.registration.concurrent:
+            options["concurrency_group"] = CONCURRENT
+        found = self.ranks[first].actor._sc_locate_arguments.options(**options).remote(encoded)
+        refs = [found] if len(places) == 1 else found
+        located = [dict(of) for of in values]
+        for n, key, value in wanted:
+            source = LocatedResults(value.source.label, refs[places[n]], key, first)
+            located[n][key] = replace(value, source=source)
+        shards = tuple(replace(shard, values=of) for shard, of in zip(plan.shards, located[1:], strict=True))
+        return replace(plan, whole=located[0], shards=shards), refs[0]
 
     def _method(self, rank: int, spec: MethodSpec, *, kept: bool) -> Any:
         """The actor method that runs a call, named after the worker's method.
@@ -178,9 +240,12 @@ class RayEngine(Engine):
             return RankResult.from_message(ray.get(cast(Any, token)))
         except _DEATHS as error:
             return RankResult(rank, died=one_line(error))
-        except RayError as error:  # the call itself was not delivered: its arguments were lost, for example
-            text, kind = f"its result was lost: {one_line(error)}", type(error).__name__
-            return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text))
+        except TaskCancelledError as error:  # see `withdraw`
+            text, kind = "its deferred argument will not come", type(error).__name__
+            return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text, alike=True))
+        except RayError as error:
+            where, kind = self.host(rank), type(error).__name__
+            return RankResult(rank, failure=Failure(rank, where, "", kind, what_is_lost(error), lost=True))
 
 
 def _sendable(encoded: Encoded | None, room: int) -> _Sendable:
@@ -189,7 +254,7 @@ def _sendable(encoded: Encoded | None, room: int) -> _Sendable:
         return _NOTHING
     nbytes = encoded.nbytes
     if nbytes > room:
-        return _Sendable(BESIDE, (ray.put(encoded),), nbytes)
+        return _Sendable(BESIDE, (put(encoded),), nbytes)
     if encoded.references:  # Ray must see the references in it
         return _Sendable(BESIDE, (encoded,), nbytes)
     return _Sendable(encoded, (), nbytes)
