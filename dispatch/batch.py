@@ -70,13 +70,17 @@ class Deferred:
         """
         raise NotImplementedError
 
-    def fetch(self, argument: Any, *, private: bool) -> tuple[Any, int | None, int | None, int | None]:
-        """Wait for the result and fetch what a `dispatch.plan.DeferredArgument` asks for.
+    def locate(self, argument: Any) -> tuple[Any, Any]:
+        """Wait for the result, and find what a `dispatch.plan.DeferredArgument` needs of it. Fetch nothing.
 
         Returns:
-            The value, and, if it was cut along rows: rows of the whole batch, rows of this shard with padding, and
-            without.
+            The results, and a `single_controller.base.joining.Located`.
         """
+        results, located = self.locate_all(argument)
+        return results, located[argument.index]
+
+    def locate_all(self, argument: Any) -> tuple[Any, list[Any]]:
+        """`locate` for every shard of an argument."""
         raise NotImplementedError
 
 

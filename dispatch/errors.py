@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+
 
 class SingleControllerError(Exception):
     """Base class of every error that this library raises on purpose.
 
     Every subclass pickles: the message is ``args[0]``, and everything else is a plain attribute.
+
+    Attributes:
+        consumer: the method whose call failed only because another call, which computes one of its arguments, failed
+            with this error. The group of the consumer is not broken by it. None for a call's own error.
     """
+
+    consumer: str | None = None
+
+    def of_consumer(self, consumer: str) -> SingleControllerError:
+        """The error of a call that needs the result of the call that raised this one, which becomes its cause.
+
+        It has the same type, message and attributes, which say where the first error was. A note says what did not run.
+
+        Args:
+            consumer: the method that could not run, without parentheses.
+        """
+        error = copy.copy(self)
+        note = f"{consumer}() did not run, because this error failed its deferred argument"
+        error.__notes__ = [*getattr(self, "__notes__", ()), note]  # not add_note(): the copy shares the list
+        error.consumer = consumer
+        error.__cause__ = self
+        return error
 
 
 class DispatchError(SingleControllerError, ValueError):
@@ -25,15 +48,21 @@ class DispatchError(SingleControllerError, ValueError):
 
 
 class ResultError(SingleControllerError):
-    """The ranks returned, but their results cannot be joined, or their padding cannot be removed.
+    """The ranks returned, but a result is lost, or the results cannot be joined or freed of their padding.
 
     Attributes:
-        method: name of the worker method, without parentheses.
+        method: name of the worker method that computed the result, without parentheses.
+        rank: the rank whose result it is, if one rank's result is at fault.
+        host: the host of that rank, if it is known.
     """
 
-    def __init__(self, message: str, *, method: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, method: str | None = None, rank: int | None = None, host: str | None = None
+    ) -> None:
         super().__init__(message)
         self.method = method
+        self.rank = rank
+        self.host = host
 
 
 class BatchError(ValueError):

@@ -14,7 +14,8 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
    the engine is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be short,
    and must not acquire ``sending``.
 4. ``Monitor._changed`` protects the set of watched calls.
-5. Leaves: ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes and ``LocalRank._lock``.
+5. Leaves: ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes, ``LocalRank._lock`` and
+   ``LocalResults._lock``.
 
 1, 3 and 4 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from dispatch.errors import SingleControllerError
 from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
@@ -231,6 +233,8 @@ class Call:
         self.join, self.collect = plan.join, plan.collect
         self._collecting = plan.collecting
         self._deferred = plan.deferred
+        self._waiting = sent.waiting
+        self._withdrawn = False
         self._device = device
         self._source = sent.results
         self._reported = False
@@ -299,7 +303,13 @@ class Call:
         arrived = self.engine.collect(pending, timeout, first=first)
         with self._lock:
             self._absorb(arrived)
+            told, waiting = self._withdrawn, self._waiting
             self._decide(time.monotonic())
+            in_vain: list[Token] = []
+            if self._withdrawn and not told:
+                in_vain = [waiting] if waiting is not None else list(self._pending)
+        if in_vain:  # outside the lock: this asks the engine
+            self.engine.withdraw(in_vain)
         if self._reported:
             self._mark_reported(arrived.values())
 
@@ -406,6 +416,8 @@ class Call:
         lost_input = next((future.failed for future in self._deferred if future.failed is not None), None)
         if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
+        if lost_input:
+            self._withdrawn = True  # `drive` tells the ranks
         if dead:
             error = self._death(dead, self._results[dead[0]].died or "")
             for rank in dead:  # a later look must not report them again
@@ -413,19 +425,24 @@ class Call:
             self._state.deaths.append((self._state.restarts, error))
             self._settle(error)
             self._state.break_(str(error), dead)
-        elif failures:
+        elif failures and (lost_input is None or not all(failure.alike for failure in failures)):
             self._settle_failure(failures, now)
+        elif lost_input and (failures or (self._pending and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS)):
+            # Without a failure, wait: the input may have come just before its call exceeded its timeout. Ranks that are
+            # busy with an earlier call tell later.
+            self._settle(self._input_error(lost_input))
         elif not self._pending:
             late = self._ranks_over_time() if self.engine.synchronous else []
             if late and not self.settled:
                 self._time_out(late)
             else:
                 self._settle(None)
-        elif lost_input and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS:
-            # The ranks wait for a future that never comes, and cannot know it.
-            self._settle(lost_input)
         if self._pending:
             self._check_deadlines(now, failures)
+
+    def _input_error(self, error: Exception) -> Exception:
+        """The error of this call, whose deferred argument has failed."""
+        return error.of_consumer(self.label) if isinstance(error, SingleControllerError) else error
 
     def _settle_failure(self, failures: list[Failure], now: float) -> None:
         """Raise the first cause: soon, unless it may be the echo of a death that was not reported yet."""
@@ -494,15 +511,18 @@ class Call:
             if not self._timing_out:
                 self._timing_out = True
                 threading.Thread(target=self._time_out_late, name="late-ranks", daemon=True).start()
-        elif self.settled and self._failed_at is not None and now - self._failed_at > self._state.error_grace:
-            # The others probably wait for the failed rank in a collective. Only new workers can end that.
-            cause = (
-                f"an error on {ranks_text(sorted(failure.rank for failure in failures))}"
-                if failures
-                else "its input failed"
-            )
+        elif (
+            self.settled
+            and self._failed_at is not None
+            and now - self._failed_at > self._state.error_grace
+            and not all(failure.alike for failure in failures)
+        ):
+            # The others probably wait for the failed rank in a collective. Only new workers can end that. Ranks whose
+            # input failed wait for nobody: those that have not ended are busy with an earlier call.
+            raised = sorted(failure.rank for failure in failures if not failure.alike)
             self._state.break_(
-                f"{ranks_text(late)} had not ended {self.label}() {self._state.error_grace:g} s after {cause}"
+                f"{ranks_text(late)} had not ended {self.label}() {self._state.error_grace:g} s after an error on "
+                f"{ranks_text(raised)}"
             )
         elif now >= self._next_log:
             self._next_log = now + LATE_LOG_SECONDS
@@ -522,11 +542,13 @@ class Call:
         self.error = error
         self.settled = True
         self._state.referred.discard(self)
+        if error is not None and self._source is not None:
+            self._source.fail(error)
         if self._stats is not None:
             self._record.settled = time.time()
             self._record.failed = None if error is None else type(error).__name__
             self._stats.close(self._record)
-        self._deferred = ()  # a chain of futures would otherwise keep all earlier ones alive
+        self._deferred, self._waiting = (), None  # a chain of futures would otherwise keep all earlier ones alive
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

@@ -6,7 +6,7 @@ A group plans calls, tracks deadlines and joins results. The engine starts worke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dispatch.plan import CallPlan
@@ -29,11 +29,13 @@ class Sent:
         tokens: token -> rank, for every called rank.
         results: where the collecting ranks' results can be fetched; None if they come inside the `RankResult`s.
         nbytes: rank -> bytes of arguments sent to it, for `stats`.
+        waiting: what waits for the deferred arguments on behalf of all ranks; None if each rank waits itself.
     """
 
     tokens: dict[Token, int]
     results: CallResults | None = None
     nbytes: dict[int, int] = field(default_factory=dict)
+    waiting: Token | None = None
 
 
 class PartlySentError(Exception):
@@ -102,6 +104,13 @@ class Engine(ABC):
             tokens: token -> rank.
             timeout: seconds.
             first: whether the call was just sent, so that all results will probably arrive within ``timeout``.
+        """
+
+    def withdraw(self, tokens: Iterable[Token]) -> None:  # noqa: B027  (nothing to do where ranks can see it)
+        """Tell ranks that wait for deferred arguments that these will not come, so that they end their call.
+
+        Args:
+            tokens: `Sent.waiting`, or the tokens of the ranks.
         """
 
     @abstractmethod

@@ -7,15 +7,16 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dispatch import batch
-from dispatch.errors import BatchError, DispatchError, ResultError
+from dispatch.errors import BatchError, DispatchError, ResultError, SingleControllerError
 from dispatch.move import move
 from dispatch.plan import DeferredArgument, Parameter, split_arguments
 from dispatch.register import label, method_spec
 from single_controller.base.codec import CallMessage, Encoded, KeptResult, encode
+from single_controller.base.joining import CallResults, Located
 from single_controller.base.result import Failure, RankResult
 from single_controller.base.stacks import stacks_under
 from single_controller.base.stats import Clock
@@ -28,6 +29,9 @@ CANCEL_SECONDS = 1.0
 
 Constructor = tuple[type[Worker], tuple[Any, ...], dict[str, Any]]
 """A worker class, and the positional and keyword arguments of its constructor."""
+
+Asked = tuple[DeferredArgument, list[tuple[int, Parameter, int]]]
+"""Any shard of a deferred argument, and (place, parameter, number of the shard) of each that is needed."""
 
 
 class Executor:
@@ -107,6 +111,7 @@ class Executor:
         Returns:
             The `RankResult`, and, with ``keep``, the encoded result, or the exception that the method raised.
         """
+        alike = False
         try:
             arguments: dict[Parameter, Any] = {}
             rows, real, referring = message.rows, message.real, False
@@ -115,7 +120,11 @@ class Executor:
                     arguments.update(encoded.decode(private=message.private))
                     referring = referring or bool(encoded.references)
             if referring:
-                rows, real = self._resolve(message, arguments)
+                alike = True  # until all ranks know that what they wait for has come
+                located, rows, real = self._locate(message, arguments)
+                alike = False
+                self._resolve(message, arguments, located)
+                del located
             args, kwargs = split_arguments(arguments)
             if message.device is not None:
                 self.workers[message.role]._prepare_thread()
@@ -137,7 +146,8 @@ class Executor:
         except BaseException as error:  # a KeyboardInterrupt in the method too: the driver waits for a result
             if self._reraise(error):
                 raise
-            return self.failed(error, message.method, message.role), error
+            alike = alike and isinstance(error, SingleControllerError)
+            return self.failed(error, message.method, message.role, alike=alike), error
         if not keep:
             result.value = returned
         return result, returned
@@ -151,10 +161,11 @@ class Executor:
         value = getattr(worker, method)(*args, **kwargs)
         return self._await(worker, value) if inspect.isawaitable(value) else value
 
-    def failed(self, error: BaseException, method: str, role: str | None) -> RankResult:
-        """The result of a call that raised."""
+    def failed(self, error: BaseException, method: str, role: str | None, *, alike: bool = False) -> RankResult:
+        """The result of a call that raised. ``alike``: see `Failure`."""
         rank = -1 if self.info is None else self.info.rank
         failure = Failure.of(error, rank, self._host, method, role, in_process=self._in_process)
+        failure.alike = alike
         worker = self.workers.get(role)
         return RankResult(rank, 0 if worker is None else worker._report().version, failure=failure)
 
@@ -197,31 +208,83 @@ class Executor:
         result.nbytes = encoded.nbytes
         return encoded
 
-    def _resolve(self, message: CallMessage, arguments: dict[Parameter, Any]) -> tuple[int | None, int | None]:
-        """Replace references and deferred arguments by values. Returns rows of the shard, with and without padding."""
+    def locate_arguments(self, asked: Sequence[Asked], count: int) -> list[dict[Parameter | None, Any]]:
+        """Locate the deferred arguments of a call on behalf of all its ranks.
+
+        One rank waits for the results of the other call's ranks, and the others for this one. So all ranks of the call
+        learn the same: either that the results have come, or that they never will, and none of them waits in a
+        collective for a rank that has no argument.
+
+        Args:
+            asked: the deferred arguments.
+            count: number of places for what was located.
+
+        Returns:
+            For each place: parameter -> (results, `Located`), or the error of locating it. An error of an argument that
+            the place does not have is under None.
+        """
+        places: list[dict[Parameter | None, Any]] = [{} for _ in range(count)]
+        for argument, wanted in asked:
+            try:
+                source, located = argument.source.locate_all(argument)
+                for place, key, index in wanted:
+                    places[place][key] = located[index].narrowed(source)
+            except SingleControllerError as error:
+                for of_place in places:
+                    of_place.setdefault(None, error)
+                for place, key, _ in wanted:
+                    places[place][key] = error
+        return places
+
+    def _locate(
+        self, message: CallMessage, arguments: dict[Parameter, Any]
+    ) -> tuple[dict[Parameter, tuple[CallResults, Located]], int | None, int | None]:
+        """Wait for the deferred arguments. Returns what to fetch of them, and rows of the shard, with and without
+        padding."""
         total, rows, real = message.total, message.rows, message.real
+        found: dict[Parameter, tuple[CallResults, Located]] = {}
         for key, value in arguments.items():
             if not isinstance(value, DeferredArgument):
-                arguments[key] = self._fetch(value)
                 continue
-            spec = method_spec(type(self.workers[message.role]), message.method)
-            name = str(key) if spec is None else spec.parameter(key)
-            where = f"{label(message.role, message.method)}(): argument {name!r}"
             try:
-                arguments[key], its_total, its_rows, its_real = value.source.fetch(value, private=message.private)
-            except DispatchError as error:
-                raise DispatchError(f"{where}: {error}", method=message.method, argument=name) from None
-            if its_total is None:
-                continue
-            if total is not None and total != its_total:
-                raise DispatchError(
-                    f"{where}: the future of {value.source.label}() has {its_total} rows, but another batch of the "
-                    f"same call has {total}; all batches of one call need the same number of rows",
-                    method=message.method,
-                    argument=name,
-                )
-            total, rows, real = its_total, its_rows, its_real
-        return rows, real
+                source, located = value.source.locate(value)
+                if total is not None and located.total not in (None, total):
+                    raise DispatchError(
+                        f"the future of {value.source.label}() has {located.total} rows, but another batch of the same "
+                        f"call has {total}; all batches of one call need the same number of rows"
+                    )
+            except SingleControllerError as error:
+                raise self._argument_error(message, key, error) from error
+            found[key] = source, located
+            if located.total is not None:
+                total, rows, real = located.total, located.rows, located.real
+        return found, rows, real
+
+    def _resolve(
+        self,
+        message: CallMessage,
+        arguments: dict[Parameter, Any],
+        located: dict[Parameter, tuple[CallResults, Located]],
+    ) -> None:
+        """Replace references and deferred arguments by values."""
+        for key, value in arguments.items():
+            try:
+                if key in located:
+                    source, what = located[key]
+                    arguments[key] = what.fetch(source, private=message.private)
+                else:
+                    arguments[key] = self._fetch(value)
+            except SingleControllerError as error:
+                raise self._argument_error(message, key, error) from error
+
+    def _argument_error(self, message: CallMessage, key: Parameter, error: SingleControllerError) -> Exception:
+        """Say of which call and argument an error is, which comes from the call that computes the argument."""
+        consumer = label(message.role, message.method)
+        if not isinstance(error, DispatchError):
+            return error.of_consumer(consumer)
+        spec = method_spec(type(self.workers[message.role]), message.method)
+        name = str(key) if spec is None else spec.parameter(key)
+        return DispatchError(f"{consumer}(): argument {name!r}: {error}", method=message.method, argument=name)
 
     def _trim(self, method: str, value: Any, rows: int, real: int) -> Any:
         """Remove padding from a result. A shard of nothing but padding has no result."""

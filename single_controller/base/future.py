@@ -16,7 +16,7 @@ from dispatch.plan import DeferredArgument
 from single_controller.base.background import background
 from single_controller.base.call import Call
 from single_controller.base.errors import CallTimeoutError
-from single_controller.base.joining import CallResults, fetch_deferred, join_results
+from single_controller.base.joining import CallResults, Located, join_results
 from single_controller.base.monitor import monitor
 
 R_co = TypeVar("R_co", covariant=True)
@@ -118,9 +118,10 @@ class WorkerFuture(Deferred, Generic[R_co]):
         """See `dispatch.batch.Deferred`."""
         self._source()
 
-    def fetch(self, argument: DeferredArgument, *, private: bool) -> tuple[Any, int | None, int | None, int | None]:
+    def locate_all(self, argument: DeferredArgument) -> tuple[CallResults, list[Located]]:
         """See `dispatch.batch.Deferred`."""
-        return fetch_deferred(*self._source(), argument, private=private)
+        source, join = self._source()
+        return source, source.locate(join, argument)
 
     def _source(self) -> tuple[CallResults, Join]:
         if self._elsewhere is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dispatch import batch
@@ -26,7 +29,11 @@ class CallResults(Protocol):
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
         """Wait until all ranks have ended; the collecting ranks' `RankResult`s, in order. Raise the call's error as
-        soon as one rank has failed or died, and `CallTimeoutError` after ``timeout`` seconds."""
+        soon as one rank has failed or died, or `fail` was called, and `CallTimeoutError` after ``timeout`` seconds."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """The call has this error, whether or not its ranks have ended: whoever waits in this process gets it."""
         ...
 
     def refs(self) -> list[Any]:
@@ -35,6 +42,14 @@ class CallResults(Protocol):
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """Fetch and decode the results of some collecting ranks, by their position."""
+        ...
+
+    def only(self, which: Sequence[int]) -> CallResults:
+        """The results of some collecting ranks, by their position. Only `values` is needed of them."""
+        ...
+
+    def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
+        """See `locate`."""
         ...
 
     def mark_reported(self, rank: int) -> None:
@@ -75,7 +90,12 @@ def join_results(
     Raises:
         ResultError: the results cannot be joined.
     """
-    which = [k for k, result in enumerate(results) if not (join is Join.ROWS and result.empty)]
+    return _join(
+        source, [k for k, result in enumerate(results) if not (join is Join.ROWS and result.empty)], join, private
+    )
+
+
+def _join(source: CallResults | InlineResults, which: Sequence[int], join: Join, private: bool) -> Any:
     if join is not Join.ROWS:
         values = source.values(which, private=private)
         return values if join is Join.LIST else values[0]
@@ -97,61 +117,111 @@ def join_results(
         ) from error
 
 
-def fetch_deferred(
-    source: CallResults, join: Join, argument: DeferredArgument, *, private: bool
-) -> tuple[Any, int | None, int | None, int | None]:
-    """Wait for another call, then fetch only what one rank needs of its results.
+@dataclass(frozen=True, slots=True)
+class Located:
+    """What one rank fetches of a deferred argument. It holds no reference to the results.
+
+    Attributes:
+        join: what the other call's results make together.
+        which: the positions of the results to fetch.
+        cuts: (index into ``which``, start, stop) of the row ranges that make up the shard; None for all of each result.
+        item: whether the value is one result, instead of what several make together.
+        total: rows of the whole batch; None if the value is not cut along rows.
+        rows: rows of the shard, padding included.
+        real: rows of the shard without padding.
+    """
+
+    join: Join
+    which: tuple[int, ...]
+    cuts: tuple[tuple[int, int, int], ...] | None = None
+    item: bool = False
+    total: int | None = None
+    rows: int | None = None
+    real: int | None = None
+
+    def narrowed(self, source: CallResults) -> tuple[CallResults, Located]:
+        """A source that has only the results to fetch, and what to fetch of it."""
+        return source.only(self.which), replace(self, which=tuple(range(len(self.which))))
+
+    def fetch(self, source: CallResults, *, private: bool) -> Any:
+        """Fetch the value.
+
+        Args:
+            source: the other call's results.
+            private: whether the value needs memory of its own.
+
+        Raises:
+            ResultError: a result is lost, or the results cannot be joined.
+        """
+        if self.item:
+            return source.values(self.which, private=private)[0]
+        if self.cuts is None:
+            return _join(source, self.which, self.join, private)
+        if self.join is Join.LIST:
+            items = source.values(self.which, private=private)
+            return [items[k] for k, start, stop in self.cuts if stop > start]
+        values, must_copy = _values_to_join(source, self.which, private)
+        try:
+            cuts = [batch.cut(values[k], start, stop) for k, start, stop in self.cuts]
+            return batch.join(cuts) if must_copy or len(cuts) > 1 else cuts[0]
+        except BatchError as error:
+            text = f"the results of {len(values)} ranks of {source.label}() cannot be joined: {error}"
+            raise ResultError(text, method=source.label) from error
+
+
+def locate(source: CallResults, join: Join, argument: DeferredArgument) -> list[Located]:
+    """Wait for another call, then find which of its results each shard of a deferred argument needs.
+
+    The shards of one argument are found together: the results' lengths are added up once, not once for each of as many
+    ranks.
 
     Args:
         source: the other call's results.
         join: what they make together: a list is cut by items, a joined batch by rows.
-        argument: which shard, item or whole.
-        private: whether the value needs memory of its own.
+        argument: any shard of the argument.
 
     Returns:
-        The value, and, if it was cut along rows: rows of the whole batch, rows of this shard with padding, and without.
+        What to fetch, by the number of the shard or item; one element if the result is needed whole.
 
     Raises:
         DispatchError: the result cannot be cut as the call needs.
         ResultError: the results cannot be joined.
         SingleControllerError: the other call's own error.
     """
-    results = source.wait()
+    results, count = source.wait(), argument.count
     if argument.kind == "whole":
-        return join_results(source, results, join, private=private), None, None, None
+        return [Located(join, tuple(k for k, result in enumerate(results) if not (join is Join.ROWS and result.empty)))]
     if argument.kind == "item":
-        if join is not Join.LIST or len(results) != argument.count:
+        if join is not Join.LIST or len(results) != count:
             promised = f"a list of {len(results)}" if join is Join.LIST else "not a list of results by rank"
             raise DispatchError(
-                f"the future of {source.label}() is {promised}; a list of {argument.count} items is needed here",
+                f"the future of {source.label}() is {promised}; a list of {count} items is needed here",
                 method=source.label,
             )
-        return source.values([argument.index], private=private)[0], None, None, None
+        return [Located(join, (k,), item=True) for k in range(count)]
     lengths = _lengths(source, results, join)
     if lengths is None:
-        return source.values([0], private=private)[0], None, None, None
-    total = sum(lengths)
+        return [Located(join, (0,), item=True)] * count
+    starts = list(itertools.accumulate(lengths, initial=0))  # of each result's rows, and at the end their number
+    total = starts[-1]
     try:
-        share = share_rows(total, argument.count, argument.uneven)[argument.index]
+        shares = share_rows(total, count, argument.uneven)
     except BatchError:
         raise DispatchError(
-            f"the future of {source.label}() has {total} rows, which do not divide evenly over {argument.count} "
+            f"the future of {source.label}() has {total} rows, which do not divide evenly over {count} "
             "shards; set uneven='pad' or 'ragged'",
             method=source.label,
         ) from None
-    overlaps = [overlap for start, stop in share.ranges for overlap in _overlaps(lengths, start, stop)]
-    if not overlaps:  # an empty shard: no rows, but of the right type
-        overlaps = [(next((k for k, result in enumerate(results) if not result.empty), 0), 0, 0)]
-    wanted = sorted({k for k, _, _ in overlaps})
-    if join is Join.LIST:
-        items = dict(zip(wanted, source.values(wanted, private=private), strict=True))
-        value: Any = [items[k] for k, start, stop in overlaps if stop > start]
-        return value, total, share.rows, share.real
-    values, must_copy = _values_to_join(source, wanted, private)
-    found = dict(zip(wanted, values, strict=True))
-    cuts = [batch.cut(found[k], start, stop) for k, start, stop in overlaps]
-    value = batch.join(cuts) if must_copy or len(cuts) > 1 else cuts[0]
-    return value, total, share.rows, share.real
+    # An empty shard has no rows, but they are of the right type.
+    nothing = [(next((k for k, result in enumerate(results) if not result.empty), 0), 0, 0)]
+    located = []
+    for share in shares:
+        overlaps = [overlap for start, stop in share.ranges for overlap in _overlaps(starts, start, stop)] or nothing
+        which = sorted({k for k, _, _ in overlaps})
+        index = {k: position for position, k in enumerate(which)}
+        cuts = tuple((index[k], start, stop) for k, start, stop in overlaps)
+        located.append(Located(join, tuple(which), cuts, False, total, share.rows, share.real))
+    return located
 
 
 def _lengths(source: CallResults, results: list[RankResult], join: Join) -> list[int] | None:
@@ -188,13 +258,19 @@ def _values_to_join(source: CallResults | InlineResults, which: Sequence[int], p
     return source.values(which, private=True), False
 
 
-def _overlaps(lengths: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(result, start, stop) of the row ranges of consecutive results that make up rows ``start:stop``."""
+def _overlaps(starts: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """(result, start, stop) of the row ranges of consecutive results that make up rows ``start:stop``.
+
+    Args:
+        starts: the first row of each result, and the number of all rows.
+        start: the first row.
+        stop: the row behind the last.
+    """
     found = []
-    offset = 0
-    for k, rows in enumerate(lengths):
-        first, last = max(start, offset), min(stop, offset + rows)
-        if first < last:
-            found.append((k, first - offset, last - offset))
-        offset += rows
+    k = bisect.bisect_right(starts, start) - 1
+    while start < stop:
+        last = min(stop, starts[k + 1])
+        if start < last:
+            found.append((k, start - starts[k], last - starts[k]))
+        start, k = last, k + 1
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dispatch
-from dispatch.errors import SingleControllerError
+from dispatch.errors import ResultError, SingleControllerError
 from dispatch.register import label
 from single_controller.base.codec import Encoded, encode
 from single_controller.base.errors import StartError, WorkerError, ranks_text
@@ -58,6 +58,8 @@ class Failure:
         cause: the exception, encoded; the exception itself in one process; None if it cannot be pickled.
         ours: whether this library raised it, about the call itself. It then reaches the user unwrapped.
         role: role of the worker, if several share the process.
+        lost: whether the method may have returned, but its result cannot be fetched.
+        alike: whether every rank of the call fails alike, before its method begins, so that no rank waits for another.
     """
 
     rank: int
@@ -70,6 +72,8 @@ class Failure:
     cause: Encoded | BaseException | None = None
     ours: bool = False
     role: str | None = None
+    lost: bool = False
+    alike: bool = False
 
     @classmethod
     def of(
@@ -79,18 +83,20 @@ class Failure:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         cause: Encoded | BaseException | None = error
+        ours = isinstance(error, SingleControllerError) and _raised_by_library(error)
         if not in_process:
             try:
-                cause = encode(error)
+                cause = encode((error, error.__cause__ if ours else None))  # pickling an exception drops its cause
             except Exception:
                 cause = None
-        ours = isinstance(error, SingleControllerError) and _raised_by_library(error)
         text, trace = _shorten(_message_of(error)), _shorten(remote_traceback(error))
         return cls(rank, host, method, name, text, trace, time.time(), cause, ours, role)
 
     @property
     def may_be_echo(self) -> bool:
-        """Whether this may be the effect of another rank's death: a collective that lost its peers."""
+        """Whether this may be the effect of a rank's death: a collective that lost its peers, or a lost result."""
+        if self.lost or self.alike:
+            return self.lost
         frames = [line for line in self.remote_traceback.splitlines() if line.lstrip().startswith('File "')]
         in_collective = bool(frames) and "torch/distributed/" in frames[-1]
         return in_collective or any(sign in self.message for sign in LOST_PEER_SIGNS)
@@ -100,7 +106,8 @@ class Failure:
         cause: Any = self.cause
         if isinstance(cause, Encoded):
             try:
-                cause = cause.decode()
+                cause, its_cause = cause.decode()
+                cause.__cause__ = its_cause
             except Exception:
                 return None
         return cause if isinstance(cause, BaseException) else None
@@ -116,6 +123,10 @@ class Failure:
         if self.ours and isinstance(cause, SingleControllerError):
             return copy.copy(cause)
         where = "__init__" if starting else self.method
+        if self.lost and not starting:
+            result = f"the result of rank {self.rank} ({self.host}), or an argument of the call,"
+            text = f"{label(self.role, where)}(): {result} {self.message}"
+            return ResultError(text, method=where, rank=self.rank, host=self.host)
         by_cause = _by_cause(failures or [self])
         ranks = [failure.rank for failure in by_cause.pop(self._what)]
         place = f"rank {self.rank}" if len(ranks) == 1 else f"{ranks_text(ranks)}; first: rank {self.rank}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures as cf
 import contextlib
+import copy
 import functools
 import itertools
 import queue
@@ -23,7 +24,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dispatch.plan import CallPlan
+from dispatch.errors import ResultError
+from dispatch.modes import Join
+from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
 from single_controller.base.codec import (
     CallMessage,
@@ -37,6 +40,7 @@ from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentE
 from single_controller.base.errors import CallTimeoutError, LocalEngineError, WorkerDiedError
 from single_controller.base.executor import Constructor, Executor
 from single_controller.base.future import WorkerFuture
+from single_controller.base.joining import Located, locate
 from single_controller.base.result import RankResult
 from single_controller.base.worker import RankInfo, Worker
 
@@ -125,7 +129,7 @@ class LocalRank:
         """The outcome of a call that cannot begin, for a reason outside this rank."""
         result = self._executor.failed(error, spec.name, spec.role)
         if result.failure is not None:
-            result.failure.ours = True  # raised as it is: this rank's method did not raise it
+            result.failure.ours = result.failure.alike = True  # raised as it is: this rank's method did not raise it
         return self._submit(lambda: (result, error))
 
     def stacks(self) -> str:
@@ -264,6 +268,8 @@ class LocalEngine(Engine):
 class LocalResults:
     """The results of one call. See `single_controller.base.joining.CallResults`.
 
+    Lock: ``_lock`` protects ``_running`` and ``_located``. It is a leaf.
+
     Args:
         label: the call's method, for messages.
         futures: rank -> future, of all called ranks.
@@ -274,22 +280,54 @@ class LocalResults:
         self.label = label
         self.futures = futures
         self._collecting = tuple(collecting)
+        # One event for all ranks that wait: each of them looking at each future would cost the square of their number.
+        self._ended: cf.Future[RankResult | Exception | None] = cf.Future()
+        self._running = len(futures)
+        self._lock = threading.RLock()
+        self._located: dict[tuple[Join, str, int, str], list[Located]] = {}
+        this = weakref.ref(self)  # a future keeps its callbacks, and would keep the results in a cycle
+        for future in futures.values():
+            future.add_done_callback(functools.partial(_note_end, this))
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
         """See `CallResults.wait`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pending = set(self.futures.values())
-        while pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, pending = cf.wait(pending, left, cf.FIRST_COMPLETED)
-            # A death first: the others' errors may be its consequences.
-            for result in sorted((future.result()[0] for future in done), key=lambda result: result.died is None):
-                error = self.error(result)
-                if error is not None:
-                    raise error
-            if not done:
-                raise self.late([rank for rank, future in self.futures.items() if future in pending], timeout)
+        try:
+            failed = self._ended.result(timeout)
+        except TimeoutError:
+            raise self.late([rank for rank, future in self.futures.items() if not future.done()], timeout) from None
+        if isinstance(failed, RankResult):
+            failed = self.error(failed)
+        if failed is not None:
+            raise copy.copy(failed) from failed.__cause__
         return [self.futures[rank].result()[0] for rank in self._collecting]
+
+    def fail(self, error: Exception) -> None:
+        """See `CallResults.fail`."""
+        with contextlib.suppress(cf.InvalidStateError):
+            self._ended.set_result(error)
+
+    def note_end(self, result: RankResult) -> None:
+        """A rank has ended."""
+        with self._lock:
+            self._running -= 1
+            last = self._running == 0
+        if last or result.failure is not None or result.died is not None:
+            failed = result if result.failure is not None or result.died is not None else None
+            with contextlib.suppress(cf.InvalidStateError):  # another rank has failed
+                self._ended.set_result(failed)
+
+    def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
+        """See `CallResults.locate`. Remembered for the other ranks."""
+        self.wait()
+        key = (join, argument.kind, argument.count, argument.uneven)
+        with self._lock:
+            if key not in self._located:
+                self._located[key] = locate(self, join, argument)
+            return self._located[key]
+
+    def only(self, which: Sequence[int]) -> LocalResults:
+        """See `CallResults.only`."""
+        return self
 
     def refs(self) -> list[LocalRef]:
         """See `CallResults.refs`."""
@@ -316,7 +354,7 @@ class LocalResults:
         if result.died is None:
             return None
         return WorkerDiedError(
-            f"rank {result.rank} died during {self.label}(), whose future is an argument here: {result.died}",
+            f"rank {result.rank} died during {self.label}(): {result.died}",
             rank=result.rank,
             host=HOST,
             method=self.label,
@@ -394,6 +432,12 @@ def _release(jobs: Jobs | None, executor: Executor, rendezvous: socket.socket) -
     rendezvous.close()
 
 
+def _note_end(results: weakref.ref[LocalResults], future: cf.Future[Outcome]) -> None:
+    found = results()
+    if found is not None:
+        found.note_end(future.result()[0])
+
+
 def _set_result(future: cf.Future[Outcome], outcome: Outcome) -> None:
     """Set a result, unless there is one: `LocalRank.end` may have set it while the method was still running."""
     with contextlib.suppress(cf.InvalidStateError):
@@ -416,7 +460,13 @@ def _is_for_driver(error: BaseException) -> bool:
 def _fetch(value: Any) -> Any:
     if isinstance(value, LocalRef):
         return value.get()
-    return sys.modules["ray"].get(value) if isinstance(value, _object_ref()) else value
+    if not isinstance(value, _object_ref()):
+        return value
+    ray = sys.modules["ray"]
+    try:
+        return ray.get(value)
+    except ray.exceptions.RayError as error:
+        raise ResultError(f"the object of {value!r} cannot be fetched: {type(error).__name__}: {error}") from error
 
 
 def _object_ref() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 
 from single_controller.base.errors import PlacementError
 from single_controller.ray.devices import own_devices
@@ -59,4 +59,6 @@ def devices_in(
             f"{name}: its slots did not report their devices within {timeout:g} s. Check "
             "whether other actors use up the slots, and whether the nodes can start processes"
         ) from None
+    except RayError as error:
+        raise PlacementError(f"{name}: a slot did not report its devices: {type(error).__name__}: {error}") from error
     return devices

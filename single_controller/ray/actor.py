@@ -26,6 +26,7 @@ from single_controller.base.result import RankResult, remote_traceback
 from single_controller.base.worker import RankInfo
 from single_controller.ray.devices import hide_other_devices, own_devices
 from single_controller.ray.internals import name_lines
+from single_controller.ray.results import fetch
 from single_controller.ray.stack_server import StackAddress, StackServer
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class RankActor:
 
     def __init__(self) -> None:
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
-        self._executor = Executor(f"{self._hostname}, {self._address}", _fetch)
+        self._executor = Executor(f"{self._hostname}, {self._address}", fetch)
         self._stack_server = StackServer(self._address, self._executor.stacks)
         self._held_port: socket.socket | None = None
 
@@ -159,6 +160,12 @@ class RankActor:
             kept = RayTaskError(result.failure.method, remote_traceback(kept), _picklable(kept))
         return result.to_message(), kept
 
+    def _sc_locate_arguments(self, encoded: Encoded) -> Any:
+        """Locate the deferred arguments of a call for all its ranks. See `Executor.locate_arguments`."""
+        asked, count = encoded.decode()
+        places = self._executor.locate_arguments(asked, count)
+        return places[0] if count == 1 else tuple(places)
+
     def _run(self, message: bytes | None, beside: tuple[Encoded, ...], *, keep: bool) -> tuple[RankResult, Any]:
         received = time.time()
         if message is None:
@@ -168,11 +175,6 @@ class RankActor:
 
     def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._executor.call(role, method, args, kwargs)
-
-
-def _fetch(value: Any) -> Any:
-    """As in Ray, an ObjectRef given as an argument arrives as its value."""
-    return ray.get(value) if isinstance(value, ray.ObjectRef) else value
 
 
 def _add_batch_types(encoded: list[Encoded]) -> None:

@@ -18,6 +18,7 @@ from single_controller.base.pool import ClassWithInitArgs
 from single_controller.base.result import MAX_INLINE_BYTES
 from single_controller.base.worker import Worker
 from single_controller.ray.internals import declared_class
+from single_controller.ray.results import put
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class ProcessSpec:
             for made in self.roles.values():
                 check_encodable(made, error)
             raise
-        return encoded if encoded.nbytes <= MAX_INLINE_BYTES else ray.put(encoded)
+        return encoded if encoded.nbytes <= MAX_INLINE_BYTES else put(encoded)
 
 
 def _batch_types() -> list[Encoded]:

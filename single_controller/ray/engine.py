@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+from ray.exceptions import (
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 
 from dispatch.errors import DispatchError
-from dispatch.plan import CallPlan
+from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.base.codec import BESIDE, Encoded, call_message, encode_arguments
+from single_controller.base.codec import BESIDE, Encoded, call_message, encode, encode_arguments
 from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent, Token
+from single_controller.base.executor import Asked
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
 from single_controller.ray.internals import death_of
 from single_controller.ray.placement import remove_pools_of
-from single_controller.ray.results import RayResults, one_line
+from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
 from single_controller.ray.stack_server import ask_stacks
@@ -89,16 +98,20 @@ class RayEngine(Engine):
 
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
         """See `Engine.send`."""
+        waiting = None
+        if plan.deferred and spec.registration.materialize_futures and len(plan.ranks) > 1:
+            plan, waiting = self._locate(spec, plan)
         # Encode everything before anything is sent: an argument that cannot be pickled must reach no rank.
-        encoded = [encode_arguments(spec, shard.values) for shard in plan.shards]
-        whole = encode_arguments(spec, plan.whole)
-        largest = max((shard.nbytes for shard in encoded if shard is not None), default=0)
-        room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
         try:
+            encoded = [encode_arguments(spec, shard.values) for shard in plan.shards]
+            whole = encode_arguments(spec, plan.whole)
+            largest = max((shard.nbytes for shard in encoded if shard is not None), default=0)
+            room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
             sendable_whole = _sendable(whole, room)
             shards = [_sendable(shard, MAX_INLINE_BYTES) for shard in encoded]
-        except RayError as error:  # the store or its disk is full
-            raise _not_sent(spec.label, error) from error
+        except Exception:
+            self.withdraw([waiting] if waiting is not None else [])
+            raise
         collecting = frozenset(plan.collecting)
         messages: dict[tuple[int, bool], bytes] = {}
         prepared: list[tuple[int, Any, tuple[Any, ...]]] = []
@@ -124,6 +137,7 @@ class RayEngine(Engine):
             try:
                 sent = method.remote(*arguments)
             except Exception as error:
+                self.withdraw([waiting] if waiting is not None else [])
                 if tokens:
                     raise PartlySentError(list(tokens.values()), rank) from error
                 if isinstance(error, RayError):
@@ -133,13 +147,17 @@ class RayEngine(Engine):
                 sent, values[rank] = sent
             tokens[sent] = rank
         if not future:
-            return Sent(tokens, None, nbytes)
+            return Sent(tokens, None, nbytes, waiting)
         refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}
         order = [*plan.collecting, *(rank for rank in refs if rank not in collecting)]
         results = RayResults(
-            spec.label, order, [refs[rank] for rank in order], [values[rank] for rank in plan.collecting]
+            spec.label,
+            order,
+            [refs[rank] for rank in order],
+            [values[rank] for rank in plan.collecting],
+            [self.host(rank) for rank in order],
         )
-        return Sent(tokens, results, nbytes)
+        return Sent(tokens, results, nbytes, waiting)
 
     def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
         """See `Engine.collect`."""
@@ -171,6 +189,12 @@ class RayEngine(Engine):
         for token in tokens:
             cast(Any, token).future().add_done_callback(count)
 
+    def withdraw(self, tokens: Iterable[Token]) -> None:
+        """See `Engine.withdraw`. Ray skips a task that has not begun, and flags one that has: see `is_cancelled`."""
+        for token in tokens:
+            with contextlib.suppress(RayError):
+                ray.cancel(cast(Any, token), recursive=False)
+
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""
         for number, rank in enumerate(self.ranks):
@@ -194,6 +218,42 @@ class RayEngine(Engine):
                     logger.debug("%s could not be killed", rank.name, exc_info=True)
             remove_pools_of(rank.actor for rank in self.ranks)
 
+    def _locate(self, spec: MethodSpec, plan: CallPlan) -> tuple[CallPlan, Token | None]:
+        """Have the first rank locate the deferred arguments for all ranks. See `Executor.locate_arguments`.
+
+        Returns:
+            The plan with references to what that rank finds, and the token to withdraw if it waits in vain.
+        """
+        first = plan.ranks[0]
+        values = [plan.whole, *(shard.values for shard in plan.shards)]
+        wanted = [
+            (n, key, v) for n, of in enumerate(values) for key, v in of.items() if isinstance(v, DeferredArgument)
+        ]
+        if not wanted:  # the futures are inside lists, which are sent as they are
+            return plan, None
+        places = {n: place for place, n in enumerate(dict.fromkeys(n for n, _, _ in wanted))}
+        asked: dict[tuple[Any, ...], Asked] = {}
+        for n, key, value in wanted:
+            same = (id(value.source), value.kind, value.count, value.uneven)
+            asked.setdefault(same, (value, []))[1].append((places[n], key, value.index))
+        try:
+            encoded = encode((list(asked.values()), len(places)))
+        except Exception:
+            for _, key, value in wanted:
+                encode_arguments(spec, {key: value})  # names the argument
+            raise
+        options: dict[str, Any] = {"name": f"{spec.label}.locate", "num_returns": len(places)}
+        if spec.registration.concurrent:
+            options["concurrency_group"] = CONCURRENT
+        found = self.ranks[first].actor._sc_locate_arguments.options(**options).remote(encoded)
+        refs = [found] if len(places) == 1 else found
+        located = [dict(of) for of in values]
+        for n, key, value in wanted:
+            source = LocatedResults(value.source.label, refs[places[n]], key, first)
+            located[n][key] = replace(value, source=source)
+        shards = tuple(replace(shard, values=of) for shard, of in zip(plan.shards, located[1:], strict=True))
+        return replace(plan, whole=located[0], shards=shards), refs[0]
+
     def _method(self, rank: int, spec: MethodSpec, *, kept: bool) -> Any:
         """The actor method that runs a call, named after the worker's method.
 
@@ -216,9 +276,12 @@ class RayEngine(Engine):
             return RankResult.from_message(ray.get(cast(Any, token)))
         except _DEATHS as error:
             return RankResult(rank, died=one_line(error))
-        except RayError as error:  # the call itself was not delivered: its arguments were lost, for example
-            text, kind = f"its result was lost: {one_line(error)}", type(error).__name__
-            return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text))
+        except TaskCancelledError as error:  # see `withdraw`
+            text, kind = "its deferred argument will not come", type(error).__name__
+            return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text, alike=True))
+        except RayError as error:
+            where, kind = self.host(rank), type(error).__name__
+            return RankResult(rank, failure=Failure(rank, where, "", kind, what_is_lost(error), lost=True))
 
 
 def _not_sent(label: str, error: RayError) -> DispatchError:
@@ -233,7 +296,7 @@ def _sendable(encoded: Encoded | None, room: int) -> _Sendable:
         return _NOTHING
     nbytes = encoded.nbytes
     if nbytes > room:
-        return _Sendable(BESIDE, (ray.put(encoded),), nbytes)
+        return _Sendable(BESIDE, (put(encoded),), nbytes)
     if encoded.references:  # Ray must see the references in it
         return _Sendable(BESIDE, (encoded,), nbytes)
     return _Sendable(encoded, (), nbytes)

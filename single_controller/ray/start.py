@@ -276,5 +276,8 @@ def _run_constructors(
     engine = RayEngine(started, plan.pool)
     tokens = {rank.actor._sc_start.remote(rank.message, encoded, master): k for k, rank in enumerate(started)}
     wait(engine, CallPlan.empty(world_size), Sent(tokens))
-    address, port = ray.get(master)
+    try:
+        address, port = ray.get(master)
+    except RayError as error:
+        raise WorkerDiedError(f"{plan.name}: rank 0 died after its start: {one_line(error)}", rank=0) from error
     return engine, (address, port)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import pickle
 import signal
 import statistics
 import threading
@@ -18,6 +19,8 @@ from single_controller import (
     Broadcast,
     CallTimeoutError,
     DispatchError,
+    GroupBrokenError,
+    GroupClosedError,
     ResultError,
     WorkerError,
     register_batch_type,
@@ -336,14 +339,47 @@ def test_each_raise_is_a_new_exception_in_another_process(make_group, smaller):
 
 
 @overlapping
-def test_producer_that_never_finishes_does_not_hang_its_consumer(make_group, counters):
-    group = make_group(Fragile)
-    consumer = make_group(Counter)
-    late = group.sleep_on.options(timeout=1).remote([3], 60)
-    begin = time.monotonic()
-    with pytest.raises(CallTimeoutError, match=r"sleep_on\(\).*rank 3"):
-        consumer.echo(late)
+def test_timeout_of_the_producer_leaves_the_consumers_as_they_are(engine, make_group, counters):
+    """Their ranks wait for results that never come, one of them behind an earlier call, for longer than error_grace."""
+    producer, consumer = make_group(Fragile), make_group(Fragile, group_options={"error_grace": 0.5})
+    pids, begin = consumer.pid(), time.monotonic()
+    late = producer.sleep_on.options(timeout=0.5).remote([3], 60)
+    behind = producer.ping.remote()
+    busy = consumer.sleep_on.remote([2], 2)
+    waiting = consumer.fail.remote(late)
+    keeping = counters.take_future.remote(behind)
+    with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) exceeded.*rank 3") as caught:
+        waiting.result()
+    error, cause = caught.value, caught.value.__cause__
+    assert (error.consumer, error.method, error.ranks) == ("fail", "sleep_on", (3,))
+    assert error.__notes__ == ["fail() did not run, because this error failed its deferred argument"]
+    assert isinstance(cause, CallTimeoutError) and (cause.consumer, str(cause)) == (None, str(error)) == (
+        None,
+        producer.broken,
+    )
+    assert pickle.loads(pickle.dumps(error)).consumer == "fail"
+    with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) exceeded"):
+        consumer.fail(late)  # after the fact
+    if engine.name == "ray":
+        with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) exceeded") as caught:
+            keeping.result()
+        assert caught.value.consumer == "take_future"
+    assert busy.result() == [0, 1, 2, 3] and consumer.pid() == pids and consumer.broken is None
+    assert counters.add(0) == [100, 101, 102, 103] and counters.broken is None
     assert time.monotonic() - begin < 10
+
+
+@overlapping
+def test_closed_producer_leaves_the_consumer_as_it_is(make_group, counters):
+    producer = make_group(Fragile)
+    waiting = counters.echo.remote(producer.sleep.remote(60))
+    producer.close()
+    begin = time.monotonic()
+    with pytest.raises(GroupClosedError) as caught:
+        waiting.result()
+    assert caught.value.consumer == "echo"
+    assert counters.add(0) == [100, 101, 102, 103] and counters.broken is None
+    assert time.monotonic() - begin < 5
 
 
 @pytest.mark.alone
@@ -415,6 +451,20 @@ def test_await_can_be_cancelled_and_does_not_queue(make_group, counters):
 
 async def _value(future):
     return await future
+
+
+@pytest.mark.engines("ray")
+def test_consumers_cost_no_reference_per_producer(counters, smaller, monkeypatch):
+    """One rank looks at the results of all producing ranks. Otherwise the cost would be the square of their number."""
+    from single_controller.ray import engine as module
+
+    sent = []
+    encode = module.encode_arguments
+    monkeypatch.setattr(module, "encode_arguments", lambda *given: sent.append(encode(*given)) or sent[-1])
+    future = counters.double.remote(torch.arange(40))
+    sent.clear()
+    assert torch.equal(smaller[5].double(future), torch.arange(40) * 4)
+    assert [len(encoded.references) for encoded in sent if encoded is not None] == [1] * 5
 
 
 def test_exception_of_results_that_cannot_be_joined(counters):

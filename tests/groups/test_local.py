@@ -35,6 +35,7 @@ from single_controller import (
     colocate,
     register,
 )
+from single_controller.base import joining
 from workers.distributed import initialize_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -529,6 +530,18 @@ def test_failed_input_future_fails_the_call_without_threads():
         with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) exceeded its timeout.*rank 1"):
             consumer.echo(late)
         assert consumer.add(0) == [0, 1] and producer.broken
+
+
+def test_rows_of_a_future_are_located_once_for_all_ranks(make, monkeypatch):
+    """Once for each rank would cost the square of their number."""
+    located = []
+    locate = joining.share_rows
+    monkeypatch.setattr(joining, "share_rows", lambda *given: located.append(given) or locate(*given))
+    producer, consumer = make(Counter, world_size=8), make(Counter, world_size=12)
+    future = producer.double.remote(torch.arange(24))
+    for _ in range(2):
+        assert torch.equal(consumer.double(future), torch.arange(24) * 4)
+    assert located == [(24, 12, "error")]
 
 
 def test_reference_waits_only_for_its_own_rank():

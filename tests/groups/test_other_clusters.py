@@ -103,6 +103,9 @@ def test_nodes_of_unequal_size_and_the_death_of_one():
         print("> local sizes:", [p[2:4] for p in ray.get([w.place.remote() for w in group.workers])])
         print("> same node:", nodes[0] == nodes[1], nodes[1] == nodes[2])
         print("> joined:", group.join_process_group())
+        lost = group.execute_with_func_generator.remote(lambda worker: bytes(1 << 20))
+        while not lost.done():
+            time.sleep(0.01)
         future = group.sleep.remote(120)
         time.sleep(1)
         cluster.remove_node(small if nodes[2] == small.node_id else large, allow_graceful=False)
@@ -111,6 +114,8 @@ def test_nodes_of_unequal_size_and_the_death_of_one():
             future.result()
         except WorkerDiedError as error:
             print("> died:", error.rank, time.monotonic() - begin < 20)
+        error = lost.exception()
+        print("> lost:", type(error).__name__, error.method, error.rank in (1, 2), error.host in str(error))
         ray.shutdown()
         cluster.shutdown()
     """)
@@ -118,6 +123,69 @@ def test_nodes_of_unequal_size_and_the_death_of_one():
     assert out[1] in ("> local sizes: [(0, 2), (1, 2), (0, 1)]", "> local sizes: [(0, 1), (0, 2), (1, 2)]")
     assert out[3] == "> joined: [(0, 3), (1, 3), (2, 3)]"
     assert out[4].endswith("True"), out
+    assert out[5] == "> lost: ResultError execute_with_func_generator True True"
+
+
+@pytest.mark.full("results lost with their host, in a Ray cluster of their own")
+def test_results_on_a_lost_host():
+    """The driver, a consumer, and a worker that waits for the future itself get errors of this library."""
+    out = run("""
+        import torch
+        from ray.cluster_utils import Cluster
+        health = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
+                  "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
+        cluster = Cluster(initialize_head=True, head_node_args={
+            "num_cpus": 2, "include_dashboard": False, "_system_config": health})
+        ray.init(cluster.address, log_to_driver=False)
+        consumer = RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter(7))
+        node = cluster.add_node(num_cpus=2)
+        cluster.wait_for_nodes()
+        producer = RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter())
+        lost = producer.double.remote(torch.ones(4, 1 << 18))
+        host = f"{os.uname().nodename}, {ray.util.get_node_ip_address()}"
+        while not lost.done():
+            time.sleep(0.01)
+        cluster.remove_node(node, allow_graceful=False)
+        while any(producer.alive()):
+            time.sleep(0.1)
+        def told(call):
+            try:
+                call()
+            except SingleControllerError as error:
+                return error
+        for error in (told(lost.result), lost.exception(), told(lambda: consumer.double(lost))):
+            print(">", type(error).__name__, error.method, error.rank in (0, 1), error.host == host, error.consumer)
+            print(">", str(error).startswith(f"the result of rank {error.rank} of double() ({host}) is lost"))
+        error = told(lambda: consumer.take_future(lost))
+        print(">", type(error).__name__, error.cause_type)
+        print(">", consumer.add(0), consumer.broken)
+    """)
+    assert out == [
+        *["> ResultError double True True None", "> True"] * 2,
+        "> ResultError double True True double",
+        "> True",
+        "> WorkerError dispatch.errors.ResultError",
+        "> [7, 8] None",
+    ]
+
+
+@pytest.mark.full("a full store on a full disk, in its own Ray cluster")
+def test_store_and_disk_are_full():
+    out = run("""
+        import torch
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20,
+                 _system_config={"local_fs_capacity_threshold": 0.01})
+        group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter())
+        calls = (lambda: group.total(torch.zeros(60 << 20)),
+                 lambda: group.apply(lambda worker, rows: torch.zeros(len(rows), 30 << 20), [1, 2]))
+        for call in calls:
+            try:
+                call()
+            except SingleControllerError as error:
+                print(">", type(error).__name__, error.method, "object_store_memory" in str(error))
+        print(">", group.add(0))
+    """)
+    assert out == ["> DispatchError None True", "> ResultError apply True", "> [0, 1]"]
 
 
 def test_logical_gpus_are_shared_and_ordered():

@@ -14,7 +14,7 @@ from dispatch.batch import Deferred
 from dispatch.buffer_pool import buffer_pool
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.base.joining import fetch_deferred, join_results
+from single_controller.base.joining import fetch_deferred, join_results, locate
 from single_controller.base.result import RankResult
 
 
@@ -40,7 +40,7 @@ def rows_of(value):
 
 
 class Producer(Deferred):
-    """A future used as an argument. Its results are passed to `fetch_deferred` directly."""
+    """A future used as an argument. Its results are passed to `locate` directly."""
 
     def check_argument(self):
         pass
@@ -48,11 +48,11 @@ class Producer(Deferred):
 
 def fetch(tensors, consumers):
     """For each consumer: its rows, and which results it fetched."""
-    for index in range(consumers):
-        results = RecordedResults(tensors)
-        argument = DeferredArgument(Producer(), "rows", index, consumers, "ragged")
-        value, total, rows, real = fetch_deferred(results, Join.ROWS, argument, private=True)
-        assert (total, rows, real) == (sum(map(len, tensors)), len(value), len(value))
+    results = RecordedResults(tensors)
+    for located in locate(results, Join.ROWS, DeferredArgument(Producer(), "rows", 0, consumers, "ragged")):
+        results.fetched = []
+        value = located.fetch(results, private=True)
+        assert (located.total, located.rows, located.real) == (sum(map(len, tensors)), len(value), len(value))
         yield value, set(results.fetched)
 
 

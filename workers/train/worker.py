@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from dispatch.layout import Layout, Routing
 from dispatch.modes import Cut, DispatchMode, Join, ListMode, Mode, has_axes
 from dispatch.rows import share_rows
 from single_controller import Dispatch, Worker, register
+from single_controller.ray.results import fetch
 from workers.train.balance import balanced_rows
 from workers.train.rollout_data import rows_of
 
@@ -49,10 +48,10 @@ def own_rows(given: Any, dp_rank: int, dp_size: int = 1) -> Any:
         dp_size: number of data-parallel ranks.
     """
     if isinstance(given, list) and len(given) == 1:  # one reference for each dp rank
-        return ray.get(given[0])
+        return fetch(given[0])
     if not isinstance(given, Referred):
         return given
-    whole = ray.get(given.ref)
+    whole = fetch(given.ref)
     if given.parts is not None:
         whole = balanced_rows(whole, given.parts)
     share = share_rows(len(whole["input_ids"]), dp_size, "ragged")[dp_rank]
