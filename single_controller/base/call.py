@@ -13,7 +13,8 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
    the engine is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be short,
    and must not acquire ``sending``.
 4. ``Monitor._changed`` protects the set of watched calls.
-5. Leaves: ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes and ``LocalRank._lock``.
+5. Leaves: ``RayEngine._probing``, ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes
+   and ``LocalRank._lock``.
 
 All of 1 to 3 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 LATE_LOG_SECONDS = 30.0
 DEATH_SHOWS_SECONDS = 2.0
-"""How long an error that may be an echo of a death waits for that death to be reported."""
+"""How long an error that may be an echo of a death waits for that death to be reported, at least. While ranks that have
+not ended cannot be reached, it waits for `Engine.death_seconds`."""
 
 ENGINE_GONE = "the engine that ran its workers was shut down"
 
@@ -217,6 +219,8 @@ class Call:
         self._started = time.monotonic()
         self._next_log = self._started + LATE_LOG_SECONDS
         self._failed_at: float | None = None
+        self._echo = False  # an error waits, because it may be the echo of a death
+        self._alive: set[int] = set()  # ranks that were found alive since
         self._callbacks: list[Callable[[], None]] = []
         now = time.time()
         ranks = {rank: RankRecord(sent.nbytes.get(rank, 0)) for rank in sent.tokens.values()}
@@ -272,6 +276,9 @@ class Call:
             pending = dict(self._pending)
         # Outside the lock: this waits, and the engine may have to fetch a large result from another node.
         arrived = self.engine.collect(pending, timeout, first=first)
+        if self._echo:
+            doubted = [rank for token, rank in pending.items() if token not in arrived and rank not in self._alive]
+            self._alive.update(rank for rank, death in self.engine.probe(doubted).items() if death is None)
         with self._lock:
             self._absorb(arrived)
             self._decide(time.monotonic())
@@ -385,10 +392,17 @@ class Call:
     def _settle_failure(self, failures: list[Failure], now: float) -> None:
         """Raise the first cause at once, unless it may be the echo of a death that was not reported yet."""
         if self.settled:
+            self._echo = False
             return
         first = min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
         waited = now - (self._failed_at or now)
-        if not (first.may_be_echo and self._pending) or waited > DEATH_SHOWS_SECONDS:
+        self._echo = first.may_be_echo and (
+            bool(self._pending)
+            if waited <= DEATH_SHOWS_SECONDS
+            # By now Ray has reported any death but that of a host that went silently. No rank on such a host responds.
+            else waited <= self.engine.death_seconds and not self._alive.issuperset(self._pending.values())
+        )
+        if not self._echo:
             self._settle(first.error(starting=self.starting))
 
     def _ranks_over_time(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
@@ -13,7 +14,7 @@ import dispatch
 from dispatch.errors import SingleControllerError
 from dispatch.register import label
 from single_controller.base.codec import Encoded, encode
-from single_controller.base.errors import StartError, WorkerError
+from single_controller.base.errors import ResultLostError, StartError, WorkerError
 from single_controller.base.stats import Clock
 
 LOST_PEER_SIGNS = (
@@ -50,6 +51,7 @@ class Failure:
         cause: the exception, encoded; the exception itself in one process; None if it cannot be pickled.
         ours: whether this library raised it, about the call itself. It then reaches the user unwrapped.
         role: role of the worker, if several share the process.
+        lost: whether the rank is alive, but its result was lost on the way. There is no exception then.
     """
 
     rank: int
@@ -62,6 +64,12 @@ class Failure:
     cause: Encoded | BaseException | None = None
     ours: bool = False
     role: str | None = None
+    lost: bool = False
+
+    @classmethod
+    def lost_contact(cls, rank: int, host: str, reason: str) -> Failure:
+        """The result of a rank was lost, and the rank is alive. Errors on other ranks count first."""
+        return cls(rank, host, "", "", reason, when=math.inf, lost=True)
 
     @classmethod
     def of(
@@ -83,6 +91,8 @@ class Failure:
     @property
     def may_be_echo(self) -> bool:
         """Whether this may be the effect of another rank's death: a collective that lost its peers."""
+        if self.lost:
+            return False
         frames = [line for line in self.remote_traceback.splitlines() if line.lstrip().startswith('File "')]
         in_collective = bool(frames) and "torch/distributed/" in frames[-1]
         return in_collective or any(sign in self.message for sign in LOST_PEER_SIGNS)
@@ -103,6 +113,16 @@ class Failure:
         if self.ours and isinstance(cause, SingleControllerError):
             return cause
         where = "__init__" if starting else self.method
+        if self.lost:
+            lost = ResultLostError(
+                f"the result of {label(self.role, where)}() on rank {self.rank} ({self.host}) was lost, because "
+                f"contact with the rank was lost: {self.message}. The rank is alive, and may have run the call or not",
+                rank=self.rank,
+                host=self.host,
+                method=where,
+            )
+            lost.role = self.role
+            return lost
         error = (StartError if starting else WorkerError)(
             f"{label(self.role, where)}() raised {self.cause_type} on rank {self.rank} ({self.host}): "
             f"{self.message}\n\n{self.remote_traceback.rstrip()}",

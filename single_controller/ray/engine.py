@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayError,
+    WorkerCrashedError,
+)
 
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
@@ -17,14 +26,21 @@ from single_controller.base.codec import BESIDE, Encoded, call_message, encode_a
 from single_controller.base.engine import Engine, Sent, Token
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
-from single_controller.ray.internals import death_of
+from single_controller.ray.contact import Contact
+from single_controller.ray.internals import death_of, death_seconds
 from single_controller.ray.results import RayResults, one_line
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
 
 logger = logging.getLogger(__name__)
 
-_DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+_DEATHS = (ActorDiedError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+
+SUSPECT_SECONDS = 0.05
+"""Pause between two looks at a call when nothing but suspects is left of it."""
+
+FORGET_SECONDS = 10.0
+"""A suspect that nobody has asked about for this long, because its call was abandoned, is a new suspect next time."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,11 @@ _NOTHING = _Sendable(None, (), 0)
 class RayEngine(Engine):
     """Sends calls to actors.
 
+    A rank is *suspect* when Ray has lost contact with it, which may be a death or may pass. It has no result then until
+    `probe` knows.
+
+    Lock: ``_probing`` protects ``_suspects``. It is a leaf, and held while Ray's control store is asked.
+
     Args:
         ranks: the actors, in order of rank.
         pool: the pool that they run in. Kept alive as long as a call of theirs is.
@@ -71,6 +92,8 @@ class RayEngine(Engine):
         self._pool = pool
         self._session = session()
         self._methods: dict[tuple[int, str, str, bool], Any] = {}
+        self._probing = threading.Lock()
+        self._suspects: dict[int, Contact] = {}
 
     @property
     def connected(self) -> bool:
@@ -138,13 +161,36 @@ class RayEngine(Engine):
             messages = ray.get(ready)
             return {ref: RankResult.from_message(message) for ref, message in zip(ready, messages, strict=True)}
         except Exception:  # one of them is lost; asking one by one tells which
-            return {ref: self._read_one(ref, tokens[ref]) for ref in ready}
+            read = {ref: self._read_one(ref, tokens[ref]) for ref in ready}
+        arrived: dict[Token, RankResult] = {ref: result for ref, result in read.items() if result is not None}
+        if not arrived and len(ready) == len(refs):  # suspects alone, for which ray.wait does not wait
+            time.sleep(min(timeout, SUSPECT_SECONDS))
+        return arrived
 
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`. Asks Ray's control store; needs no dashboard."""
         return {
             number: reason for number, rank in enumerate(self.ranks) if (reason := death_of(rank.actor)) is not None
         }
+
+    @property
+    def death_seconds(self) -> float:  # type: ignore[override]
+        """See `Engine.death_seconds`."""
+        return death_seconds()
+
+    def probe(self, ranks: Collection[int]) -> dict[int, str | None]:
+        """See `Engine.probe`."""
+        known: dict[int, str | None] = {}
+        with self._probing:
+            for rank in ranks:
+                suspect = self._suspects.get(rank)
+                if suspect is None or time.monotonic() - suspect.asked > FORGET_SECONDS:
+                    suspect = self._suspects[rank] = Contact(self.ranks[rank].actor, death_seconds())
+                suspect.ask()
+                if suspect.alive is not None:
+                    known[rank] = None if suspect.alive else suspect.reason
+                    del self._suspects[rank]  # the next loss of contact is another one
+        return known
 
     def kill(self) -> None:
         """See `Engine.kill`."""
@@ -173,11 +219,20 @@ class RayEngine(Engine):
             self._methods[key] = method
         return method
 
-    def _read_one(self, token: Token, rank: int) -> RankResult:
+    def _read_one(self, token: Token, rank: int) -> RankResult | None:
+        """The result of one rank; None while it is unknown whether the rank is dead."""
         try:
             return RankResult.from_message(ray.get(cast(Any, token)))
         except _DEATHS as error:
             return RankResult(rank, died=one_line(error))
+        except ActorUnavailableError as error:  # the rank is suspect; its result is lost in any case
+            known = self.probe([rank])
+            if rank not in known:
+                return None
+            died = known[rank]
+            if died is not None:
+                return RankResult(rank, died=died)
+            return RankResult(rank, failure=Failure.lost_contact(rank, self.host(rank), one_line(error)))
         except RayError as error:  # the call itself was not delivered: its arguments were lost, for example
             text, kind = f"its result was lost: {one_line(error)}", type(error).__name__
             return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text))

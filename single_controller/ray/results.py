@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from single_controller.base.codec import KeptResult, decoded, keep_encoded
-from single_controller.base.errors import CallTimeoutError, WorkerDiedError
+from single_controller.base.errors import CallTimeoutError, ResultLostError, WorkerDiedError
 from single_controller.base.result import RankResult
 from single_controller.ray.internals import exit_detail
 
@@ -76,6 +76,13 @@ class RayResults:
     def _raise_failure(self, rank: int, ref: ray.ObjectRef) -> None:
         try:
             failure = RankResult.from_message(ray.get(ref)).failure
+        except ActorUnavailableError as error:  # the driver that made the call finds out whether the rank is dead
+            raise ResultLostError(
+                f"the result of {self.label}() on rank {rank}, whose future is an argument here, was lost, because "
+                f"contact with the rank was lost: {one_line(error)}",
+                rank=rank,
+                method=self.label,
+            ) from error
         except RayError as error:
             raise WorkerDiedError(
                 f"rank {rank} died during {self.label}(), whose future is an argument here: {one_line(error)}",
