@@ -47,7 +47,7 @@ def ensure_ray() -> None:
     ``RAY_ADDRESS=local`` always starts a new one.
 
     Raises:
-        ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond.
+        ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond, or refuses this host's token.
     """
     if ray.is_initialized():
         _check_cluster()
@@ -56,9 +56,14 @@ def ensure_ray() -> None:
     if address != "local":
         try:
             ray.init(address=address)
-        except ConnectionError:
+        except ConnectionError as error:
             if address != "auto":
-                raise
+                # Ray says so in its C++ log alone if the reason is the token.
+                raise ConnectionError(
+                    f"no connection to the Ray cluster at {address!r}: no Ray responds there, or it has another token "
+                    "than this host. Set RAY_AUTH_TOKEN to the token of the cluster's head, here and on all its hosts, "
+                    "or RAY_AUTH_MODE=disabled everywhere. docs/failures.md, 'Several hosts', explains tokens"
+                ) from error
         else:
             _check_cluster()
             return
