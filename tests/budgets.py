@@ -25,6 +25,7 @@ BUDGETS: dict[str, int] = {
     "tests/groups/test_pools.py": 90,
     "tests/groups/test_supervision.py": 100,
     "tests/groups/test_verl_calls.py": 120,
+    "tests/hosts/test_hosts.py": 90,
     "tests/megatron/test_cpu.py": 120,
     "tests/megatron/test_imports_of_megatron.py": 150,
     "tests/megatron/test_in_process.py": 60,

@@ -14,8 +14,8 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
    the engine is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be short,
    and must not acquire ``sending``.
 4. ``Monitor._changed`` protects the set of watched calls.
-5. Leaves: ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes, ``LocalRank._lock`` and
-   ``LocalResults._lock``.
+5. Leaves: ``RayEngine._probing``, ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes,
+   ``LocalRank._lock`` and ``LocalResults._lock``.
 
 1, 3 and 4 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 LATE_LOG_SECONDS = 30.0
 DEATH_SHOWS_SECONDS = 2.0
-"""How long an error that may be an echo of a death waits for that death to be reported."""
+"""How long an error that may be an echo of a death waits for that death to be reported, at least. While ranks that have
+not ended cannot be reached, it waits for `Engine.death_seconds`."""
 
 ASK_AFTER_SECONDS = 1.0
 """A wait with at least this limit asks the late ranks where they are before it raises."""
@@ -252,6 +253,8 @@ class Call:
         self._next_log = self._started + LATE_LOG_SECONDS
         self._failed_at: float | None = None
         self._timing_out = False
+        self._echo = False  # an error waits, because it may be the echo of a death
+        self._alive: set[int] = set()  # ranks that were found alive since
         self._callbacks: list[Callable[[], None]] = []
         now = time.time()
         self._record = CallRecord(spec.name, now if begun is None else begun, now)
@@ -301,6 +304,9 @@ class Call:
             pending = dict(self._pending)
         # Outside the lock: this waits, and the engine may have to fetch a large result from another node.
         arrived = self.engine.collect(pending, timeout, first=first)
+        if self._echo:
+            doubted = [rank for token, rank in pending.items() if token not in arrived and rank not in self._alive]
+            self._alive.update(rank for rank, death in self.engine.probe(doubted).items() if death is None)
         with self._lock:
             self._absorb(arrived)
             told, waiting = self._withdrawn, self._waiting
@@ -447,10 +453,17 @@ class Call:
     def _settle_failure(self, failures: list[Failure], now: float) -> None:
         """Raise the first cause: soon, unless it may be the echo of a death that was not reported yet."""
         if self.settled:
+            self._echo = False
             return
         first = first_cause(failures)
-        limit = DEATH_SHOWS_SECONDS if first.may_be_echo else OTHERS_FAIL_SECONDS
-        if not self._pending or now - (self._failed_at or now) > limit:
+        waited = now - (self._failed_at or now)
+        self._echo = first.may_be_echo and (
+            bool(self._pending)
+            if waited <= DEATH_SHOWS_SECONDS
+            # By now Ray has reported any death but that of a host that went silently. No rank on such a host responds.
+            else waited <= self.engine.death_seconds and not self._alive.issuperset(self._pending.values())
+        )
+        if not self._echo and (first.may_be_echo or not self._pending or waited > OTHERS_FAIL_SECONDS):
             self._settle(first.error(starting=self.starting, failures=failures))
 
     def _ranks_over_time(self) -> list[int]:

@@ -6,7 +6,7 @@ A group plans calls, tracks deadlines and joins results. The engine starts worke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dispatch.plan import CallPlan
@@ -61,12 +61,14 @@ class Engine(ABC):
             such a call: its timeout is checked afterwards against the time that each rank took.
         ended: whether `kill` was called, so that the workers' end is expected.
         restarted: ranks that were ended to be restarted; their end is expected too.
+        death_seconds: how long `deaths` may take to know of a death, at most.
     """
 
     world_size: int
     synchronous = False
     ended = False
     restarted: frozenset[int] = frozenset()
+    death_seconds = 0.0
 
     @property
     @abstractmethod
@@ -98,7 +100,8 @@ class Engine(ABC):
     def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
         """Wait until all results have arrived, at most ``timeout`` seconds, and return those that have.
 
-        A rank whose process has ended has a result that says so: this method never raises for a dead rank.
+        A rank whose process has ended has a result that says so: this method never raises for a dead rank. A rank with
+        which contact was lost has none until it is known whether it is dead: see `probe`.
 
         Args:
             tokens: token -> rank.
@@ -125,6 +128,15 @@ class Engine(ABC):
     @abstractmethod
     def deaths(self) -> dict[int, str]:
         """rank -> reason, of the ranks whose process has ended. Must not disturb the other ranks' work."""
+
+    def probe(self, ranks: Collection[int]) -> dict[int, str | None]:
+        """Find out whether ranks are alive that may be dead although `deaths` does not say so yet. Does not wait.
+
+        Returns:
+            rank -> why it is dead, or None if it is alive. A rank of which nothing is known yet is missing: ask again.
+        """
+        deaths = self.deaths()
+        return {rank: deaths.get(rank) for rank in ranks}
 
     @abstractmethod
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from dispatch.errors import SingleControllerError
+from dispatch.errors import ResultError, SingleControllerError
 
 
 class PlacementError(SingleControllerError):
@@ -87,6 +87,29 @@ class WorkerDiedError(_RankError):
     ) -> None:
         super().__init__(message, rank=rank, host=host, method=method)
         self.ranks = tuple(ranks)
+
+
+class ResultLostError(ResultError):
+    """A rank is alive, but its result was lost, because contact with it was lost for a while.
+
+    The rank may have run the call or not. The group can be used, unless other ranks have not ended the call within its
+    ``error_grace``: they may wait in a collective for the rank that never got the call.
+
+    Attributes:
+        rank: the rank.
+        host: the host that it runs on, if that is known.
+        method: name of the method, without parentheses.
+        role: role of the worker, if several share the process; otherwise None.
+    """
+
+    role: str | None = None
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, host: str | None = None, method: str | None = None
+    ) -> None:
+        super().__init__(message, method=method)
+        self.rank = rank
+        self.host = host
 
 
 class CallTimeoutError(SingleControllerError, TimeoutError):

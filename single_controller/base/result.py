@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import re
@@ -16,7 +17,7 @@ import dispatch
 from dispatch.errors import ResultError, SingleControllerError
 from dispatch.register import label
 from single_controller.base.codec import Encoded, encode
-from single_controller.base.errors import StartError, WorkerError, ranks_text
+from single_controller.base.errors import ResultLostError, StartError, WorkerError, ranks_text
 from single_controller.base.stats import Clock
 
 LOST_PEER_SIGNS = (
@@ -60,6 +61,7 @@ class Failure:
         role: role of the worker, if several share the process.
         lost: whether the method may have returned, but its result cannot be fetched.
         alike: whether every rank of the call fails alike, before its method begins, so that no rank waits for another.
+        no_contact: whether the rank is alive, but its result was lost on the way. There is no exception then.
     """
 
     rank: int
@@ -74,6 +76,12 @@ class Failure:
     role: str | None = None
     lost: bool = False
     alike: bool = False
+    no_contact: bool = False
+
+    @classmethod
+    def lost_contact(cls, rank: int, host: str, reason: str) -> Failure:
+        """The result of a rank was lost, and the rank is alive. Errors on other ranks count first."""
+        return cls(rank, host, "", "", reason, when=math.inf, no_contact=True)
 
     @classmethod
     def of(
@@ -95,7 +103,7 @@ class Failure:
     @property
     def may_be_echo(self) -> bool:
         """Whether this may be the effect of a rank's death: a collective that lost its peers, or a lost result."""
-        if self.lost or self.alike:
+        if self.lost or self.alike or self.no_contact:
             return self.lost
         frames = [line for line in self.remote_traceback.splitlines() if line.lstrip().startswith('File "')]
         in_collective = bool(frames) and "torch/distributed/" in frames[-1]
@@ -123,6 +131,16 @@ class Failure:
         if self.ours and isinstance(cause, SingleControllerError):
             return copy.copy(cause)
         where = "__init__" if starting else self.method
+        if self.no_contact:
+            lost = ResultLostError(
+                f"the result of {label(self.role, where)}() on rank {self.rank} ({self.host}) was lost, because "
+                f"contact with the rank was lost: {self.message}. The rank is alive, and may have run the call or not",
+                rank=self.rank,
+                host=self.host,
+                method=where,
+            )
+            lost.role = self.role
+            return lost
         if self.lost and not starting:
             result = f"the result of rank {self.rank} ({self.host}), or an argument of the call,"
             text = f"{label(self.role, where)}(): {result} {self.message}"

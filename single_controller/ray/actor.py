@@ -25,7 +25,7 @@ from single_controller.base.executor import Executor
 from single_controller.base.result import RankResult, remote_traceback
 from single_controller.base.worker import RankInfo
 from single_controller.ray.devices import hide_other_devices, own_devices
-from single_controller.ray.internals import name_lines
+from single_controller.ray.internals import interface_of, name_lines
 from single_controller.ray.results import fetch
 from single_controller.ray.stack_server import StackAddress, StackServer
 
@@ -127,6 +127,8 @@ class RankActor:
         def load() -> Any:
             # The environment first: importing the module of the user's class may import torch, which reads it.
             hide_other_devices(info.device_ids, message.environment)
+            for variable, interface in interface_variables(self._address).items():
+                os.environ.setdefault(variable, interface)
             os.environ.update(message.environment)
             os.environ.update(info.environment())
             constructors, batch_types = made.decode()
@@ -175,6 +177,23 @@ class RankActor:
 
     def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._executor.call(role, method, args, kwargs)
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """The variables that make gloo, NCCL and TensorPipe use the network interface with this node's Ray address.
+
+    Without them, gloo uses the address that the host's name stands for: 127.0.0.1 if the name does not resolve, and
+    127.0.1.1 with Debian's default /etc/hosts. Other hosts cannot connect to either.
+    """
+    interface = interface_of(address)
+    if interface is None:
+        return {}
+    # "=": NCCL would otherwise also take every interface whose name begins with this one.
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "TP_SOCKET_IFNAME": interface,
+    }
 
 
 def _add_batch_types(encoded: list[Encoded]) -> None:

@@ -6,15 +6,18 @@ import contextlib
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import ray
 from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
     NodeDiedError,
     OutOfMemoryError,
-    RayActorError,
     RayError,
     TaskCancelledError,
     WorkerCrashedError,
@@ -28,7 +31,8 @@ from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentE
 from single_controller.base.executor import Asked
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
-from single_controller.ray.internals import death_of
+from single_controller.ray.contact import Contact
+from single_controller.ray.internals import death_of, death_seconds
 from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
 from single_controller.ray.runtime import session
@@ -37,7 +41,13 @@ from single_controller.ray.stack_server import ask_stacks
 
 logger = logging.getLogger(__name__)
 
-_DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+_DEATHS = (ActorDiedError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+
+SUSPECT_SECONDS = 0.05
+"""Pause between two looks at a call when nothing but suspects is left of it."""
+
+FORGET_SECONDS = 10.0
+"""A suspect that nobody has asked about for this long, because its call was abandoned, is a new suspect next time."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,11 @@ _NOTHING = _Sendable(None, (), 0)
 class RayEngine(Engine):
     """Sends calls to actors.
 
+    A rank is *suspect* when Ray has lost contact with it, which may be a death or may pass. It has no result then until
+    `probe` knows.
+
+    Lock: ``_probing`` protects ``_suspects``. It is a leaf, and held while Ray's control store is asked.
+
     Args:
         ranks: the actors, in order of rank.
         pool: the pool that they run in. Kept alive as long as a call of theirs is.
@@ -85,6 +100,8 @@ class RayEngine(Engine):
         self._session = session()
         self._methods: dict[tuple[int, str, str, bool], Any] = {}
         self._deaths: dict[int, str] = {}
+        self._probing = threading.Lock()
+        self._suspects: dict[int, Contact] = {}
 
     @property
     def connected(self) -> bool:
@@ -176,7 +193,11 @@ class RayEngine(Engine):
             messages = ray.get(ready)
             return {ref: RankResult.from_message(message) for ref, message in zip(ready, messages, strict=True)}
         except Exception:  # one of them is lost; asking one by one tells which
-            return {ref: self._read_one(ref, tokens[ref]) for ref in ready}
+            read = {ref: self._read_one(ref, tokens[ref]) for ref in ready}
+        arrived: dict[Token, RankResult] = {ref: result for ref, result in read.items() if result is not None}
+        if not arrived and len(ready) == len(refs):  # suspects alone, for which ray.wait does not wait
+            time.sleep(min(timeout, SUSPECT_SECONDS))
+        return arrived
 
     def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
         """See `Engine.when_arrived`. Ray calls back in a thread of its own."""
@@ -206,6 +227,25 @@ class RayEngine(Engine):
         """See `Engine.stacks`."""
         addresses = {rank: self.ranks[rank].location.stacks for rank in ranks}
         return ask_stacks({rank: address for rank, address in addresses.items() if address is not None}, seconds)
+
+    @property
+    def death_seconds(self) -> float:  # type: ignore[override]
+        """See `Engine.death_seconds`."""
+        return death_seconds()
+
+    def probe(self, ranks: Collection[int]) -> dict[int, str | None]:
+        """See `Engine.probe`."""
+        known: dict[int, str | None] = {}
+        with self._probing:
+            for rank in ranks:
+                suspect = self._suspects.get(rank)
+                if suspect is None or time.monotonic() - suspect.asked > FORGET_SECONDS:
+                    suspect = self._suspects[rank] = Contact(self.ranks[rank].actor, death_seconds())
+                suspect.ask()
+                if suspect.alive is not None:
+                    known[rank] = None if suspect.alive else suspect.reason
+                    del self._suspects[rank]  # the next loss of contact is another one
+        return known
 
     def kill(self) -> None:
         """See `Engine.kill`."""
@@ -271,11 +311,20 @@ class RayEngine(Engine):
             self._methods[key] = method
         return method
 
-    def _read_one(self, token: Token, rank: int) -> RankResult:
+    def _read_one(self, token: Token, rank: int) -> RankResult | None:
+        """The result of one rank; None while it is unknown whether the rank is dead."""
         try:
             return RankResult.from_message(ray.get(cast(Any, token)))
         except _DEATHS as error:
             return RankResult(rank, died=one_line(error))
+        except ActorUnavailableError as error:  # the rank is suspect; its result is lost in any case
+            known = self.probe([rank])
+            if rank not in known:
+                return None
+            died = known[rank]
+            if died is not None:
+                return RankResult(rank, died=died)
+            return RankResult(rank, failure=Failure.lost_contact(rank, self.host(rank), one_line(error)))
         except TaskCancelledError as error:  # see `withdraw`
             text, kind = "its deferred argument will not come", type(error).__name__
             return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text, alike=True))

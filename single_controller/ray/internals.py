@@ -2,22 +2,23 @@
 
 - `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness without the dashboard, which
   ``ray.util.state`` needs. Replace it by public access to an actor's state that Ray keeps up to date in each process.
+- `process_of` (``ray._private.state.actors``) and `node_service` (fields of ``ray.nodes()``): where the process of an
+  actor, and that of its node, listen. Replace them by public access to the addresses.
+- `death_seconds` (``ray._raylet.Config``): the settings of the health checks. Replace it when Ray has a public query.
+- `interface_of` (psutil, which Ray brings along): which network interface has an address.
 - `detached_actors` (the control store's actor table): dead detached actors and their placement groups. Replace it when
   ``ray.util.list_named_actors`` returns both.
 - `worker_pools` (the control store's table of placement groups): which actor created a placement group. Replace it when
   ``ray.util.placement_group_table`` returns that.
 - `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`. Replace it
-   by
-  a public function of that kind.
+  by a public function of that kind.
 - `accelerator_names` (``ray._private.accelerators``): the resources whose units have ids. Replace it by a public list.
 - `name_lines` (the log monitor's marker): log lines with class and rank. Replace it when the log name of an actor can
-   be
-  set after its creation.
+  be set after its creation.
 - `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``. Replace it by public
   accessors.
 - `exit_detail` (the text of Ray's errors): why a process has ended, in one line. Replace it when `RayActorError` has
-   the
-  reason as an attribute.
+  the reason as an attribute.
 """
 
 from __future__ import annotations
@@ -51,6 +52,45 @@ def death_of(actor: Any) -> str | None:
     if info["State"] != "DEAD":
         return None
     return exit_detail(info["DeathCause"].actor_died_error_context.error_message) or "its process has ended"
+
+
+class Process(NamedTuple):
+    """The process of an actor.
+
+    Attributes:
+        address: address and port on which it takes calls.
+        node_id: the node that it is on, in hex.
+    """
+
+    address: tuple[str, int]
+    node_id: str
+
+
+def process_of(actor: Any) -> Process | None:
+    """The process of an actor; None if it has none. Asks the control store; needs no dashboard."""
+    from ray._private.state import actors
+
+    where = (actors(actor_id=actor._actor_id.hex()) or {}).get("Address", {})
+    return Process((where["IPAddress"], where["Port"]), where["NodeID"]) if where.get("Port") else None
+
+
+def node_service(node_id: str) -> tuple[str, int] | None:
+    """Address and port of the Ray process of a node; None if Ray does not know the node."""
+    found = [node for node in ray.nodes() if node["NodeID"] == node_id]
+    return (found[0]["NodeManagerAddress"], found[0]["NodeManagerPort"]) if found else None
+
+
+def death_seconds() -> float:
+    """How long the control store of this cluster takes to notice that a node is gone, at most.
+
+    Known are Ray's defaults and what ``ray start --head`` was given with ``--system-config``. Settings in the
+    environment of the control store's process (``RAY_health_check_*``) are not.
+    """
+    import ray._raylet as raylet
+
+    config: Any = getattr(raylet, "Config")  # noqa: B009  (Ray fills it in C++ when this process connects to a cluster)
+    once: int = config.health_check_period_ms() + config.health_check_timeout_ms()
+    return config.health_check_failure_threshold() * once / 1000
 
 
 class DetachedActor(NamedTuple):
@@ -155,6 +195,16 @@ def name_lines(name: str) -> None:
         stream.flush()
 
 
+def interface_of(address: str) -> str | None:
+    """The network interface of this host that carries an address; None if none does, as behind address translation."""
+    import psutil  # part of Ray, which makes it importable
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return str(name)
+    return None
+
+
 def declared_class(cls: Any) -> tuple[Any, dict[str, Any]]:
     """(plain class, options given to ``@ray.remote``) of an actor class; any other object unchanged, without
     options."""
@@ -167,5 +217,9 @@ def declared_class(cls: Any) -> tuple[Any, dict[str, Any]]:
 def exit_detail(text: str) -> str:
     """Extract from one of Ray's long messages how a process ended; empty if the message does not say."""
     text = " ".join(text.split())
+    node = text.partition("The actor died because its node has died. ")[2]
+    if node:
+        reason = node.partition("the actor's node was ")[2] or node
+        return f"its host is gone: its Ray node was {reason}"[:500].rstrip(". ")
     detail = text.partition("Worker exit detail: ")[2] or text.partition("The actor is dead because ")[2]
     return detail.partition(" Some common causes")[0][:500].rstrip(". ")

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
+    ActorUnavailableError,
     ObjectStoreFullError,
     OutOfDiskError,
     OwnerDiedError,
@@ -25,7 +26,7 @@ from dispatch.errors import DispatchError, ResultError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
 from single_controller.base.codec import Encoded, KeptResult, add_reference_types, decoded, keep_encoded
-from single_controller.base.errors import CallTimeoutError, WorkerDiedError
+from single_controller.base.errors import CallTimeoutError, ResultLostError, WorkerDiedError
 from single_controller.base.joining import CallResults, Located, locate
 from single_controller.base.result import RankResult
 from single_controller.ray.internals import exit_detail
@@ -153,6 +154,14 @@ class RayResults:
     def _read_one(self, ref: ray.ObjectRef, rank: int) -> RankResult:
         try:
             return RankResult.from_message(ray.get(ref))
+        except ActorUnavailableError as error:  # the driver that made the call finds out whether the rank is dead
+            raise ResultLostError(
+                f"the result of {self.label}() on rank {rank}, whose future is an argument here, was lost, because "
+                f"contact with the rank was lost: {one_line(error)}",
+                rank=rank,
+                host=self._hosts[self._ranks.index(rank)],
+                method=self.label,
+            ) from error
         except RayActorError as error:
             host = self._hosts[self._ranks.index(rank)]
             raise WorkerDiedError(

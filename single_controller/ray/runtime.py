@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ray.actor import ActorHandle
 
 from single_controller.base import codec
 from single_controller.base.errors import ForkedProcessError
-from single_controller.ray.internals import free_resources
+from single_controller.ray.internals import death_seconds, free_resources
 
 # Ray has its own copy of cloudpickle. With another one, a class of __main__ that a user also sends through Ray itself
 # would arrive as two distinct classes. Ray must see the references in a message to count them.
@@ -25,13 +26,20 @@ logger = logging.getLogger(__name__)
 LOCAL_CPUS = 16
 """Minimum of logical CPUs of a Ray that this library starts, so that every tutorial runs on a laptop."""
 
-_HEALTH_CHECKS = {
+HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 1000,
+    "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""Settings of a Ray that this library starts: a dead node is noticed within 5 seconds."""
+"""Settings of a Ray that this library starts, and recommended for others: a node that is gone is noticed within 5
+seconds."""
+
+UNTUNED_SECONDS = 10.0
+"""A cluster that takes longer to notice that a node is gone gets a warning."""
+
+_checked: set[str | None] = set()
+"""The connections to Ray whose clusters were checked."""
 
 
 _forked = False
@@ -58,24 +66,49 @@ def ensure_ray() -> None:
     ``RAY_ADDRESS=local`` always starts a new one.
 
     Raises:
-        ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond.
+        ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond, or refuses this host's token.
         ForkedProcessError: this process is a fork of one that is connected to Ray.
     """
     if _forked:
         raise ForkedProcessError.of("the connection to Ray")
     if ray.is_initialized():
+        _check_cluster()
         return
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     if address != "local":
         try:
             ray.init(address=address)
-            return
-        except ConnectionError:
+        except ConnectionError as error:
             if address != "auto":
-                raise
+                # Ray says so in its C++ log alone if the reason is the token.
+                raise ConnectionError(
+                    f"no connection to the Ray cluster at {address!r}: no Ray responds there, or it has another token "
+                    "than this host. Set RAY_AUTH_TOKEN to the token of the cluster's head, here and on all its hosts, "
+                    "or RAY_AUTH_MODE=disabled everywhere. docs/failures.md, 'Several hosts', explains tokens"
+                ) from error
+        else:
+            _check_cluster()
+            return
     cpus = max(LOCAL_CPUS, os.cpu_count() or 1)
     logger.info("no Ray is running: starting a local one with %d logical CPUs", cpus)
-    ray.init("local", num_cpus=cpus, include_dashboard=False, _system_config=_HEALTH_CHECKS)
+    ray.init("local", num_cpus=cpus, include_dashboard=False, _system_config=HEALTH_CHECKS)
+
+
+def _check_cluster() -> None:
+    """Warn once of a cluster of several hosts that takes long to notice that one is gone."""
+    current = session()
+    if current in _checked:
+        return
+    _checked.add(current)
+    seconds, hosts = death_seconds(), {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if len(hosts) > 1 and seconds > UNTUNED_SECONDS:
+        logger.warning(
+            "if one of the %d hosts of this Ray cluster goes silently, Ray notices it after up to %.0f s, and calls "
+            "wait that long for its ranks. To make it 5 s, start the head with: ray start --head --system-config='%s'",
+            len(hosts),
+            seconds,
+            json.dumps(HEALTH_CHECKS),
+        )
 
 
 def session() -> str | None:

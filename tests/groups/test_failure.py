@@ -193,6 +193,24 @@ class TestDeaths:
                 with pytest.raises(WorkerDiedError, match="rank 2"):
                     future.result()
 
+    def test_rank_that_may_be_dead_is_found_dead_or_alive(self, make_group):
+        """Without its help: rank 0 computes, rank 1 is stopped, rank 2 was killed."""
+        group = make_group(Fragile)
+        pids = group.pid()
+        group.sleep_on.remote([0], 60)
+        known = {}
+        try:
+            os.kill(pids[1], signal.SIGSTOP)
+            os.kill(pids[2], signal.SIGKILL)
+            begin = time.monotonic()
+            while time.monotonic() - begin < 3:
+                known.update(group._ray.probe([rank for rank in range(3) if rank not in known]))
+                time.sleep(0.05)
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        assert known[0] is None and known[2]
+        assert 1 not in known  # it may be on a host that has lost its power
+
     def test_other_groups_continue_and_restart_creates_new_workers(self, make_group, counters):
         group = make_group(Fragile)
         before = group.pid()

@@ -1,0 +1,55 @@
+"""Groups across two hosts: what `make test` shows of failures between hosts. `test_faults.py` has the others.
+
+The tests share a cluster and a group, and the last one ends a host.
+"""
+
+import time
+
+import pytest
+from host_cluster import cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def two_hosts():
+    """Two hosts that know no other host by name. Ray takes 3.9 s at most to notice that one is gone."""
+    with cluster(2, resolve="nothing", period=300, timeout=1000, threshold=3) as made:
+        made.driver.do("from host_workers import OnHost; group = on(2, OnHost)")
+        yield made
+
+
+def test_reset_connection_loses_a_result_and_not_the_group(two_hosts):
+    """Ray reports it like a dead host: the actor is "unavailable"."""
+    driver, network = two_hosts.driver, two_hosts.network
+    driver.tell("group.count(seconds=2.0)")
+    time.sleep(1)
+    network.reset("h1", "h2")
+    lost = driver.hear(20)
+    assert lost.error == "ResultLostError" and "SingleControllerError" in lost.bases, lost.trace
+    assert (lost.facts["rank"], lost.facts["method"]) == (1, "count")
+    assert "10.77.0.2" in lost.facts["host"] and "may have run" in lost.text
+    assert driver.do("group.count()") == [2, 2]
+    assert driver.do("group.broken, group.alive()") == [None, [True, True]]
+
+
+def test_process_group_of_hosts_whose_names_do_not_resolve(two_hosts):
+    do = two_hosts.driver.do
+    assert do("group.interfaces()") == [{"GLOO": "eth0", "NCCL": "=eth0", "TP": "eth0"}] * 2
+    assert do("group.join(timeout=30)") == [None, None]
+    assert do("group.all_reduce(3)") == [1.0, 1.0]
+
+
+def test_host_that_vanishes_during_a_collective(two_hosts):
+    """It closes no connection. The other rank waits for it in the collective."""
+    driver = two_hosts.driver
+    driver.tell("group.all_reduce(1, absent=1)")
+    time.sleep(0.5)
+    two_hosts.network.cut("h2")
+    begun = time.monotonic()
+    died = driver.hear(30)
+    assert time.monotonic() - begun < two_hosts.window + 2
+    assert died.error == "WorkerDiedError", died.trace
+    assert (died.facts["rank"], died.facts["ranks"], died.facts["method"]) == (1, [1], "all_reduce")
+    assert "10.77.0.2" in died.facts["host"] and "its host is gone" in died.text
+    assert driver.outcome("group.ping()").error == "GroupBrokenError"
