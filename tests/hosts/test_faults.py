@@ -1,0 +1,267 @@
+"""The table of faults between hosts: what a driver is told, and after how many seconds.
+
+Ray takes 12 s here to notice that a host is gone, so that a network that fails for 5 s is not taken for a death.
+"""
+
+import json
+import re
+import textwrap
+import time
+
+import pytest
+from host_cluster import SETUP, cluster, window
+from host_driver import Driver
+from host_network import Network, wait_until
+
+from single_controller.ray.runtime import HEALTH_CHECKS
+
+pytestmark = [pytest.mark.full("faults between hosts: killed, cut off, slow"), pytest.mark.timeout(300)]
+
+SLOWLY = {"period": 1000, "timeout": 2000, "threshold": 4}
+OUTAGE = 5.0
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    """Three hosts. Their tests leave them as they were."""
+    with cluster(3, **SLOWLY) as made:
+        made.driver.do("from host_workers import OnHost; import torch")
+        yield made
+
+
+@pytest.fixture
+def doomed():
+    """Three hosts of which a test ends one."""
+    with cluster(3, **SLOWLY) as made:
+        made.driver.do("from host_workers import OnHost; import torch")
+        yield made
+
+
+@pytest.fixture
+def group(healthy):
+    """A group on all three hosts, in a process group."""
+    healthy.driver.do("group = on(3, OnHost); group.join(timeout=60)")
+    yield
+    healthy.driver.do("group.close(); group.resource_pool.close()")
+
+
+def interrupt(network, name, after=1.0):
+    """Cut a host off for a while."""
+    time.sleep(after)
+    network.cut(name)
+    time.sleep(OUTAGE)
+    network.heal(name)
+
+
+def show(fault, outcome):
+    """A row of the table, for the log of `make test-all`."""
+    print(f"\n{fault:<44}{outcome}")
+
+
+# --- what passes --------------------------------------------------------------------------------------------
+
+
+def test_outage_while_idle(healthy, group):
+    interrupt(healthy.network, "h2")
+    outcome = healthy.driver.outcome("group.ping()")
+    show("cut for 5 s while idle", outcome)
+    assert outcome.value == [0, 1, 2], outcome.trace
+
+
+def test_outage_during_a_call(healthy, group):
+    healthy.driver.tell("group.count(seconds=3.0)")
+    interrupt(healthy.network, "h2")
+    outcome = healthy.driver.hear()
+    show("cut for 5 s in a call", outcome)
+    assert outcome.value == [1, 1, 1], outcome.trace
+    assert healthy.driver.do("group.count()") == [2, 2, 2]
+
+
+def test_outage_during_a_collective(healthy, group):
+    healthy.driver.tell("group.reduce_for(4.0)")
+    interrupt(healthy.network, "h2")
+    outcome = healthy.driver.hear()
+    show("cut for 5 s in a collective", outcome)
+    assert outcome.value == [True] * 3, outcome.trace
+
+
+def test_reset_connections_during_a_collective(healthy, group):
+    """Every rank is alive, so the error of the rank is raised, and not after the 12 s that a death may take to show."""
+    healthy.driver.tell("group.all_reduce(1, absent=2)")
+    time.sleep(1)
+    healthy.network.reset("h1", "h2")
+    healthy.network.reset("h2", "h3")
+    outcome = healthy.driver.hear()
+    show("connections reset in a collective", outcome)
+    assert outcome.error in ("WorkerError", "ResultLostError") and outcome.seconds < 10, outcome.trace
+    assert healthy.driver.do("group.alive()") == [True] * 3
+
+
+# --- deaths -------------------------------------------------------------------------------------------------
+
+
+def test_killed_rank(healthy, group):
+    healthy.driver.tell("group.all_reduce(1, absent=0)")
+    time.sleep(1)
+    healthy.host("h2").kill(having="ray::all_reduce")  # the title of its process during the call
+    outcome = healthy.driver.hear()
+    show("a rank killed", outcome)
+    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
+    assert outcome.seconds < 5 and "host is gone" not in outcome.text
+    assert healthy.driver.do("group.restart(); group.ping()") == [0, 1, 2]
+
+
+def test_killed_host(doomed):
+    """All of its processes end at once: its connections are closed, and Ray's own word comes later."""
+    doomed.driver.do("group = on(3, OnHost); group.join(timeout=60)")
+    doomed.driver.tell("group.all_reduce(1, absent=0)")
+    time.sleep(1)
+    doomed.host("h3").kill()
+    outcome = doomed.driver.hear()
+    show("all processes of a host killed", outcome)
+    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [2]), outcome.trace
+    assert "its host is gone" in outcome.text and "10.77.0.3" in outcome.text
+    assert outcome.seconds < 1 + 5
+
+
+@pytest.mark.parametrize("method", ["sleep(60)", "all_reduce(1, absent=0)"])
+def test_power_loss(doomed, method):
+    """No connection is closed: only Ray's health checks notice. A new worker then runs on another host."""
+    doomed.driver.do("group = on(2, OnHost); group.join(timeout=60)")
+    _, there = doomed.driver.do("hosts_of(group)")
+    doomed.driver.tell(f"group.{method}")
+    time.sleep(1)
+    doomed.network.cut(there)
+    outcome = doomed.driver.hear()
+    show(f"power loss in {method.partition('(')[0]}", outcome)
+    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
+    assert "its host is gone" in outcome.text and outcome.seconds < 1 + doomed.window + 2
+    assert doomed.driver.do("group.restart(); group.ping()", 120) == [0, 1]
+    assert set(doomed.driver.do("hosts_of(group)")) == {"h1", "h2", "h3"} - {there}
+
+
+def test_death_wins_over_its_echo_on_a_healthy_rank(doomed):
+    """The healthy rank's collective gives up 10 s before Ray knows that the other rank's host is gone."""
+    doomed.driver.do("group = on(2, OnHost); group.join(timeout=2)")
+    there = doomed.driver.do("hosts_of(group)")[1]
+    doomed.driver.tell("group.all_reduce(1, absent=1)")
+    time.sleep(0.5)
+    doomed.network.cut(there)
+    outcome = doomed.driver.hear()
+    show("power loss; a healthy rank gives up first", outcome)
+    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
+    assert "its host is gone" in outcome.text and outcome.seconds < 1 + doomed.window + 2
+
+
+def test_error_of_a_collective_is_raised_when_all_ranks_are_alive(healthy):
+    """The same error without a death: nothing waits for the health checks."""
+    healthy.driver.do("group = on(2, OnHost, error_grace=60); group.join(timeout=2)")
+    outcome = healthy.driver.outcome("group.all_reduce(1, absent=1)")
+    show("a collective gives up, all ranks alive", outcome)
+    assert (outcome.error, outcome.facts.get("rank")) == ("WorkerError", 0), outcome.trace
+    assert outcome.seconds < 2 + 5
+    healthy.driver.do("group.close(); group.resource_pool.close()")
+
+
+def test_killed_driver(healthy):
+    driver = Driver(healthy.network.hosts[1], SETUP)
+    driver.do("from host_workers import OnHost; group = on(3, OnHost)")
+    hosts = healthy.network.hosts
+    assert all(host.pids("ray::OnHost") for host in hosts)
+    driver.close()
+    seconds = wait_until(lambda: not any(host.pids("ray::OnHost") for host in hosts), 20)
+    print(f"\n{'driver killed':<44}{seconds:6.2f} s  no worker is left")
+
+
+def test_host_of_the_driver_lost(doomed):
+    """Ray notices that the driver's host is gone, and ends the workers that it started on others."""
+    driver = Driver(doomed.network.hosts[1], SETUP)
+    driver.do("from host_workers import OnHost; group = on(3, OnHost)")
+    doomed.network.cut("h2")
+    others = [doomed.host("h1"), doomed.host("h3")]
+    seconds = wait_until(lambda: not any(host.pids("ray::OnHost") for host in others), doomed.window + 20)
+    print(f"\n{'power loss of the driver':<44}{seconds:6.2f} s  no worker is left")
+    driver.close()
+
+
+# --- slow networks and names --------------------------------------------------------------------------------
+
+
+def test_slow_network_that_loses_packets():
+    with cluster(2, **SLOWLY) as made:
+        made.driver.do("from host_workers import OnHost; import torch; group = on(2, OnHost)")
+        made.driver.do("group.join(timeout=60)")
+        made.network.degrade("h2", delay=0.1, loss=0.05)
+        begun = time.monotonic()
+        for number in range(1, 6):
+            assert made.driver.do("group.count()") == [number, number]
+        batch = made.driver.do("batch = torch.arange(8.0).reshape(4, 2); group.total(batch).tolist()")
+        assert batch == [[1.0], [5.0], [9.0], [13.0]]
+        assert made.driver.do("group.all_reduce(3)") == [1.0, 1.0]
+        assert made.driver.do("group.broken") is None
+        seconds = (time.monotonic() - begun) / 9
+        print(f"\n{'100 ms late, 5 % lost':<44}{seconds:6.2f} s  per call or all-reduce")
+
+
+def test_process_group_of_hosts_whose_names_stand_for_the_loopback():
+    """As with Debian's default /etc/hosts, where a host's own name is 127.0.1.1."""
+    with cluster(2, resolve="loopback", **SLOWLY) as made:
+        outcome = made.driver.outcome(
+            "from host_workers import OnHost; group = on(2, OnHost); group.join(timeout=30); group.all_reduce(2)"
+        )
+        show("names that stand for 127.0.1.1", outcome)
+        assert outcome.value == [1.0, 1.0], outcome.trace
+
+
+# --- clusters that others started ---------------------------------------------------------------------------
+
+
+def test_cluster_with_rays_default_settings_is_reported_once():
+    with Network(2) as network:
+        network.start_ray()
+        driver = Driver(network.hosts[0], SETUP)
+        driver.do(
+            """
+            import logging
+            heard = []
+            class Listener(logging.Handler):
+                def emit(self, record):
+                    heard.append(record.getMessage())
+            logging.getLogger("single_controller").addHandler(Listener())
+            for _ in range(2):
+                RayResourcePool([1], use_gpu=False).close()
+            """
+        )
+        (warning,) = driver.do("heard")
+        print(f"\n{warning}")
+        assert "2 hosts" in warning and "up to 65 s" in warning
+        config = json.loads(re.search(r"--system-config='(.*)'", warning).group(1))
+        assert (config, window(config)) == (HEALTH_CHECKS, 4.5)
+        driver.close()
+
+
+# --- data ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["store", "group", "disk"])
+def test_weight_sync_with_an_outage(healthy, transport):
+    """Weights from three hosts to three, of which one is cut off for a while: bit for bit those of the version."""
+    healthy.driver.do(
+        textwrap.dedent(f"""
+        import sync_workers
+        train, rollout = on(3, sync_workers.Stage), on(3, sync_workers.Rollout)
+        folder = {{"folder": f"/tmp/weights-{{os.getpid()}}"}} if {transport!r} == "disk" else {{}}
+        train.connect(rollout, {transport!r}, bucket_bytes=600, **folder)
+        train.update(1)
+        """),
+        120,
+    )
+    healthy.driver.tell("[train.update(version) for version in range(2, 42)]; rollout.current_weight_version()")
+    interrupt(healthy.network, "h3", after=0.3)
+    outcome = healthy.driver.hear(120)
+    show(f"weight sync by {transport}, cut for 5 s", outcome)
+    assert outcome.value == [41] * 3, outcome.trace
+    healthy.driver.do("wanted = sync_workers.model(seed=41)")
+    same = "[all(torch.equal(rank[name], wanted[name]) for name in wanted) for rank in rollout.weights()]"
+    assert healthy.driver.do(same) == [True] * 3
+    healthy.driver.do("train.close(); rollout.close(); train.resource_pool.close(); rollout.resource_pool.close()")
