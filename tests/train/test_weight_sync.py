@@ -1,8 +1,10 @@
 """Weights from train ranks, each holding a part, to rollout workers: complete, each tensor once, with a version."""
 
 import contextlib
+import datetime
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -19,9 +21,9 @@ from single_controller import (
     colocate,
 )
 from workers.train.rollout_link import RolloutLink
-from workers.weight_sync import WeightSender, WeightSyncError
+from workers.weight_sync import WeightSender, WeightSyncError, process_group
 from workers.weight_sync.device import DeviceTransport, name_of
-from workers.weight_sync.process_group import ProcessGroupTransport
+from workers.weight_sync.process_group import Channel, Invitation, ProcessGroupTransport
 from workers.weight_sync.protocol import Budget, Receivers, Update
 
 TRANSPORTS = ["store", "group", "disk", "device"]
@@ -146,6 +148,25 @@ def test_failed_process_group_setup_ends_the_update_on_all_ranks(train, rollout)
     train.update(2)
     assert time.monotonic() - begun < 20
     assert rollout.current_weight_version() == [2, 2] and same(rollout.weights(), 2)
+
+
+def test_joining_a_process_group_takes_one_store_connection_per_member(monkeypatch):
+    """torch looks up names for each of them, which blocks all clients of the store if a name server is slow."""
+    seconds, opened = datetime.timedelta(seconds=60), []
+    connect = process_group._client
+    monkeypatch.setattr(process_group, "_client", lambda *args: opened.append(args) or connect(*args))
+    monkeypatch.setattr(process_group, "_PATIENT_SECONDS", 60.0, raising=False)  # however slow the machine is
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    invitation = Invitation(0, "key/0", ("127.0.0.1", server.port), ("one",), "gloo", 60.0, 60.0)
+    receiver = SimpleNamespace(receiver_id="one")
+    joined = []
+    thread = threading.Thread(target=lambda: joined.append(invitation._channel(receiver)))
+    thread.start()
+    channels = [Channel(invitation, 0, torch.device("cpu"))]
+    thread.join(timeout=10)
+    assert len(joined) == 1 and len(opened) == 2
+    for channel in channels + joined:
+        channel.leave()
 
 
 def senders(count, seconds):

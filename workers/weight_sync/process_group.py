@@ -36,6 +36,7 @@ from single_controller.base.future import WorkerFuture
 from workers.device import device
 from workers.weight_sync.device import name_of
 from workers.weight_sync.protocol import (
+    Budget,
     FlatBuffer,
     Message,
     Pair,
@@ -55,6 +56,7 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 
 _POLL_SECONDS = 0.0005
 _CHECK_SECONDS = 0.05
+_PATIENT_SECONDS = 1.0
 
 
 class ProcessGroupTransport(Transport):
@@ -282,9 +284,17 @@ class Invitation(Message):
                 )
         rank = 1 + self.receivers.index(receiver.receiver_id)
         where = device(receiver.local_rank, receiver.device_ids) if self.backend == "nccl" else torch.device("cpu")
-        store = _client(self.address, self.seconds)
+        budget = Budget(self.seconds)
+        store: dist.TCPStore | None = None
 
         def check() -> None:
+            nonlocal store
+            if store is None:
+                # A connection of its own, because the rendezvous occupies the other one. Most rendezvous end before
+                # they need it, and connecting can be slow: see `_client`.
+                if budget.left() > self.seconds - _PATIENT_SECONDS:
+                    return
+                store = _client(self.address, budget.left())
             if store.check([self.given_up]):
                 raise WeightSyncError("the sender has given up, because another rollout worker failed or was late")
 
@@ -497,6 +507,8 @@ def _backend(update: Update, here: torch.device) -> str:
 
 
 def _client(address: tuple[str, int], seconds: float) -> dist.TCPStore:
+    """Connect to a store. torch looks up the host's name from its address here, and again in the store's only thread,
+    where everyone else waits meanwhile. A name server that does not answer costs seconds, so open few connections."""
     return dist.TCPStore(*address, is_master=False, timeout=_delta(seconds))
 
 
