@@ -15,6 +15,9 @@ from pathlib import Path
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# torch looks up this host's name for each connection to a store. Where a name server drops queries, each would take the
+# resolver's default of five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 # Ray's workers import the tests' worker classes by name.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDERS = [

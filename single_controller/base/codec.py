@@ -111,25 +111,18 @@ def encode(value: Any, kind: Callable[..., Encoded] = Encoded, *, in_process: bo
     Raises:
         Exception: whatever pickle raises for a part that cannot be pickled.
     """
-    types = _reference_types + _in_process_types if in_process else _reference_types
-    header, buffers, references = _dump(value, types)
-    return kind(header, tuple(map(_copy, buffers) if in_process else buffers), references)
+    out = io.BytesIO()
+    buffers: list[Any] = []
+    encoder = (_encoder or _default_encoder())(out, protocol=5, buffer_callback=buffers.append)
+    encoder.reference_types = _reference_types + _in_process_types if in_process else _reference_types
+    encoder.references, encoder.seen, encoder.made = [], {}, {}
+    encoder.dump(value)
+    return kind(out.getvalue(), tuple(map(_copy, buffers) if in_process else buffers), tuple(encoder.references))
 
 
 def private_copy(value: Any) -> Any:
     """Return a copy of a decoded value that shares no buffer with it."""
-    header, buffers, references = _dump(value, _reference_types + _in_process_types)
-    return Encoded(header, tuple(buffers), references).decode()
-
-
-def _dump(value: Any, reference_types: tuple[type[Any], ...]) -> tuple[bytes, list[Any], tuple[Any, ...]]:
-    """The pickle of a value, its buffers and its references."""
-    out = io.BytesIO()
-    buffers: list[Any] = []
-    encoder = (_encoder or _default_encoder())(out, protocol=5, buffer_callback=buffers.append)
-    encoder.reference_types, encoder.references, encoder.seen, encoder.made = reference_types, [], {}, {}
-    encoder.dump(value)
-    return out.getvalue(), buffers, tuple(encoder.references)
+    return encode(value, in_process=True).decode(private=False)
 
 
 def can_encode(value: Any, *, in_process: bool = False) -> bool:

@@ -363,7 +363,7 @@ class WorkerGroup(CallsByName, Closing):
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
         registration = spec.registration
         mode = registration.mode.mode
-        layout = _without_coordinates(self.world_size)
+        layout = _without_coordinates(self._engine.world_size)
         if isinstance(mode, Mode) and mode.in_layout is not None and registration.execute.ranks is None:
             try:
                 layout = self._layout_with(mode.in_layout)

@@ -57,21 +57,21 @@ class CallResults(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class InlineResults:
     """Results that came inside the `RankResult`s. Only `values` is needed of them.
 
-    Args:
+    Attributes:
         label: the call's method, for messages.
         results: the collecting ranks' results, in order.
     """
 
-    def __init__(self, label: str, results: Sequence[RankResult]) -> None:
-        self.label = label
-        self._results = results
+    label: str
+    results: Sequence[RankResult]
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """See `CallResults.values`."""
-        return [self._value(self._results[k], private) for k in which]
+        return [self._value(self.results[k], private) for k in which]
 
     def _value(self, result: RankResult, private: bool) -> Any:
         encoded = result.value

@@ -353,10 +353,8 @@ def test_timeout_of_the_producer_leaves_the_consumers_as_they_are(engine, make_g
     error, cause = caught.value, caught.value.__cause__
     assert (error.consumer, error.method, error.ranks) == ("fail", "sleep_on", (3,))
     assert error.__notes__ == ["fail() did not run, because this error failed its deferred argument"]
-    assert isinstance(cause, CallTimeoutError) and (cause.consumer, str(cause)) == (None, str(error)) == (
-        None,
-        producer.broken,
-    )
+    assert isinstance(cause, CallTimeoutError) and cause.consumer is None and str(cause) == str(error)
+    assert str(error).startswith(producer.broken)
     assert pickle.loads(pickle.dumps(error)).consumer == "fail"
     with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) exceeded"):
         consumer.fail(late)  # after the fact

@@ -14,7 +14,7 @@ from dispatch.batch import Deferred
 from dispatch.buffer_pool import buffer_pool
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.base.joining import fetch_deferred, join_results, locate
+from single_controller.base.joining import join_results, locate
 from single_controller.base.result import RankResult
 
 
@@ -117,8 +117,8 @@ def join_all(results):
 
 
 def join_deferred(results):
-    argument = DeferredArgument(Producer(), "rows", 0, 1, "ragged")
-    return fetch_deferred(results, Join.ROWS, argument, private=True)[0]
+    (located,) = locate(results, Join.ROWS, DeferredArgument(Producer(), "rows", 0, 1, "ragged"))
+    return located.fetch(results, private=True)
 
 
 @pytest.mark.parametrize("joined", [join_all, join_deferred])

@@ -39,6 +39,7 @@ class ToyEngine(RolloutEngine):
         raise NotImplementedError
 
     def load_weights(self, weights):
+        time.sleep(self.seconds)
         for name, tensor in weights:
             if name == self.die_at:
                 os._exit(1)
@@ -52,6 +53,7 @@ class ToyEngine(RolloutEngine):
 
     die_at = None
     fail_at = None
+    seconds = 0.0
 
 
 class Rollout(WeightReceiver):
@@ -73,9 +75,10 @@ class Rollout(WeightReceiver):
         return None if moved else self.engine.weights
 
     @register(Dispatch.ONE_TO_ALL)
-    def configure(self, die_at=None, fail_at=None, rank=None, meets=True):
+    def configure(self, die_at=None, fail_at=None, rank=None, meets=True, seconds=0.0):
+        """``seconds``: how long each bucket takes to load."""
         if rank in (None, self.rank):
-            self.engine.die_at, self.engine.fail_at = die_at, fail_at
+            self.engine.die_at, self.engine.fail_at, self.engine.seconds = die_at, fail_at, seconds
             self.meets = meets
 
     meets = True
@@ -115,14 +118,25 @@ class Stage(Worker):
         self.sender.connect(rollout)
 
     @register(Dispatch.ONE_TO_ALL)
-    def update(self, version, dtype=torch.float32, leave_out=(), twice=(), reshape=(), rename=(), here=()):
+    def update(self, version, dtype=torch.float32, leave_out=(), twice=(), reshape=(), rename=(), here=(), fails=None):
+        """``fails``: (rank, where) with an error on that rank: when it begins, in its pairs while the other ranks wait
+        in a collective of theirs, or behind its last pair."""
+        self.fails = fails[1] if fails is not None and fails[0] == self.rank else None
+        transport = self.sender._transport
+        transport.begin = lambda update: (self.fail_at("begin"), type(transport).begin(transport, update))
         pairs = self.pairs(version, dtype, leave_out, twice, reshape, dict(rename), dict(here))
         return self.sender.send(version, pairs, rank=self.rank, ranks=self.world_size)
+
+    def fail_at(self, where):
+        if self.fails == where:
+            raise MemoryError(f"no memory at its {where}")
 
     def pairs(self, version, dtype, leave_out, twice, reshape, rename, here):
         """As a backend yields them: with collectives in between, which all ranks must join. With ``here``, ranks
         have different pairs and there are no collectives, which would deadlock."""
         for number, (name, tensor) in enumerate(model(dtype, version).items()):
+            if number == 3:
+                self.fail_at("pairs")
             if not here:
                 torch.distributed.barrier()
             mine = self.sender.everywhere or number % self.world_size == self.rank
@@ -134,6 +148,7 @@ class Stage(Worker):
                 yield name, tensor
         if not here:
             torch.distributed.barrier()
+        self.fail_at("end")
 
     @register(Dispatch.ONE_TO_ALL)
     def versions(self):

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from workers.train.args import TrainArgs, TrainArgsError, function_at, read_args, role_args, table
+from workers.train.args import TrainArgs, TrainArgsError, function_at, read_args, role_args, table, update_seconds
 
 PAGE = Path(__file__).resolve().parents[2] / "workers" / "train" / "ARGUMENTS.md"
 
@@ -55,6 +55,12 @@ def test_defaults_and_given_values():
         ({"temperature": 0}, "args.temperature=0.0: expected a number above 0"),
         ({"rollout_top_p": 1.5}, "rollout_top_p=1.5: expected a number above 0 and at most 1"),
         ({"adam_beta1": 1.0}, "adam_beta1=1.0: expected a number of at least 0 and below 1"),
+        (
+            {"update_weights_timeout_minutes": 9},
+            "9.0 is more than 0.8 of distributed_timeout_minutes=10",
+        ),
+        ({"save_keep": 0}, "args.save_keep=0: expected a number of at least 1"),
+        ({"save_keep_every": 5}, "save_keep_every needs save_keep"),
         ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: expected a number above 0"),
         ({"param_dtype": "fp16"}, "use 'bf16' or 'fp32' with fsdp"),
         ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae'"),
@@ -69,6 +75,12 @@ def test_error_names_the_invalid_key(given, message):
     with pytest.raises(TrainArgsError, match=message) as caught:
         read_args(given)
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+
+
+def test_weight_update_has_half_the_time_of_a_collective_unless_set():
+    assert update_seconds(read_args({})) == 300
+    assert update_seconds(read_args({"distributed_timeout_minutes": 3})) == 90
+    assert update_seconds(read_args({"distributed_timeout_minutes": 3, "update_weights_timeout_minutes": 2})) == 120
 
 
 def test_namespace_may_have_extra_keys():

@@ -1,8 +1,10 @@
 """Weights from train ranks, each holding a part, to rollout workers: complete, each tensor once, with a version."""
 
 import contextlib
+import datetime
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,15 +13,22 @@ import sync_workers
 import torch
 from sync_workers import model
 
-from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerError, colocate
+from single_controller import (
+    GroupBrokenError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    WorkerError,
+    colocate,
+)
 from single_controller.base.executor import Executor
 from single_controller.base.worker import RankInfo
 from workers.rollout.worker import RolloutWorker
-from workers.train import rollout_link
-from workers.weight_sync import WeightSender, WeightSyncError
+from workers.train.rollout_link import RolloutLink
+from workers.weight_sync import WeightSender, WeightSyncError, process_group
 from workers.weight_sync.device import DeviceTransport, SharedBucket, name_of
-from workers.weight_sync.process_group import ProcessGroupTransport
-from workers.weight_sync.protocol import Receivers, Update, copy_into, tensor_specs
+from workers.weight_sync.process_group import Channel, Invitation, ProcessGroupTransport
+from workers.weight_sync.protocol import Budget, Receivers, Update, copy_into, tensor_specs
 
 TRANSPORTS = ["store", "group", "disk", "device"]
 SMALL = 600  # bytes per bucket: several for each sender
@@ -131,31 +140,57 @@ def test_receivers_leave_the_process_groups_of_unused_senders(train, rollout):
     assert train.groups_made() == [2, 2]
 
 
-def test_failed_process_group_setup_ends_the_update_on_all_ranks(train, rollouts):
-    rollout = rollouts[1]
-    train.connect(rollout, "group", bucket_bytes=SMALL)
-    rollout.configure(meets=False)
+def test_failed_process_group_setup_ends_the_update_on_all_ranks(train, rollout):
+    """The other receiver, which waits for the failed one, is free again for the next update."""
+    train.connect(rollout, "group", bucket_bytes=SMALL, timeout=100)
+    rollout.configure(meets=False, rank=1)
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rollout rank 0 could not connect to sender \d in a process group"):
+    with pytest.raises(WorkerError, match=r"rollout rank 1 could not connect to sender \d in a process group"):
         train.update(1)
     train.groups_made()  # returns once both ranks have ended
-    assert time.monotonic() - begun < 10
     rollout.configure()
     train.update(2)
-    assert rollout.current_weight_version() == [2] and same(rollout.weights(), 2)
+    assert time.monotonic() - begun < 20
+    assert rollout.current_weight_version() == [2, 2] and same(rollout.weights(), 2)
+
+
+def test_joining_a_process_group_takes_one_store_connection_per_member(monkeypatch):
+    """torch looks up names for each of them, which blocks all clients of the store if a name server is slow."""
+    seconds, opened = datetime.timedelta(seconds=60), []
+    connect = process_group._client
+    monkeypatch.setattr(process_group, "_client", lambda *args: opened.append(args) or connect(*args))
+    monkeypatch.setattr(process_group, "_PATIENT_SECONDS", 60.0, raising=False)  # however slow the machine is
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    invitation = Invitation(0, "key/0", ("127.0.0.1", server.port), ("one",), "gloo", 60.0, 60.0)
+    receiver = SimpleNamespace(receiver_id="one")
+    joined = []
+    thread = threading.Thread(target=lambda: joined.append(invitation._channel(receiver)))
+    thread.start()
+    channels = [Channel(invitation, 0, torch.device("cpu"))]
+    thread.join(timeout=10)
+    assert len(joined) == 1 and len(opened) == 2
+    for channel in channels + joined:
+        channel.leave()
+
+
+def senders(count, seconds):
+    """Transports in this process that share a store, and an update on each. Rank r's has the time ``seconds[r]``."""
+    transports = [ProcessGroupTransport() for _ in range(count)]
+    updates = [Update(1, rank, count, Receivers(None), Budget(seconds[rank]), "key") for rank in range(count)]
+    address = transports[0].prepare(updates[0])
+    for transport, update in zip(transports, updates, strict=True):
+        update.shared = address
+        transport.begin(update)
+    return transports, updates
 
 
 def test_senders_take_turns_even_after_a_failure():
-    first, second = ProcessGroupTransport(5.0), ProcessGroupTransport(0.2)
-    updates = [Update(1, rank, 2, Receivers(None, 1.0), key="key") for rank in range(2)]
-    address = first.prepare(updates[0])
-    for transport, update in zip((first, second), updates, strict=True):
-        update.shared = address
-        transport.begin(update)
-    with first._turn(updates[0]), pytest.raises(WeightSyncError, match=r"train rank 1 waited 0.2 s for"):
+    (first, second), updates = senders(2, (60, 0.2))
+    with first._turn(updates[0]), pytest.raises(WeightSyncError, match=r"train rank 1 was still waiting for its turn"):
         with second._turn(updates[1]):
             raise AssertionError("two at once")
-    updates[0].key = updates[1].key = "next"
+    for update in updates:
+        update.key, update.budget = "next", Budget(60)
     order = []
 
     def send(transport, update):
@@ -172,7 +207,80 @@ def test_senders_take_turns_even_after_a_failure():
         others.join()
     assert order == ["in", "out"] * 6
     left = first._store.num_keys()
-    assert left <= 5, "expected: both updates' tickets, a free turn of each, and one key of the store's own"
+    assert left <= 7, (
+        "expected: both updates' tickets, a free turn of each with its claim, and a key of the store's own"
+    )
+
+
+def test_sender_behind_one_that_gave_up_gets_its_turn():
+    (first, second, third), updates = senders(3, (60, 0.3, 60))
+    done = []
+
+    def send(transport, update):
+        with transport._turn(update):
+            done.append(update.rank)
+
+    behind = threading.Thread(target=send, args=(third, updates[2]))
+    with first._turn(updates[0]):
+        waiting = threading.Thread(target=lambda: done.append(_error(send, second, updates[1])))
+        waiting.start()
+        while first._store.add("key/tickets", 0) < 2:
+            time.sleep(0.005)
+        behind.start()
+        waiting.join()
+        assert len(done) == 1 and "waiting for its turn" in done[0]
+    behind.join(timeout=10)
+    assert done[1:] == [2]
+    with first._turn(updates[0]):  # and it passes the turn on
+        pass
+
+
+def _error(function, *args):
+    with pytest.raises(WeightSyncError) as caught:
+        function(*args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+@pytest.mark.parametrize("transport", ["store", "device"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_error_on_one_rank_is_raised_on_all_ranks(train, rollout, transport, where, rank):
+    """No rank waits for the failed one, so the group goes on."""
+    train.connect(rollout, transport, bucket_bytes=SMALL)
+    with pytest.raises(WorkerError, match=f"MemoryError: no memory at its {where}"):
+        train.update(1, fails=(rank, where))
+    assert rollout.current_weight_version() == [None, None]
+    train.update(2)
+    assert same(rollout.weights(), 2)
+
+
+@pytest.mark.full("an error that breaks a group of its own")
+def test_error_while_the_others_wait_in_a_collective_is_raised_soon(pool, rollouts):
+    """They cannot be told, so the group breaks with the cause, long before their collective's timeout."""
+    with RayWorkerGroup(pool, RayClassWithInitArgs(sync_workers.Stage)) as train:
+        train.connect(rollouts[1])
+        begun = time.monotonic()
+        with pytest.raises(WorkerError, match=r"train rank 1 could not produce its weights of version 1: MemoryError"):
+            train.update(1, fails=(1, "pairs"))
+        with pytest.raises(GroupBrokenError):
+            train.groups_made()
+        assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize("transport", ["store", "group", "device"])
+def test_all_phases_of_an_update_share_one_budget(train, rollouts, transport):
+    """No call takes longer than the budget; together they do."""
+    rollout = rollouts[1]
+    train.connect(rollout, transport, bucket_bytes=1, timeout=0.9)
+    rollout.configure(seconds=0.2)
+    with pytest.raises(
+        WorkerError, match=r"version 2 was not sent by transport .* within 0.9 s, .* update_weights_timeout_minutes"
+    ):
+        train.update(2)
+    rollout.configure()
+    train.connect(rollout, transport, bucket_bytes=SMALL)
+    train.update(3)
+    assert same(rollout.weights(), 3)
 
 
 def test_disk_keeps_the_last_two_versions_readable_by_transformers(train, rollout, tmp_path):
@@ -282,9 +390,10 @@ def test_late_receiver_fails_the_update_but_not_the_next(train, rollouts, transp
     rollout = rollouts[1]
     train.connect(rollout, transport, timeout=1.0)
     busy = rollout.note.remote(9, 0, 2.5)
-    with pytest.raises(WorkerError, match=r"begin_weights\(\) exceeded its timeout of 1 s"):
+    with pytest.raises(WorkerError, match=r"within 1 s, .* begin_weights\(\) exceeded its timeout of"):
         train.update(20)
     busy.result()
+    train.connect(rollout, transport)
     train.update(21)
     assert rollout.current_weight_version() == [21] and same(rollout.weights(), 21)
 
@@ -358,21 +467,20 @@ def test_driver_can_send_weights(rollouts):
     assert sender.versions() == [30] and report.buckets == 1 and same(rollouts[1].weights(), 30)
 
 
-def test_error_names_an_unresponsive_manager(ray_cluster, monkeypatch):
+def test_error_names_an_unresponsive_manager(ray_cluster):
     """A Ray actor runs one method at a time, and may be busy with one that waits for the update."""
     manager = ray.remote(num_cpus=0)(sync_workers.Manager).remote()
-    link = rollout_link.RolloutLink(manager, lambda: 1)
+    link = RolloutLink(manager, lambda: 1, 0.5)
     asks = [
         lambda: WeightSender("store", manager, timeout=0.5).send(1, []),
         lambda: WeightSender("store", [manager], timeout=0.5).versions(),
         lambda: link.outdated,
         lambda: link.expect(4),
     ]
-    link.expect(3)
-    monkeypatch.setattr(rollout_link, "MANAGER_SECONDS", 0.5)
+    RolloutLink(manager, lambda: 1, 60.0).expect(3)  # it has started
     manager.generate.remote(60.0)
     for ask in asks:
-        with pytest.raises(WeightSyncError, match=r"Actor\(Manager, .* within 0.5 s\. .* busy in generate\(\)"):
+        with pytest.raises(WeightSyncError, match=r"Actor\(Manager, .* within 0\.\d+ s\. .* busy in generate\(\)"):
             ask()
     ray.kill(manager)
     for ask in asks:

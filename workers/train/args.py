@@ -20,6 +20,9 @@ from single_controller import SingleControllerError
 
 ROLES = ("actor", "critic")
 
+_UPDATE_AT_MOST = 0.8
+"""The longest time for a weight update, as a share of the timeout of the collectives."""
+
 
 def _key(
     default: Any,
@@ -167,6 +170,12 @@ class TrainArgs:
     )
     update_weights_bucket_bytes: int = _key(64 * 2**20, "size of a bucket in bytes", least=1)
     update_weights_disk_dir: str | None = _key(None, "disk: a folder that train and rollout workers share")
+    update_weights_timeout_minutes: float | None = _key(
+        None,
+        "time for a whole weight update, all phases together; by default half of distributed_timeout_minutes, and at "
+        "most 0.8 of it, so that an update fails before a collective does that waits for it",
+        above=0,
+    )
     enable_weights_backuper: bool = _key(
         True, "keep named copies of the weights in host memory; with_ref and keep_old_actor need it"
     )
@@ -212,7 +221,7 @@ class TrainArgs:
     debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
 
     # run
-    distributed_timeout_minutes: float = _key(10.0, "timeout of collectives", above=0)
+    distributed_timeout_minutes: float = _key(10.0, "timeout of the train ranks' collectives", above=0)
     train_env_vars: dict[str, str] = _key({}, "environment variables of the train workers")
     use_routing_replay: bool = _key(False, "accepted for slime's command lines, no effect")
     profile_step_start: int | None = _key(None, "first rollout id to record with torch's profiler", least=0)
@@ -288,6 +297,12 @@ def role_args(args: Any, role: str) -> Any:
     return seen
 
 
+def update_seconds(args: Any) -> float:
+    """Return the seconds that a weight update may take."""
+    minutes = args.update_weights_timeout_minutes
+    return 60 * float(args.distributed_timeout_minutes / 2 if minutes is None else minutes)
+
+
 def actor_size(args: Any) -> tuple[int, int]:
     """Return the number of nodes of the actor, and its ranks per node."""
     return args.actor_num_nodes, args.actor_num_gpus_per_node
@@ -354,6 +369,13 @@ def _check_together(args: Any) -> None:
     if args.keep_old_actor and not args.enable_weights_backuper:
         raise TrainArgsError(
             "args.keep_old_actor needs enable_weights_backuper=True, which keeps the copy of the weights"
+        )
+    most = _UPDATE_AT_MOST * args.distributed_timeout_minutes
+    if (args.update_weights_timeout_minutes or 0) > most:
+        raise TrainArgsError(
+            f"args.update_weights_timeout_minutes={args.update_weights_timeout_minutes} is more than {_UPDATE_AT_MOST} "
+            f"of distributed_timeout_minutes={args.distributed_timeout_minutes}: train ranks that wait for the update "
+            "in a collective would fail first. Lower it, or raise distributed_timeout_minutes"
         )
     if args.update_weights_transport == "disk" and not args.update_weights_disk_dir:
         raise TrainArgsError("args.update_weights_transport='disk' needs update_weights_disk_dir")

@@ -22,7 +22,7 @@ from single_controller import (
     RayWorkerGroup,
     WorkerFuture,
 )
-from workers.train.args import ROLES, TrainArgsError, read_args, role_args
+from workers.train.args import ROLES, TrainArgsError, read_args, role_args, update_seconds
 from workers.train.balance import balanced_rows
 from workers.train.checkpoints import LastCheckpoint
 from workers.train.environment import train_environment
@@ -399,7 +399,7 @@ class RayTrainGroup:
                 ``refresh`` is set to something else; all workers then get the current weights, as the next version.
         """
         workers = self.ready_workers("set_rollout_manager")
-        link = RolloutLink(manager, self._refresh)
+        link = RolloutLink(manager, self._refresh, update_seconds(self.args))
         link.introduce(workers.set_rollout_manager)
         self._rollout = None if manager is None else link
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from workers.device import has_cuda, use_device
 from workers.distributed import end_process_groups, process_groups, rank_by_rank
-from workers.train.args import ROLES, TrainArgsError, read_args, role_args
+from workers.train.args import ROLES, TrainArgsError, read_args, role_args, update_seconds
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
@@ -204,6 +204,7 @@ class ModelWorker(TrainWorker):
             manager,
             bucket_bytes=self.args.update_weights_bucket_bytes,
             folder=self.args.update_weights_disk_dir if by == "disk" else None,
+            timeout=update_seconds(self.args),
         )
 
     @property

@@ -7,9 +7,6 @@ from typing import Any
 
 from workers.weight_sync import call_manager, receiver_groups
 
-MANAGER_SECONDS = 600.0
-"""Timeout of calls to a manager that is a Ray actor. It may be busy in its constructor or in `generate`."""
-
 
 class RolloutLink:
     """What a train group tells its manager, and asks it.
@@ -18,10 +15,13 @@ class RolloutLink:
         manager: see `RayTrainGroup.set_rollout_manager`.
         refresh: a function that sends the current weights to all rollout workers. It becomes the ``refresh`` of a
             manager in this process whose own is None.
+        timeout: seconds that each call to a manager that is a Ray actor may take. It may be busy in its constructor or
+            in `generate`.
     """
 
-    def __init__(self, manager: Any, refresh: Callable[[], Any]) -> None:
+    def __init__(self, manager: Any, refresh: Callable[[], Any], timeout: float) -> None:
         self.manager = manager
+        self._timeout = timeout
         self._refresh = refresh
         self._receivers: list[Any] | None = None
 
@@ -63,13 +63,13 @@ class RolloutLink:
         if not _is_actor(self.manager):
             self.manager.weight_version = version
         elif hasattr(self.manager, "set_weight_version"):  # optional for an actor of the user's own class
-            call_manager(self.manager, "set_weight_version", version, timeout=MANAGER_SECONDS)
+            call_manager(self.manager, "set_weight_version", version, timeout=self._timeout)
 
     def _actors(self) -> list[Any]:
         if _is_actor(self.manager):
             if not hasattr(self.manager, "weight_receivers"):
                 return []
-            groups = receiver_groups(self.manager, MANAGER_SECONDS)
+            groups = receiver_groups(self.manager, self._timeout)
             return [worker for group in groups for worker in getattr(group, "workers", ())]
         return list(getattr(getattr(self.manager, "group", None), "workers", ()))
 

@@ -7,6 +7,7 @@ directly, others through handles to its memory (CUDA IPC handles, or shared memo
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -55,33 +56,30 @@ class DeviceTransport(Transport):
             self._served, self._key = _served_by_this_rank(update, here), update.key
         specs, nbytes = tensor_specs(bucket)
         handles: dict[str, Any] = {}
-        error: Exception | None = None
+        error: WeightSyncError | None = None
         try:
             flat = self._take(here, nbytes)
             copy_into(flat, specs, bucket)
             # CUDA counts how often a handle is opened, so each receiver needs a handle of its own.
             handles = {receiver: self._handle(flat) for receiver in self._served}
-        except Exception as failed:
+        except Exception as failed:  # not raised here, where the other ranks would wait for this one
             error = sync_error(f"train rank {update.rank} could not share its weights", failed)
-        # From here on no rank may raise alone: the others would wait for it in `gather`.
-        gathered = update.gather("bucket", (handles, error, specs))
-        differs = next((rank for rank, (_, _, theirs) in enumerate(gathered) if theirs != gathered[0][2]), None)
-        if differs is not None:
-            raise OutOfStepError(
-                f"train ranks 0 and {differs} sent different pairs, but transport='device' needs all pairs on every "
-                "rank; pass what hf_weights(everywhere=sender.everywhere) returns"
-            )
-        error = next((one for _, one, _ in gathered if one is not None), None)
-        if update.rank == 0 and error is None:
-            every = {receiver: handle for theirs, _, _ in gathered for receiver, handle in theirs.items()}
+
+        def load(offers: list[tuple[dict[str, Any], bytes]]) -> None:
+            differs = next((rank for rank, (_, theirs) in enumerate(offers) if theirs != offers[0][1]), None)
+            if differs is not None:
+                raise OutOfStepError(
+                    f"train ranks 0 and {differs} sent different pairs, but transport='device' needs all pairs on "
+                    "every rank; pass what hf_weights(everywhere=sender.everywhere) returns"
+                )
+            every = {receiver: handle for theirs, _ in offers for receiver, handle in theirs.items()}
             try:
                 wait_all(update.receivers.start("receive_weights", update.key, SharedBucket(every, nbytes, specs)))
             except Exception as failed:
-                error = sync_error("the rollout workers did not load the weights", failed)
-        # Also the barrier behind which the next bucket may overwrite the memory: rank 0 has waited for every receiver.
-        error = update.gather("loaded", error)[0]
-        if error is not None:
-            raise error
+                raise sync_error("the rollout workers did not load the weights", failed) from failed
+
+        # Also the barrier behind which the next bucket may overwrite the memory: rank 0 waits for every receiver.
+        update.agree("bucket", (handles, hashlib.sha256(repr(specs).encode()).digest()), error, load)
 
     def flush(self, update: Update) -> None:
         """See `Transport.flush`: `send` has waited for every bucket. Device memory is freed until the next update,
@@ -199,7 +197,7 @@ def _mapped(path: str, nbytes: int) -> torch.Tensor:
 
 def _served_by_this_rank(update: Update, here: torch.device) -> list[str]:
     """Ids of the receivers that this rank serves: each is served by the first train rank on its device."""
-    devices = update.gather("devices", name_of(here))
+    devices: list[str] = update.agree("devices", name_of(here), decide=list)
     served = []
     for info in update.infos:
         if info.device not in devices:

@@ -7,9 +7,12 @@ Turns: two senders must not broadcast at once. One receiver might handle sender 
 and both would wait forever. So a sender takes a ticket for each bucket, in the TCPStore in which all groups rendezvous,
 and waits until the holder of the ticket before has finished (`ProcessGroupTransport._turn`). This is the only lock of
 the module. A sender holds nothing else while it waits for its turn, and it passes the turn on if it fails. A sender
-that gives up waiting takes its ticket with it: those behind it give up after their timeout too.
+that gives up waiting gives its ticket back, and the turn goes to the sender behind it.
 
-Threads: ``weights-rendezvous`` (`_unless_failed`) ends when the rendezvous succeeds or after `RENDEZVOUS_SECONDS`;
+Times: whatever waits here waits at most until the update's budget is used up. Messages tell the receivers how much of
+it is left, because hosts do not share a clock.
+
+Threads: ``weights-rendezvous`` (`_interruptible`) ends when the rendezvous succeeds or the budget is used up;
 ``weights-leave`` (`Channel.leave`) ends when gloo has closed the group's connections. Both are daemons, so neither
 keeps a process alive.
 """
@@ -33,6 +36,7 @@ from single_controller.base.future import WorkerFuture
 from workers.device import device
 from workers.weight_sync.device import name_of
 from workers.weight_sync.protocol import (
+    Budget,
     FlatBuffer,
     Message,
     Pair,
@@ -48,30 +52,21 @@ from workers.weight_sync.protocol import (
 
 T = TypeVar("T")
 
-RENDEZVOUS_SECONDS = 60.0
-"""How long the members of a group may take to connect."""
-
-BROADCAST_SECONDS = 60.0
-"""How long the broadcast of an announced bucket may take."""
-
 CUMEM = "NCCL_CUMEM_ENABLE"
 
 _POLL_SECONDS = 0.0005
 _CHECK_SECONDS = 0.05
+_PATIENT_SECONDS = 1.0
 
 
 class ProcessGroupTransport(Transport):
     """See the module's docstring.
 
-    Args:
-        timeout: seconds that a sender waits for its turn.
-
     Attributes:
         groups_made: process groups that this rank has created so far.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self) -> None:
         self._server: dist.TCPStore | None = None  # on rank 0
         self._store: dist.TCPStore | None = None
         self._address: tuple[str, int] | None = None
@@ -83,7 +78,7 @@ class ProcessGroupTransport(Transport):
         """Start the store in which all groups rendezvous. Rank 0 keeps it between updates."""
         address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         if self._server is None:
-            timeout = _delta(RENDEZVOUS_SECONDS)
+            timeout = _delta(update.budget.left())
             self._server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return address, self._server.port
 
@@ -104,9 +99,10 @@ class ProcessGroupTransport(Transport):
             flat = channel.memory.take(nbytes)
             copy_into(flat, specs, bucket)
             # Announced first: the broadcast below ends only when every receiver takes part in it.
-            futures = update.receivers.start("receive_weights", update.key, AnnouncedBucket(update.rank, nbytes, specs))
+            announced = AnnouncedBucket(update.rank, nbytes, specs, update.budget.left())
+            futures = update.receivers.start("receive_weights", update.key, announced)
             if nbytes:
-                channel.broadcast(flat, futures)
+                channel.broadcast(flat, announced.seconds, futures)
             wait_all(futures)  # inside the turn: a receiver must be done with this call before the next sender's
 
     def flush(self, update: Update) -> None:
@@ -134,12 +130,23 @@ class ProcessGroupTransport(Transport):
         backend = _backend(update, here)
         key = f"{update.key}/{update.rank}"
         cumem = os.environ.get(CUMEM)
-        invitation = Invitation(update.rank, key, update.shared, self._receivers, backend, cumem)
+        budget = update.budget
+        invitation = Invitation(
+            update.rank, key, update.shared, self._receivers, backend, budget.left(), budget.seconds, cumem
+        )
         futures = update.receivers.start("receive_weights", update.key, invitation)
         where = here if backend == "nccl" else torch.device("cpu")
-        # Kept at once: if a receiver has failed all the same, `failed` leaves the group.
-        channel = self._channel = _unless_failed(lambda: Channel(invitation, 0, where), futures)
-        wait_all(futures)
+        try:
+            # Kept at once: if a receiver has failed all the same, `failed` leaves the group.
+            channel = self._channel = _interruptible(
+                lambda: Channel(invitation, 0, where), lambda: _raise_failed(futures), invitation.seconds
+            )
+            wait_all(futures)
+        except BaseException:
+            # Receivers that wait for a missing one in the rendezvous would miss the next update, too.
+            with contextlib.suppress(dist.DistError):
+                (self._store or _client(update.shared, 1.0)).set(invitation.given_up, "")
+            raise
         return channel
 
     @contextlib.contextmanager
@@ -149,23 +156,77 @@ class ProcessGroupTransport(Transport):
             yield
             return
         if self._store is None:
-            self._store = _client(update.shared)
-        store = self._store
-        mine = store.add(f"{update.key}/tickets", 1) - 1
-        if mine > 0:
-            turn = f"{update.key}/turn/{mine}"
-            try:
-                store.wait([turn], _delta(self._timeout))
-            except dist.DistStoreError as error:
-                raise WeightSyncError(
-                    f"train rank {update.rank} waited {self._timeout:g} s for its turn to send weights, because "
-                    "another rank is still sending. If that is expected, pass a longer timeout to WeightSender"
-                ) from error
-            store.delete_key(turn)
+            self._store = _client(update.shared, update.budget.left())
+        turns = _Turns(self._store, update.key)
+        left = update.budget.left()
+        mine = turns.ticket()
+        try:
+            turns.wait(mine, left)
+        except BaseException as error:
+            turns.give_back(mine)
+            if not isinstance(error, dist.DistStoreError):
+                raise
+            raise WeightSyncError(
+                f"train rank {update.rank} was still waiting for its turn to send weights, because another rank was "
+                "sending"
+            ) from error
         try:
             yield
         finally:
-            store.set(f"{update.key}/turn/{mine + 1}", "")
+            turns.give(mine + 1)
+
+
+class _Turns:
+    """Tickets of an update, in a store that all senders share. The holder of ticket 0 has the first turn.
+
+    Whoever gives ticket t its turn and whoever gives ticket t back may meet: the first of them to add to ``claims/t``
+    decides, because the store adds for one client after the other.
+
+    Args:
+        store: the store.
+        key: of the update.
+    """
+
+    def __init__(self, store: dist.Store, key: str) -> None:
+        self._store = store
+        self._key = key
+
+    def ticket(self) -> int:
+        """Take a ticket. Its holder must `wait` and then `give` the next one its turn, or `give_back`."""
+        return self._store.add(f"{self._key}/tickets", 1) - 1
+
+    def wait(self, ticket: int, seconds: float) -> None:
+        """Wait for a ticket's turn.
+
+        Raises:
+            DistStoreError: it did not come in time.
+        """
+        if ticket > 0:
+            self._store.wait([self._turn(ticket)], _delta(seconds))
+            self._delete(ticket)
+
+    def give(self, ticket: int) -> None:
+        """Give a ticket its turn, taken or not; if it was given back, the one behind it."""
+        while self._store.add(self._claims(ticket), 1) > 1:
+            self._delete(ticket)
+            ticket += 1
+        self._store.set(self._turn(ticket), "")
+
+    def give_back(self, ticket: int) -> None:
+        """Stop waiting. If the turn came after all, the next one gets it."""
+        if ticket == 0 or self._store.add(self._claims(ticket), 1) > 1:
+            self._delete(ticket)
+            self.give(ticket + 1)
+
+    def _delete(self, ticket: int) -> None:
+        for key in (self._turn(ticket), self._claims(ticket)):
+            self._store.delete_key(key)
+
+    def _turn(self, ticket: int) -> str:
+        return f"{self._key}/turn/{ticket}"
+
+    def _claims(self, ticket: int) -> str:
+        return f"{self._key}/claims/{ticket}"
 
 
 @dataclass(frozen=True)
@@ -178,6 +239,8 @@ class Invitation(Message):
         address: host and port of the store.
         receivers: ids of the receivers in order; the first one has rank 1 in the group.
         backend: "gloo" or "nccl".
+        seconds: time left for the rendezvous.
+        budget: time for a whole update.
         cumem: the sender's NCCL_CUMEM_ENABLE. Both ends must allocate memory in the same way.
     """
 
@@ -186,7 +249,14 @@ class Invitation(Message):
     address: tuple[str, int]
     receivers: tuple[str, ...]
     backend: str
+    seconds: float
+    budget: float
     cumem: str | None = None
+
+    @property
+    def given_up(self) -> str:
+        """A key of the store that exists if the sender no longer takes part in the rendezvous."""
+        return f"{self.key}/given up"
 
     def receive(self, receiver: Any, key: str) -> None:
         """Join the group, and leave the previous one of the same sender."""
@@ -214,7 +284,21 @@ class Invitation(Message):
                 )
         rank = 1 + self.receivers.index(receiver.receiver_id)
         where = device(receiver.local_rank, receiver.device_ids) if self.backend == "nccl" else torch.device("cpu")
-        return Channel(self, rank, where)
+        budget = Budget(self.seconds)
+        store: dist.TCPStore | None = None
+
+        def check() -> None:
+            nonlocal store
+            if store is None:
+                # A connection of its own, because the rendezvous occupies the other one. Most rendezvous end before
+                # they need it, and connecting can be slow: see `_client`.
+                if budget.left() > self.seconds - _PATIENT_SECONDS:
+                    return
+                store = _client(self.address, budget.left())
+            if store.check([self.given_up]):
+                raise WeightSyncError("the sender has given up, because another rollout worker failed or was late")
+
+        return _interruptible(lambda: Channel(self, rank, where), check, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -225,11 +309,13 @@ class AnnouncedBucket(Message):
         sender: rank of the sender among the train ranks.
         nbytes: length of the buffer.
         specs: the tensors in it.
+        seconds: time left for the broadcast.
     """
 
     sender: int
     nbytes: int
     specs: list[TensorSpec]
+    seconds: float
 
     def receive(self, receiver: Any, key: str) -> None:
         """See `Message.receive`. If the broadcast fails, the receiver leaves the group."""
@@ -242,7 +328,7 @@ class AnnouncedBucket(Message):
         try:
             flat = channel.memory.take(self.nbytes)
             if self.nbytes:
-                channel.broadcast(flat, ())
+                channel.broadcast(flat, self.seconds)
         except BaseException:
             del channel, receiver.channels[self.sender]  # the last references: this closes the connections
             raise
@@ -263,24 +349,24 @@ class Channel:
         self._group: Any
         # A store client of its own: a failed rendezvous occupies the client until its timeout, long after everyone
         # has given up.
-        store = _client(invitation.address)
+        store = _client(invitation.address, invitation.seconds)
         prefixed = dist.PrefixStore(invitation.key, store)
         size = 1 + len(invitation.receivers)
         if invitation.backend == "nccl":
-            torch.cuda.set_device(where)  # torch keeps it per thread, and on the sender this is "weights-rendezvous"
+            torch.cuda.set_device(where)  # torch keeps it per thread, and this is "weights-rendezvous"
             options = dist.ProcessGroupNCCL.Options()
             # `broadcast` has its own timeout. torch's watchdog, which ends the process, must not fire before it.
-            options._timeout = _delta(10 * BROADCAST_SECONDS)
+            options._timeout = _delta(2 * invitation.budget)
             with _watchdog_reports_errors():
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-            # Connect now, while a missing member is still noticed by `_unless_failed`; nccl would connect lazily.
+            # Connect now, while a missing member is still noticed by `_interruptible`; nccl would connect lazily.
             self._group.eager_connect_single_device(where)
         else:
-            self._group = dist.ProcessGroupGloo(prefixed, rank, size, _delta(RENDEZVOUS_SECONDS))
+            self._group = dist.ProcessGroupGloo(prefixed, rank, size, _delta(invitation.seconds))
         self._store = store
         self._where = where
 
-    def broadcast(self, flat: torch.Tensor, futures: Sequence[WorkerFuture]) -> None:
+    def broadcast(self, flat: torch.Tensor, seconds: float, futures: Sequence[WorkerFuture] = ()) -> None:
         """Take part in a broadcast from rank 0.
 
         A member that fails leaves the group by dropping it. That closes its connections, and the others fail at once
@@ -288,6 +374,7 @@ class Channel:
 
         Args:
             flat: the buffer to send, or to receive into.
+            seconds: how long it may take.
             futures: calls that must not fail for the broadcast to succeed.
 
         Raises:
@@ -296,12 +383,12 @@ class Channel:
         """
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = _delta(BROADCAST_SECONDS)
+        options.timeout = _delta(seconds)
         work: Any = None
         raised: Exception
         try:
             work = self._group.broadcast([flat], options)
-            _wait_for(work, futures)
+            _wait_for(work, seconds, futures)
             if self._where.type == "cuda":
                 # nccl's work completes on failure as well; only the group knows of the error.
                 torch.cuda.synchronize(self._where)
@@ -340,7 +427,7 @@ def _watchdog_reports_errors() -> Iterator[None]:
     """Inside, an nccl group is created with a watchdog that reports errors instead of ending the process.
 
     torch reads the setting from the environment, which all threads of the process share. This library creates no other
-    group meanwhile: a sender's other thread waits in `_unless_failed`.
+    group meanwhile: the thread that runs the update waits in `_interruptible`.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
@@ -353,7 +440,7 @@ def _watchdog_reports_errors() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _wait_for(work: Any, futures: Sequence[WorkerFuture]) -> None:
+def _wait_for(work: Any, seconds: float, futures: Sequence[WorkerFuture]) -> None:
     """Wait for an operation, but stop if one of the calls that it depends on fails."""
     begun = checked = time.monotonic()
     while not work.is_completed():
@@ -361,19 +448,20 @@ def _wait_for(work: Any, futures: Sequence[WorkerFuture]) -> None:
         if now - checked > _CHECK_SECONDS:
             checked = now
             _raise_failed(futures)
-        if now - begun > BROADCAST_SECONDS:
-            raise WeightSyncError(f"a broadcast of weights took more than {BROADCAST_SECONDS:g} s")
+        if now - begun > seconds:
+            raise WeightSyncError(f"a broadcast of weights took more than {seconds:g} s")
         # `work.wait()` would block until gloo's own timeout, whatever happens to the receivers.
         time.sleep(_POLL_SECONDS)
     work.wait()  # raises the operation's error
 
 
-def _unless_failed(do: Callable[[], T], futures: Sequence[WorkerFuture]) -> T:
-    """Run something that waits for the receivers, but stop waiting if one of their calls fails. A rendezvous cannot be
-    interrupted, so it runs in a thread, which is left behind then. What it returns after that is dropped.
+def _interruptible(do: Callable[[], T], check: Callable[[], None], seconds: float) -> T:
+    """Run a rendezvous, but stop waiting for it if ``check`` raises, or after ``seconds``. It cannot be interrupted, so
+    it runs in a thread, which is left behind then. What it returns after that is dropped.
 
     Raises:
-        Exception: what it raised, or the call's error.
+        WeightSyncError: it took too long.
+        Exception: what it raised, or what ``check`` raised.
     """
     done: list[T] = []
     raised: list[BaseException] = []
@@ -384,11 +472,14 @@ def _unless_failed(do: Callable[[], T], futures: Sequence[WorkerFuture]) -> T:
         except BaseException as error:
             raised.append(error)
 
+    end = time.monotonic() + seconds
     thread = threading.Thread(target=run, name="weights-rendezvous", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.01)
-        _raise_failed(futures)
+        check()
+        if time.monotonic() > end:
+            raise WeightSyncError(f"not all members of the process group connected within {seconds:g} s")
     if raised:
         raise raised[0]
     return done[0]
@@ -415,8 +506,10 @@ def _backend(update: Update, here: torch.device) -> str:
     return "nccl"
 
 
-def _client(address: tuple[str, int]) -> dist.TCPStore:
-    return dist.TCPStore(*address, is_master=False, timeout=_delta(RENDEZVOUS_SECONDS))
+def _client(address: tuple[str, int], seconds: float) -> dist.TCPStore:
+    """Connect to a store. torch looks up the host's name from its address here, and again in the store's only thread,
+    where everyone else waits meanwhile. A name server that does not answer costs seconds, so open few connections."""
+    return dist.TCPStore(*address, is_master=False, timeout=_delta(seconds))
 
 
 def _delta(seconds: float) -> datetime.timedelta:

@@ -8,11 +8,14 @@ An update has three steps:
 3. *Finish.* When all train ranks report that their buckets have arrived, rank 0 calls ``finish_weights``. A receiver
    that has every tensor of its engine takes the new version; otherwise the update fails.
 
-The train ranks talk to each other through their own process group, in `Update.gather`. They have to agree, because
-producing the pairs involves collectives: a rank whose receiver died must still iterate to its last pair, and then all
-ranks raise the same error.
+The train ranks talk to each other in `Update.agree`. They have to agree, because producing the pairs involves
+collectives: a rank whose receiver died must still iterate to its last pair, and then all ranks raise the same error.
 
 Every update has a unique key. Receivers reject whatever carries the key of another update.
+
+Time: an update has one `Budget`, which all phases share: calls to the receivers, waiting for a turn, rendezvous,
+broadcasts, and waiting for the other ranks. It must be well below the timeout of the train ranks' collectives: a rank
+that waits for a receiver makes the others wait in the collectives that produce the pairs.
 
 Threads: an update runs in the thread that calls `WeightSender.send`, and in each receiver in the thread that runs its
 methods; there are no locks. A receiver runs the calls of one train rank in order, but those of different train ranks in
@@ -22,8 +25,10 @@ any order.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,13 +43,21 @@ from single_controller.base.group import WorkerGroup
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 Pair = tuple[str, "torch.Tensor"]
 """A tensor's name as in the Hugging Face model's ``state_dict()``, and the whole tensor."""
 
 BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 64
+
+UPDATE_SECONDS = 300.0
+"""Default time for an update: half of the default timeout of the train ranks' collectives."""
+
+ALONE_SECONDS = 5.0
+"""How long a rank that cannot produce its pairs waits for the other ranks to learn of it. They may be in a collective
+that this rank will not join, and do not learn of it at all."""
+
+_FIRST_POLL_SECONDS = 0.0002
 
 
 class WeightSyncError(SingleControllerError):
@@ -53,7 +66,41 @@ class WeightSyncError(SingleControllerError):
 
 
 class OutOfStepError(WeightSyncError):
-    """The train ranks are at different steps. They cannot agree on anything any more, so each one raises on its own."""
+    """The train ranks are at different steps, or one of them cannot produce its pairs. A rank must not iterate over the
+    rest of its own then: it would wait for the others in a collective."""
+
+
+class Budget:
+    """The time that all phases of an update share. It begins when the object is created.
+
+    Args:
+        seconds: of the whole update.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def used_up(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self._end
+
+    def left(self) -> float:
+        """Return the seconds that are left.
+
+        Raises:
+            WeightSyncError: none are left.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise WeightSyncError("there was no time left for the rest of the update")
+        return math.ceil(left * 1000) / 1000  # up: what waits that long ends when no time is left
+
+    def left_for_ranks(self) -> float:
+        """Return the seconds to wait for other train ranks: half of the whole time more than `left`. Ranks whose time
+        is up still iterate over the rest of their pairs, for the sake of the collectives in them."""
+        return max(self._end - time.monotonic(), 0.0) + self.seconds / 2
 
 
 # --- buckets --------------------------------------------------------------------------------------------
@@ -202,8 +249,8 @@ class Update:
         rank: this rank among the train ranks.
         ranks: number of train ranks.
         receivers: calls the receivers.
-        process_group: of the train ranks; the default group if None.
-        key: unique name of the update.
+        budget: the time for it.
+        key: unique name of the update, the same on all ranks.
         infos: the receivers, in order of group and rank.
         shared: what `Transport.prepare` returned on rank 0.
     """
@@ -212,38 +259,121 @@ class Update:
     rank: int
     ranks: int
     receivers: Receivers
-    process_group: dist.ProcessGroup | None = None
-    key: str = ""
+    budget: Budget
+    key: str
     infos: list[ReceiverInfo] = field(default_factory=list)
     shared: Any = None
+    _agreed: int = 0
 
-    def gather(self, step: str, value: Any) -> list[Any]:
-        """Gather a value from every train rank. All ranks call it together.
+    def agree(
+        self,
+        step: str,
+        value: Any = None,
+        error: WeightSyncError | None = None,
+        decide: Callable[[list[Any]], Any] | None = None,
+        *,
+        seconds: float | None = None,
+    ) -> Any:
+        """Have rank 0 collect a value from every rank, decide, and tell every rank. All ranks call it together.
+
+        It uses the store in which the default process group made its rendezvous, and no collective: a collective
+        cannot be given up, so a rank that is late or has failed would end the process by the collective's timeout, and
+        one that is in another collective would confuse the two.
 
         Args:
             step: what the value is about; all ranks must pass the same string.
             value: of this rank.
+            error: what went wrong on this rank.
+            decide: called on rank 0 with the values, by rank, if no rank has an error. Its result is for all ranks.
+            seconds: how long to wait for the other ranks; by default, what the budget allows.
 
         Returns:
-            The values, by rank.
+            What ``decide`` returned; None without it.
 
         Raises:
+            WeightSyncError: on all ranks: the first rank's error, or that of ``decide``, or ranks were late.
             OutOfStepError: another rank is at another step.
         """
         if self.ranks == 1:
-            return [value]
-        import torch.distributed as dist
+            if error is not None:
+                raise error
+            return None if decide is None else decide([value])
+        from torch.distributed.distributed_c10d import _get_default_store
 
-        gathered: list[Any] = [None] * self.ranks
-        # The step goes along: a rank that got out of step would otherwise take another step's values for this one's.
-        dist.all_gather_object(gathered, (step, value), self.process_group)
-        steps = [other for other, _ in gathered]
+        store: Any = _get_default_store()  # its stubs say that values are str
+        seconds = self.budget.left_for_ranks() if seconds is None else seconds
+        self._agreed += 1
+        name, own = self._verdict, (step, error, value)
+        if self.rank == 0:
+            verdict = self._decide(store, name, own, decide, seconds)
+            store.set(name, pickle.dumps(verdict))
+        else:
+            store.set(f"{name}/{self.rank}", pickle.dumps(own))
+            if not self._arrived(store, [name], seconds):
+                # The value stays in the store: a rank 0 that is only late finds this rank's error there.
+                raise error or self._late("0", step, seconds)
+            verdict = pickle.loads(store.get(name))
+            store.delete_key(f"{name}/{self.rank}")
+        failed, result = verdict
+        if failed is not None:  # this rank's own error has its cause, which pickling drops
+            raise error if error is not None and str(error) == str(failed) else failed
+        return result
+
+    def forget(self) -> None:
+        """Delete what is left of the update in the store. All ranks have ended it."""
+        if self.ranks > 1 and self.rank == 0 and self._agreed:
+            from torch.distributed.distributed_c10d import _get_default_store
+
+            _get_default_store().delete_key(self._verdict)
+
+    @property
+    def _verdict(self) -> str:
+        return f"weights/{self.key}/{self._agreed}"
+
+    def _decide(
+        self, store: Any, name: str, own: Any, decide: Callable[[list[Any]], Any] | None, seconds: float
+    ) -> tuple[WeightSyncError | None, Any]:
+        """On rank 0: collect, and return what goes wrong and what was decided."""
+        step, error, _ = own
+        keys = [f"{name}/{rank}" for rank in range(1, self.ranks)]
+        if not self._arrived(store, keys, seconds):
+            late = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
+            return error or self._late(", ".join(map(str, late)), step, seconds), None
+        gathered = [own, *(pickle.loads(value) for value in store.multi_get(keys))]
+        if self._agreed > 1:  # everyone is here, so everyone has read the verdict before
+            store.delete_key(f"weights/{self.key}/{self._agreed - 1}")
+        steps = [other for other, _, _ in gathered]
+        errors = [one for _, one, _ in gathered if one is not None]
+        if errors:
+            return errors[0], None
         if len(set(steps)) > 1:
-            raise OutOfStepError(
+            return OutOfStepError(
                 f"the train ranks disagree about the step of the weight update, by rank: {', '.join(steps)}. Call "
                 "send() on all ranks, with the same pairs on each rank if the transport needs all weights everywhere"
-            )
-        return [value for _, value in gathered]
+            ), None
+        try:
+            return None, None if decide is None else decide([value for _, _, value in gathered])
+        except WeightSyncError as failed:
+            return failed, None
+        except Exception as failed:  # the other ranks must learn of this one, too
+            return sync_error(f"train rank 0 failed in the step {step!r}", failed), None
+
+    def _late(self, ranks: str, step: str, seconds: float) -> WeightSyncError:
+        return WeightSyncError(
+            f"the update to weight version {self.version} failed: train rank {ranks} did not reach its step {step!r} "
+            f"within {seconds:.3g} s. Another rank's error, or the log of that rank, says why"
+        )
+
+    def _arrived(self, store: Any, keys: list[str], seconds: float) -> bool:
+        """Wait for keys. Polls, because `Store.wait` would occupy the client that torch's own threads use."""
+        begun = time.monotonic()
+        longest = max(0.02, 2e-4 * self.ranks)  # the store serves all ranks from one thread
+        while not store.check(keys):
+            waited = time.monotonic() - begun
+            if waited > seconds:
+                return False
+            time.sleep(min(max(_FIRST_POLL_SECONDS, waited / 10), longest))
+        return True
 
 
 class Transport:
@@ -298,36 +428,42 @@ class Receivers:
 
     Args:
         rollout: see `receiver_groups`; looked up again for each update.
-        timeout: seconds that a call to the workers or to their manager may take.
         neighbour: the `WeightReceiver` in this process, instead of groups. It is called directly: this process is busy
             with the caller's method, so a call through Ray would deadlock.
     """
 
-    def __init__(self, rollout: Rollout, timeout: float, neighbour: Any = None) -> None:
+    def __init__(self, rollout: Rollout, neighbour: Any = None) -> None:
         self._rollout = rollout
-        self._timeout = timeout
+        self._budget = Budget(UPDATE_SECONDS)
         self.neighbour = neighbour
         self._groups: list[WorkerGroup] = []
         self._copies: dict[int, tuple[WorkerGroup, WorkerGroup]] = {}
 
-    def look_up(self) -> None:
+    def look_up(self, budget: Budget) -> None:
         """Find the current groups.
+
+        Args:
+            budget: the time for this and for all calls until it is called again.
 
         Raises:
             TypeError: ``rollout`` cannot receive weights.
             WeightSyncError: there is no receiver, or the manager did not respond.
         """
+        self._budget = budget
         if self.neighbour is not None:
             return
-        self._groups = [self._usable(group) for group in receiver_groups(self._rollout, self._timeout)]
+        self._groups = [self._usable(group) for group in receiver_groups(self._rollout, budget.left())]
         if not self._groups:
             raise WeightSyncError("there is no rollout worker to send weights to")
 
     def start(self, method: str, *arguments: Any) -> list[WorkerFuture]:
-        """Call a method on all receivers without waiting. Returns one future per group."""
-        return [
-            getattr(group.methods, method).options(timeout=self._timeout).remote(*arguments) for group in self._groups
-        ]
+        """Call a method on all receivers without waiting. Returns one future per group.
+
+        Raises:
+            WeightSyncError: there is no time left.
+        """
+        left = self._budget.left()
+        return [getattr(group.methods, method).options(timeout=left).remote(*arguments) for group in self._groups]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all receivers and wait. Returns the results in order of group and rank.
@@ -412,10 +548,10 @@ def wait_all(futures: Sequence[WorkerFuture]) -> None:
         future.result()
 
 
-def sync_error(what: str, error: BaseException) -> WeightSyncError:
-    """Wrap any failure in a `WeightSyncError` that names its cause."""
+def sync_error(what: str, error: BaseException, cls: type[WeightSyncError] = WeightSyncError) -> WeightSyncError:
+    """Wrap any failure in a `WeightSyncError`, or a subclass, that names its cause."""
     cause = error.__cause__ if isinstance(error.__cause__, WeightSyncError) else error
     kind = "" if isinstance(cause, SingleControllerError) else f"{type(cause).__name__}: "
-    wrapped = WeightSyncError(f"{what}: {kind}{str(cause).partition(chr(10))[0]}")
+    wrapped = cls(f"{what}: {kind}{str(cause).partition(chr(10))[0]}")
     wrapped.__cause__ = error
     return wrapped

@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 from single_controller.base.checks import check_seconds
 from workers.weight_sync.protocol import (
+    ALONE_SECONDS,
     BUCKET_BYTES,
+    UPDATE_SECONDS,
+    Budget,
     OutOfStepError,
     Pair,
     Receivers,
@@ -60,8 +63,8 @@ class WeightSender:
             function that returns them, or a manager with a ``group``. It is looked up again for each update.
         bucket_bytes: size of a bucket; a larger tensor is sent alone.
         folder: for "disk": a folder that train and rollout workers see under this path, and nobody else uses.
-        timeout: seconds that one call to the receivers, or to a manager that is a Ray actor, may take. This includes
-            the time for calls that were sent to them before.
+        timeout: seconds that an update may take, with all its phases. This includes the time for calls that were sent
+            to the receivers before. Keep it well below the timeout of the train ranks' collectives.
         neighbour: for "device": the rollout worker in the same process, ``self.role_worker("rollout")``. ``rollout``
             is not needed then.
         process_group: of the train ranks; the default group if None.
@@ -80,7 +83,7 @@ class WeightSender:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         folder: str | os.PathLike[str] | None = None,
-        timeout: float = 600.0,
+        timeout: float = UPDATE_SECONDS,
         neighbour: Any = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -99,15 +102,16 @@ class WeightSender:
         self._timeout = min(check_seconds("timeout", timeout), _MAX_TIMEOUT)
         self._bucket_bytes = bucket_bytes
         self._process_group = process_group
-        self._transport = _transport(transport, folder, self._timeout)
+        self._transport = _transport(transport, folder)
         self._name = transport
         self._id = uuid.uuid4().hex
-        self._receivers = Receivers(rollout, self._timeout, neighbour)
+        self._receivers = Receivers(rollout, neighbour)
+        self._previous: Update | None = None
         self.everywhere = self._transport.everywhere
 
     def connect(self, rollout: Rollout) -> None:
         """Send to these rollout workers from now on. Call it after the workers were created again."""
-        self._receivers = Receivers(rollout, self._timeout)
+        self._receivers = Receivers(rollout)
 
     def versions(self) -> list[int | None]:
         """Return the weight version of each rollout worker, in order of group and rank. It is None for a worker that
@@ -117,7 +121,7 @@ class WeightSender:
             WeightSyncError: a receiver does not respond.
         """
         try:
-            self._receivers.look_up()
+            self._receivers.look_up(Budget(self._timeout))
             return self._receivers.call("current_weight_version")
         except Exception as error:
             raise sync_error("the rollout workers' weight versions are not available", error) from error
@@ -135,7 +139,9 @@ class WeightSender:
             ranks: number of train ranks.
 
         Raises:
-            WeightSyncError: on all ranks alike. The rollout workers have no weight version until the next `send`.
+            WeightSyncError: on all ranks alike. The rollout workers have no weight version until the next `send`. If
+                ``pairs`` raised on some of the ranks, the others learn of it only if they are not waiting for those
+                ranks in a collective.
             ValueError: the version is not an integer of at least 1.
         """
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
@@ -144,7 +150,11 @@ class WeightSender:
                 "received no weights since it was started"
             )
         begun = time.monotonic()
-        update = Update(version, rank, ranks, self._receivers, self._process_group)
+        key = self._common_key(ranks)
+        update = Update(version, rank, ranks, self._receivers, Budget(self._timeout), key)
+        if self._previous is not None:
+            self._previous.forget()
+        self._previous = update
         try:
             self._begin(update)
             nbytes, buckets, flushed = self._send_all(update, pairs)
@@ -158,32 +168,55 @@ class WeightSender:
         """Free what is kept between updates: buffers and process groups."""
         self._transport.close()
 
+    def _common_key(self, ranks: int) -> str:
+        """Return the key of an update. All ranks begin it together, so this is the one step that is a collective: it
+        waits no longer than any other collective, and what follows needs a name that all ranks know."""
+        key = uuid.uuid4().hex
+        if ranks == 1:
+            return key
+        keys: list[Any] = [None] * ranks
+        dist.all_gather_object(keys, key, self._process_group)
+        return str(keys[0])
+
     def _begin(self, update: Update) -> None:
         def begin() -> tuple[Any, ...]:
-            # Each rank begins the update for the receiver in its own process, so all ranks use a fixed key. It need not
-            # be unique: these calls are direct, and none is left over from another update.
-            update.key = "neighbour" if self._receivers.neighbour is not None else uuid.uuid4().hex
             infos = self._receivers.call("begin_weights", update.key, update.version, self._id)
-            return update.key, infos, self._transport.prepare(update)
+            return infos, self._transport.prepare(update)
 
         error: WeightSyncError | None = None
         try:
-            self._receivers.look_up()
-        except Exception as failed:  # not raised here, where the other ranks would wait for this one in `gather`
+            self._receivers.look_up(update.budget)
+        except Exception as failed:  # not raised here, where the other ranks would wait for this one
             error = self._error(update, failed)
-        update.key, update.infos, update.shared = self._on_rank_0(update, "begin", begin, error)
-        self._transport.begin(update)
+        update.infos, update.shared = self._on_rank_0(update, "begin", begin, error)
+        try:
+            self._transport.begin(update)
+        except Exception as failed:
+            error = self._error(update, failed)
+        update.agree("begun", error=error)  # before the pairs, whose collectives need every rank
 
     def _send_all(self, update: Update, pairs: Iterable[Pair]) -> tuple[int, int, list[Any]]:
         """Send this rank's pairs. After a failure, still iterate over the rest: producing them involves collectives, in
         which other ranks would wait."""
         nbytes = buckets = 0
         error: WeightSyncError | None = None
-        for bucket in iter_buckets(pairs, self._bucket_bytes):
+        produced = iter_buckets(pairs, self._bucket_bytes)
+        while True:
+            try:
+                bucket = next(produced, None)
+            except Exception as failed:
+                what = f"train rank {update.rank} could not produce its weights of version {update.version}"
+                error = sync_error(what, failed, OutOfStepError)
+                # Not for long: the other ranks may be in a collective of their pairs, which this rank will not join.
+                update.agree("sent", error=error, seconds=ALONE_SECONDS)
+                raise  # for type checkers: `agree` has raised
+            if bucket is None:
+                break
             if error is None:
                 try:
+                    update.budget.left()
                     self._transport.send(update, bucket)
-                except OutOfStepError:  # the other ranks raise too; the `gather` below would find nobody
+                except OutOfStepError:  # the other ranks raise too; none of them gets to the end
                     raise
                 except Exception as failed:
                     error = self._error(update, failed)
@@ -196,9 +229,9 @@ class WeightSender:
             except Exception as failed:
                 error = self._error(update, failed)
         # A rank whose send failed gets here too. After it, all buckets of all ranks are loaded, or all ranks raise.
-        gathered = update.gather("sent", (error, flushed))
-        _raise_first([one for one, _ in gathered], error)
-        return nbytes, buckets, [one for _, one in gathered]
+        gathered: list[Any] = []  # on rank 0
+        update.agree("sent", flushed, error, gathered.extend)
+        return nbytes, buckets, gathered
 
     def _finish(self, update: Update, flushed: list[Any]) -> None:
         def finish() -> None:
@@ -228,22 +261,19 @@ class WeightSender:
                 value = do()
             except Exception as failed:
                 error = self._error(update, failed)
-        gathered = update.gather(step, (error, value))
-        _raise_first([one for one, _ in gathered], error)
-        return gathered[0][1]
+        return update.agree(step, value, error, lambda values: values[0])
 
     def _error(self, update: Update, failed: Exception) -> WeightSyncError:
-        return sync_error(f"weight version {update.version} was not sent by transport {self._name!r}", failed)
+        what = f"weight version {update.version} was not sent by transport {self._name!r}"
+        if update.budget.used_up:
+            what += (
+                f" within {update.budget.seconds:g} s, the time for a whole update; if that is too short, set "
+                "update_weights_timeout_minutes, or timeout= of WeightSender"
+            )
+        return sync_error(what, failed)
 
 
-def _raise_first(errors: list[WeightSyncError | None], own: WeightSyncError | None) -> None:
-    """Raise the first error by rank. If it is this rank's own, raise that object, which has its cause."""
-    first = next((one for one in errors if one is not None), None)
-    if first is not None:
-        raise own if own is not None and str(own) == str(first) else first
-
-
-def _transport(name: TransportName, folder: str | os.PathLike[str] | None, timeout: float) -> Transport:
+def _transport(name: TransportName, folder: str | os.PathLike[str] | None) -> Transport:
     # Each transport is imported only when it is used: a transport may need libraries that the others do not.
     if name == "store":
         from workers.weight_sync.object_store import ObjectStoreTransport
@@ -252,7 +282,7 @@ def _transport(name: TransportName, folder: str | os.PathLike[str] | None, timeo
     if name == "group":
         from workers.weight_sync.process_group import ProcessGroupTransport
 
-        return ProcessGroupTransport(timeout)
+        return ProcessGroupTransport()
     if name == "disk":
         from workers.weight_sync.disk import DiskTransport
 
