@@ -588,7 +588,7 @@ refused("send-a-lock-execute", DispatchError, r"plain\(\): argument 'x', a lock,
         lambda s: s.kit.execute_all_sync("plain", threading.Lock()))
 bad("send-what-does-not-unpickle-there", WorkerError, r"echo\(\) raised ModuleNotFoundError on rank.*only_here",
     lambda s: s.kit.echo(workers.UnpicklesOnlyInItsProcess()), then=Then.KIT_WORKS)
-bad("send-a-failed-reference", ResultError, r"does not exist, because the task .* failed.*the true cause",
+bad("send-a-failed-reference", WorkerError, r"echo\(\) raised .* on rank.*the true cause",
     lambda s: s.kit.echo(s.kit.execute_rank_zero_async("fail")), then=Then.KIT_WORKS)
 
 

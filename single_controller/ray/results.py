@@ -238,12 +238,15 @@ def fetch(value: Any) -> Any:
     """As in Ray, an ObjectRef given as an argument arrives as its value. Anything else is returned unchanged.
 
     Raises:
-        ResultError: the object is lost, or the task that computes it failed.
+        RayTaskError: the task that computes it raised. Ray raises it as an instance of the task's own exception too.
+        ResultError: the object is lost.
     """
     if not isinstance(value, ray.ObjectRef):
         return value
     try:
         return ray.get(value)
+    except RayTaskError:
+        raise
     except RayError as error:
         raise ResultError(f"the object of {value!r} {what_is_lost(error)}") from error
 
