@@ -7,7 +7,10 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
 from host_network import HERE, Network, wait_until
+
+pytestmark = pytest.mark.alone
 
 CLIENT = """
 import socket, sys, time
