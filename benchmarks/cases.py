@@ -63,6 +63,17 @@ def all_cases(quick: bool = False) -> list[Case]:
             {"nbytes": 2 * quarter, "ranks": 4},
             together=quick,
         ),
+        *(
+            Case(
+                f"types-{size // MB}",
+                f"echo of {size // MB} MB over dp 4, by type",
+                "types",
+                {"nbytes": size, "ranks": 4},
+                reference=("ours", "views, a tensor"),
+                together=True,
+            )
+            for size in ((4 * MB,) if quick else (4 * MB, 64 * MB))
+        ),
         Case(
             "mesh",
             f"dp2 x tp2 x pp2, {quarter // MB} MB in and out",

@@ -26,6 +26,23 @@ def shard(nbytes: int, k: int, of: int) -> torch.Tensor:
     return made.add_(torch.arange(k * rows, (k + 1) * rows).unsqueeze(1))
 
 
+def by_type(nbytes: int) -> dict[str, Any]:
+    """Return the batch in several types, each of the same bytes: as one tensor, as four in a dict and in a TensorDict,
+    and with the elements in rows of two lengths."""
+    from tensordict import TensorDict
+
+    whole = batch(nbytes)
+    columns = {f"column {k}": part.contiguous() for k, part in enumerate(whole.chunk(4, dim=1))}
+    ends_of_rows = torch.arange(ROWS + 1) * whole.shape[1]
+    ends_of_rows[1::2] += whole.shape[1] // 2
+    return {
+        "a tensor": whole,
+        "a dict": columns,
+        "a TensorDict": TensorDict(columns, batch_size=[ROWS]),
+        "a jagged tensor": torch.nested.nested_tensor_from_jagged(whole.flatten(), ends_of_rows),
+    }
+
+
 def digest(value: torch.Tensor) -> tuple[tuple[int, ...], float, float]:
     """Return a tensor's shape, its sum, and a sum that depends on the order of its rows. Reads every byte."""
     by_row = value.sum(dim=1, dtype=torch.float64)
@@ -39,8 +56,16 @@ def ends(value: Any) -> tuple[tuple[int, ...], float, float]:
 
 
 def same(got: Any, wanted: Any) -> None:
-    """Raise ValueError unless both are equal: tensors and lists of tensors by content, other values by ``==``."""
-    if isinstance(got, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in got):
+    """Raise ValueError unless both are equal: tensors, and those in lists and dicts, by content, other values by
+    ``==``."""
+    if hasattr(got, "keys"):
+        if type(got) is not type(wanted) or set(got.keys()) != set(wanted.keys()):
+            raise ValueError(f"wrong result: got {type(got).__name__} with {list(got.keys())}")
+        for key in wanted.keys():  # noqa: SIM118  (iterating a TensorDict yields its rows)
+            same(got[key], wanted[key])
+    elif isinstance(got, torch.Tensor) and got.is_nested:
+        same([got.values(), got.offsets()], [wanted.values(), wanted.offsets()])
+    elif isinstance(got, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in got):
         shards = wanted.chunk(len(got)) if isinstance(wanted, torch.Tensor) else wanted
         for k, (item, expected) in enumerate(zip(got, shards, strict=True)):
             if not torch.equal(item, expected):

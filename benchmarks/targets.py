@@ -46,6 +46,14 @@ TARGETS = (
     Target("echo", "views, joined", 12, "memcpy"),
     Target("echo", "private copies, joined", 1 / 4, "verl"),
     Target("echo", "private copies, joined", 1 / 1.2, "verl-numpy"),
+    *(
+        target
+        for form in ("views", "private copies")
+        for target in (
+            Target("types-", f"{form}, a TensorDict", 1.1, "ours", f"{form}, a dict"),
+            Target("types-", f"{form}, a jagged tensor", 1.3, "ours", f"{form}, a tensor"),
+        )
+    ),
     Target("mesh", "views", 1 / 15, "verl"),
     Target("mesh", "views", 1 / 4, "verl-numpy"),
     Target("mesh", "private copies", 1 / 6, "verl"),

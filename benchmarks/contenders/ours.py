@@ -160,6 +160,15 @@ class Ours:
                 "private copies, joined, no buffer pool": call("echo_copy", pooled=False),
             }
 
+    def types(self, nbytes: int, ranks: int) -> Iterator[dict[str, Call]]:
+        """Rows out and back, in batches of several types."""
+        with _group(Flat, ranks) as group:
+            yield {
+                f"{form}, {name}": Call(functools.partial(method, batch), functools.partial(data.same, wanted=batch))
+                for name, batch in data.by_type(nbytes).items()
+                for form, method in (("views", group.echo_view), ("private copies", group.echo_copy))
+            }
+
     def mesh(self, nbytes: int, dp: int, tp: int, pp: int) -> Iterator[dict[str, Call]]:
         """Rows to the ranks of each dp coordinate, and back from one of them."""
         batch = data.batch(nbytes)
