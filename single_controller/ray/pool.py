@@ -1,4 +1,8 @@
-"""RayResourcePool: slots for processes on Ray's nodes. A slice of a pool, and several pools merged, are pools too."""
+"""RayResourcePool: slots for processes on Ray's nodes. A slice of a pool, and several pools merged, are pools too.
+
+Locks: `_occupying` protects which group is in which slot; the slots themselves belong to reservations, which have locks
+of their own (see `placement`). No thread holds one of each at once. No thread is started here.
+"""
 
 from __future__ import annotations
 
@@ -507,6 +511,9 @@ class RayResourcePool(Closing, ResourcePool):
             return [(self._owned, number) for number in range(len(self._owned.slots))]
         if self._members_by_rank is not None:
             return self._members_by_rank
+        # Asked before the slots are read: ranks that another thread assigns in between must not make an order final
+        # that was computed without them. Threads that get here at once compute the same order, so there is no lock.
+        final = slots_of is None and all(reservation.assigned for reservation in self.reservations)
         listed = [(pool._members(slots_of), numbers) for pool, numbers in self._parts]
         members = [of_pool[number] for of_pool, numbers in listed for number in numbers]
         known = slots_of or {reservation: reservation.slots for reservation in self.reservations}
@@ -515,8 +522,8 @@ class RayResourcePool(Closing, ResourcePool):
             keys = {member: location_key(location) for member, location in locations if location is not None}
             if len(keys) == len(members):
                 members.sort(key=keys.__getitem__)
-        if all(reservation.assigned for reservation in self.reservations):
-            self._members_by_rank = members  # for good, even if Ray moves a bundle to another node
+        if final:
+            self._members_by_rank = members  # even if Ray moves a bundle to another node later
         return members
 
     def _slots_in(self, slots_of: Mapping[Reservation, Sequence[Slot]]) -> list[Slot]:
