@@ -126,49 +126,6 @@ def test_nodes_of_unequal_size_and_the_death_of_one():
     assert out[5] == "> lost: ResultError execute_with_func_generator True True"
 
 
-@pytest.mark.full("results lost with their host, in a Ray cluster of their own")
-def test_results_on_a_lost_host():
-    """The driver, a consumer, and a worker that waits for the future itself get errors of this library."""
-    out = run("""
-        import torch
-        from ray.cluster_utils import Cluster
-        health = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
-                  "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
-        cluster = Cluster(initialize_head=True, head_node_args={
-            "num_cpus": 2, "include_dashboard": False, "_system_config": health})
-        ray.init(cluster.address, log_to_driver=False)
-        consumer = RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter(7))
-        node = cluster.add_node(num_cpus=2)
-        cluster.wait_for_nodes()
-        producer = RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter())
-        lost = producer.double.remote(torch.ones(4, 1 << 18))
-        host = f"{os.uname().nodename}, {ray.util.get_node_ip_address()}"
-        while not lost.done():
-            time.sleep(0.01)
-        cluster.remove_node(node, allow_graceful=False)
-        while any(producer.alive()):
-            time.sleep(0.1)
-        def told(call):
-            try:
-                call()
-            except SingleControllerError as error:
-                return error
-        for error in (told(lost.result), lost.exception(), told(lambda: consumer.double(lost))):
-            print(">", type(error).__name__, error.method, error.rank in (0, 1), error.host == host, error.consumer)
-            print(">", str(error).startswith(f"the result of rank {error.rank} of double() ({host}) is lost"))
-        error = told(lambda: consumer.take_future(lost))
-        print(">", type(error).__name__, error.cause_type)
-        print(">", consumer.add(0), consumer.broken)
-    """)
-    assert out == [
-        *["> ResultError double True True None", "> True"] * 2,
-        "> ResultError double True True double",
-        "> True",
-        "> WorkerError dispatch.errors.ResultError",
-        "> [7, 8] None",
-    ]
-
-
 @pytest.mark.full("a full store on a full disk, in its own Ray cluster")
 def test_store_and_disk_are_full():
     out = run("""

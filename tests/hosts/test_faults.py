@@ -140,6 +140,30 @@ def test_power_loss(doomed, method):
     assert set(doomed.driver.do("hosts_of(group)")) == {"h1", "h2", "h3"} - {there}
 
 
+def test_results_on_a_lost_host(doomed):
+    """Large results stay in the store of their host. The driver, a consumer and its workers learn which are lost."""
+    doomed.driver.do("producer = on(3, OnHost); lost = producer.enlarge(torch.ones(6, 1))")
+    there = doomed.driver.do("hosts_of(producer)")[2]
+    doomed.driver.do("while not lost.done(): time.sleep(0.01)")
+    doomed.network.cut(there)
+    doomed.driver.do("while all(producer.alive()): time.sleep(0.1)", doomed.window + 20)
+    doomed.driver.do("from group_workers import Counter; consumer = on(2, Counter)", 60)
+    for consumer, code in (
+        (None, "lost.result()"),
+        (None, "raise lost.exception()"),
+        ("double", "consumer.double(lost)"),
+    ):
+        outcome = doomed.driver.outcome(code)
+        show(f"results lost: {code}", outcome)
+        facts = [outcome.facts.get(name) for name in ("method", "rank", "consumer")]
+        assert (outcome.error, facts) == ("ResultError", ["enlarge", 2, consumer]), outcome.trace
+        assert there in outcome.facts["host"] and outcome.text.startswith("the result of rank 2 of enlarge()")
+        assert outcome.seconds < 10
+    outcome = doomed.driver.outcome("consumer.take_future(lost)")  # the workers wait for the future themselves
+    assert (outcome.error, outcome.facts["cause_type"]) == ("WorkerError", "dispatch.errors.ResultError"), outcome.trace
+    assert doomed.driver.do("consumer.add(0)") == [0, 1]
+
+
 def test_death_wins_over_its_echo_on_a_healthy_rank(doomed):
     """The healthy rank's collective gives up 10 s before Ray knows that the other rank's host is gone."""
     doomed.driver.do("group = on(2, OnHost); group.join(timeout=2)")
