@@ -298,7 +298,9 @@ def test_call_waits_for_a_mesh_that_a_running_call_registers(make_group):
 
 @pytest.mark.ray_when_full
 def test_library_error_raised_by_the_worker_names_the_rank(make_group):
-    with pytest.raises(WorkerError, match=r"refuse\(\) raised dispatch\.errors\.DispatchError on ranks? \d"):
+    with pytest.raises(
+        WorkerError, match=r"refuse\(\) raised dispatch\.errors\.DispatchError on (ranks .*; first: )?rank \d \("
+    ):
         make_group(Nested).refuse()
 
 

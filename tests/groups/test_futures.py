@@ -354,7 +354,8 @@ def test_timeout_of_the_producer_leaves_the_consumers_as_they_are(engine, make_g
     assert (error.consumer, error.method, error.ranks) == ("fail", "sleep_on", (3,))
     assert error.__notes__ == ["fail() did not run, because this error failed its deferred argument"]
     assert isinstance(cause, CallTimeoutError) and cause.consumer is None and str(cause) == str(error)
-    assert str(error).startswith(producer.broken)
+    message, _, where = str(error).partition("\n\n")
+    assert message == producer.broken and where.startswith("rank 3 is at:") and "time.sleep" in where
     assert pickle.loads(pickle.dumps(error)).consumer == "fail"
     with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) exceeded"):
         consumer.fail(late)  # after the fact

@@ -335,7 +335,7 @@ def test_ray_is_not_needed_and_the_environment_is_unchanged():
                 try:
                     group.fail(ref)
                 except WorkerError as error:
-                    assert "fail() raised ValueError on rank" in str(error), error
+                    assert "fail() raised ValueError on ranks 0, 1; first: rank" in str(error), error
                     print(error.__cause__)
         assert not [name for name in sys.modules if name.startswith("single_controller.ray")]
         print(dict(os.environ) == before)
@@ -631,7 +631,7 @@ def test_timeout_without_threads_is_checked_afterwards_per_rank():
 
 
 def test_constructor_exceeds_the_start_timeout(threads):
-    with pytest.raises(CallTimeoutError, match=r"__init__\(\) exceeded its timeout of 0\.1 s; rank 1 had not ended"):
+    with pytest.raises(CallTimeoutError, match=r"__init__\(\) exceeded its timeout of 0\.1 s; rank 1 had not finished"):
         LocalWorkerGroup(2, ClassWithInitArgs(Probe, slow=1), threads=threads, start_timeout=0.1)
 
 
