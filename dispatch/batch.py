@@ -251,7 +251,7 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
     for value in values:
         kind = batch_type(first)
         if type(value) is not type(first) and (kind is None or batch_type(value) is not kind):
-            raise BatchError(f"{describe(first)} and {describe(value)} do not join")
+            raise BatchError(f"{describe(first)} and {describe(value)} cannot be joined")
     if goes_whole(first):
         raise BatchError(f"{describe(first)} has no rows to join")
     found = batch_type(first)
@@ -444,7 +444,7 @@ def _slice(value: Any, start: int, stop: int) -> Any:
 
 def _join_sequence(values: list[Any]) -> Any:
     if any(fields_of(value) for value in values):
-        raise BatchError("named tuples and plain tuples do not join")
+        raise BatchError("named tuples and plain tuples cannot be joined")
     return type(values[0])(chain.from_iterable(values))
 
 
@@ -453,7 +453,7 @@ def _join_tensors(values: list[Any], made: Made | None = None) -> Any:
         return cat_tensors(values) if made is None else jagged.join(values, made)
     except (RuntimeError, TypeError, KeyError) as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
-        raise BatchError(f"{type(values[0]).__name__}s of shapes {shapes} do not join: {error}") from error
+        raise BatchError(f"{type(values[0]).__name__}s of shapes {shapes} cannot be joined: {error}") from error
 
 
 def _join_ndarrays(values: list[Any]) -> Any:
@@ -463,11 +463,11 @@ def _join_ndarrays(values: list[Any]) -> Any:
         return (numpy.ma if masked else numpy).concatenate(values, axis=0)
     except (ValueError, TypeError) as error:
         shapes = ", ".join(str(value.shape) for value in values[:8])
-        raise BatchError(f"ndarrays of shapes {shapes} do not join: {error}") from error
+        raise BatchError(f"ndarrays of shapes {shapes} cannot be joined: {error}") from error
 
 
 def _refuse_nested(*_: Any) -> Any:
-    raise BatchError("torch cannot cut nested tensors of its layout; make it with layout=torch.jagged")
+    raise BatchError("torch cannot slice a nested tensor with this layout; create it with layout=torch.jagged")
 
 
 def _cut_ranges(found: BatchType, value: Any, ranges: list[tuple[int, int]], made: Made) -> list[Any]:
@@ -536,7 +536,7 @@ def _chunked_rows(value: Any, start: int, stop: int) -> Any:
             return piece
     rows = list(value.chunk(len(value)))[start:stop]
     if not rows:
-        raise BatchError(f"{type(value).__name__} has chunk() but no slicing, so it has no empty shard")
+        raise BatchError(f"{type(value).__name__} has chunk() but no slicing, so no empty shard can be made")
     return type(value).concat(rows)
 
 

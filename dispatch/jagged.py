@@ -46,7 +46,7 @@ def join(tensors: Sequence[Any], made: Made) -> Any:
     dim = tensors[0]._ragged_idx - 1
     if any(tensor._ragged_idx - 1 != dim for tensor in tensors):
         dims = ", ".join(str(tensor._ragged_idx) for tensor in tensors[:8])
-        raise BatchError(f"jagged tensors whose ragged dims differ ({dims}) do not join")
+        raise BatchError(f"jagged tensors whose ragged dims differ ({dims}) cannot be joined")
     key = ("join", *map(_ragged_size, tensors))
     if key not in made:
         made[key] = _offsets(torch.cat([tensor.offsets().diff() for tensor in tensors]))

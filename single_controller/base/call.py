@@ -63,7 +63,7 @@ ASK_AFTER_SECONDS = 1.0
 OTHERS_FAIL_SECONDS = 0.1
 """How long an error waits for those of other ranks, so that one error can name all of them."""
 
-ENGINE_GONE = "the engine that ran its workers was shut down"
+ENGINE_GONE = "the connection to Ray with which it was created was shut down"
 
 
 class GroupState:
@@ -479,7 +479,7 @@ class Call:
     def _time_out(self, late: list[int], stacks: Mapping[int, str] = MappingProxyType({})) -> None:
         message = (
             f"{self.label}() exceeded its timeout of {self._timeout:g} s; "
-            f"{ranks_text(late)} had not ended ({self._hosts(late)})"
+            f"{ranks_text(late)} had not finished ({self._hosts(late)})"
         )
         where = f"\n\n{show_stacks(stacks)}" if stacks else ""
         self._settle(CallTimeoutError(message + where, method=self.method, ranks=late, stacks=stacks))
@@ -534,7 +534,7 @@ class Call:
             # input failed wait for nobody: those that have not ended are busy with an earlier call.
             raised = sorted(failure.rank for failure in failures if not failure.alike)
             self._state.break_(
-                f"{ranks_text(late)} had not ended {self.label}() {self._state.error_grace:g} s after an error on "
+                f"{ranks_text(late)} had not finished {self.label}() {self._state.error_grace:g} s after an error on "
                 f"{ranks_text(raised)}"
             )
         elif now >= self._next_log:
@@ -582,8 +582,8 @@ def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:
     late = call.late
     where = f"\n\n{show_stacks(stacks)}" if stacks else ""
     return CallTimeoutError(
-        f"{call.label}() has not ended after a wait of {seconds:g} s; {ranks_text(late)} are running. "
-        f"The call continues: wait again, or give the call itself a timeout with .options(timeout=...){where}",
+        f"{call.label}() has not finished after a wait of {seconds:g} s; still running: {ranks_text(late)}. "
+        f"The call continues. Wait again, or set a timeout for the call with .options(timeout=...){where}",
         method=call.method,
         ranks=late,
         call_goes_on=True,

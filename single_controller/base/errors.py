@@ -117,7 +117,7 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
 
     Attributes:
         method: name of the method, without parentheses.
-        ranks: the ranks that had not ended.
+        ranks: the ranks that had not finished.
         call_goes_on: True if only the wait ended (``future.result(timeout)``): the call continues, and a later wait
             gets its result. False if the call's own timeout passed: the group is broken.
         stacks: rank -> its Python stack when the call's timeout passed, as text. The message shows them too, equal
@@ -162,9 +162,9 @@ class ForkedProcessError(SingleControllerError):
     def of(cls, what: str) -> Self:
         """From what was used."""
         return cls(
-            f"{what} was used in process {os.getpid()}, a fork of the process that made it, which has none of its "
-            "threads and no connection to Ray. Use it in that process; or start this one with "
-            "multiprocessing.get_context('spawn'), and create a group or attach() to a detached one in it"
+            f"{what} was used in process {os.getpid()}, a fork of the process that made it. A fork has neither the "
+            "threads nor the connection to Ray of its parent. Use it in the process that made it; or start this "
+            "process with multiprocessing.get_context('spawn'), and create a group or attach() to a detached one here"
         )
 
 

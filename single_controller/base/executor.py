@@ -173,7 +173,10 @@ class Executor:
         """The Python stack of each thread that runs a call now, taken from the thread that asks. See `stacks_under`."""
         roots = {function.__code__ for function in (Executor.start, Executor.run, Executor.call)}
         found = stacks_under(roots, Executor._await.__code__, self, self._loop)
-        return found or "  no call: it waits for one, for its arguments or for its turn"
+        return (
+            found
+            or "  no method is running: the rank waits for a call, for the arguments of a call, or for an earlier call"
+        )
 
     def close(self) -> None:
         """End the event loop and the tasks on it, and let the workers clean up if the process lives on."""

@@ -134,7 +134,7 @@ class Failure:
         if self.no_contact:
             lost = ResultLostError(
                 f"the result of {label(self.role, where)}() on rank {self.rank} ({self.host}) was lost, because "
-                f"contact with the rank was lost: {self.message}. The rank is alive, and may have run the call or not",
+                f"the connection to the rank was lost: {self.message}. The rank is alive. It may have run the call",
                 rank=self.rank,
                 host=self.host,
                 method=where,
@@ -189,7 +189,7 @@ def _others(causes: Collection[list[Failure]]) -> str:
         text = (first.message.strip().splitlines() or [""])[0][:200]
         lines.append(f"\nalso on {ranks_text([failure.rank for failure in failures])}: {first.cause_type}: {text}")
     more = len(causes) - len(lines)
-    return "".join(lines) + (f"\nand {more} more causes" if more > 0 else "")
+    return "".join(lines) + (f"\nother causes, not shown: {more}" if more > 0 else "")
 
 
 def remote_traceback(error: BaseException) -> str:
@@ -212,7 +212,11 @@ def _message_of(error: BaseException) -> str:
 
 def _shorten(text: str) -> str:
     half = MAX_TEXT // 2
-    return text if len(text) <= MAX_TEXT else f"{text[:half]}\n... {len(text):,} characters ...\n{text[-half:]}"
+    return (
+        text
+        if len(text) <= MAX_TEXT
+        else f"{text[:half]}\n... (shortened; {len(text):,} characters in total) ...\n{text[-half:]}"
+    )
 
 
 def _is_library(filename: str) -> bool:

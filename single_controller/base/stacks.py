@@ -87,7 +87,7 @@ def show_stacks(stacks: Mapping[int, str]) -> str:
     parts = [f"{_sentence(ranks)}:\n{text}" for text, ranks in ordered[:MAX_STACKS]]
     rest = [rank for _, ranks in ordered[MAX_STACKS:] for rank in ranks]
     if rest:
-        parts.append(f"{len(ordered) - MAX_STACKS} other stacks, of {ranks_text(sorted(rest))}, are not shown")
+        parts.append(f"other stacks, not shown: {len(ordered) - MAX_STACKS}, of {ranks_text(sorted(rest))}")
     return "\n".join(parts)
 
 

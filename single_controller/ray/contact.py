@@ -109,7 +109,7 @@ class Contact:
             connection.close()
             if not connection.greeted:
                 return "its host is gone: neither its process nor its Ray node responds"
-        return "nothing listens on the port of its process any more"
+        return "its process no longer listens on its port"
 
 
 class _Connection:

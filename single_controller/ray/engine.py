@@ -326,7 +326,7 @@ class RayEngine(Engine):
                 return RankResult(rank, died=died)
             return RankResult(rank, failure=Failure.lost_contact(rank, self.host(rank), one_line(error)))
         except TaskCancelledError as error:  # see `withdraw`
-            text, kind = "its deferred argument will not come", type(error).__name__
+            text, kind = "the call that computes its deferred argument has failed", type(error).__name__
             return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text, alike=True))
         except RayError as error:
             where, kind = self.host(rank), type(error).__name__
@@ -336,7 +336,9 @@ class RayEngine(Engine):
 def _not_sent(label: str, error: RayError) -> DispatchError:
     """The error of a call that has reached no rank."""
     what = f"{type(error).__name__}: {one_line(error)}"
-    return DispatchError(f"{label}() could not be sent: {what}. No rank has the call", method=label.rpartition(".")[2])
+    return DispatchError(
+        f"{label}() could not be sent: {what}. No rank received the call", method=label.rpartition(".")[2]
+    )
 
 
 def _sendable(encoded: Encoded | None, room: int) -> _Sendable:

@@ -157,7 +157,7 @@ class RayResults:
         except ActorUnavailableError as error:  # the driver that made the call finds out whether the rank is dead
             raise ResultLostError(
                 f"the result of {self.label}() on rank {rank}, whose future is an argument here, was lost, because "
-                f"contact with the rank was lost: {one_line(error)}",
+                f"the connection to the rank was lost: {one_line(error)}",
                 rank=rank,
                 host=self._hosts[self._ranks.index(rank)],
                 method=self.label,

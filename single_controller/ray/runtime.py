@@ -82,15 +82,16 @@ def ensure_ray() -> None:
             if address != "auto":
                 # Ray says so in its C++ log alone if the reason is the token.
                 raise ConnectionError(
-                    f"no connection to the Ray cluster at {address!r}: no Ray responds there, or it has another token "
-                    "than this host. Set RAY_AUTH_TOKEN to the token of the cluster's head, here and on all its hosts, "
-                    "or RAY_AUTH_MODE=disabled everywhere. docs/failures.md, 'Several hosts', explains tokens"
+                    f"no connection to the Ray cluster at {address!r}: no cluster responds at this address, or its "
+                    "token is not that of this host. Set RAY_AUTH_TOKEN to the token of the cluster's head on this "
+                    "host and on all hosts of the cluster, or set RAY_AUTH_MODE=disabled on all of them. See 'Several "
+                    "hosts' in docs/failures.md"
                 ) from error
         else:
             _check_cluster()
             return
     cpus = max(LOCAL_CPUS, os.cpu_count() or 1)
-    logger.info("no Ray is running: starting a local one with %d logical CPUs", cpus)
+    logger.info("no Ray cluster is running; starting a local one with %d logical CPUs", cpus)
     ray.init("local", num_cpus=cpus, include_dashboard=False, _system_config=HEALTH_CHECKS)
 
 
@@ -103,8 +104,9 @@ def _check_cluster() -> None:
     seconds, hosts = death_seconds(), {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if len(hosts) > 1 and seconds > UNTUNED_SECONDS:
         logger.warning(
-            "if one of the %d hosts of this Ray cluster goes silently, Ray notices it after up to %.0f s, and calls "
-            "wait that long for its ranks. To make it 5 s, start the head with: ray start --head --system-config='%s'",
+            "this Ray cluster has %d hosts, and may take up to %.0f s to notice that one of them has lost its power or "
+            "network. Calls wait that long for its ranks. To make it 5 s, start the head with: "
+            "ray start --head --system-config='%s'",
             len(hosts),
             seconds,
             json.dumps(HEALTH_CHECKS),

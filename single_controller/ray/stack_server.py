@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -71,8 +72,12 @@ class StackServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # the process has too many open files, for example; a later client may find fewer
+                logger.debug("cannot accept a connection", exc_info=True)
+                time.sleep(CLIENT_SECONDS)
+                continue
+            # One client after the other: an answer takes milliseconds, and only drivers ask. The limit keeps a client
+            # that sends no key from blocking the next one.
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(CLIENT_SECONDS)
                 if hmac.compare_digest(_read(connection, KEY_BYTES), self.address.key):
@@ -80,6 +85,8 @@ class StackServer:
 
     def _answer(self) -> bytes:
         try:
+            # Reads the other threads' frames while this thread holds the interpreter's lock; takes no lock of ours, so
+            # a method that holds one cannot block the answer.
             return self._stacks().encode()
         except Exception as error:  # a thread of the user's that changes what is being read
             return f"  its stack cannot be read: {type(error).__name__}: {error}".encode()
@@ -102,6 +109,8 @@ def ask_stacks(addresses: Mapping[int, StackAddress], seconds: float) -> dict[in
         done = cf.wait(asked, seconds).done
         return {asked[future]: future.result() for future in done}
     finally:
+        # Without waiting: a thread whose rank does not answer ends when its socket times out, half of ``seconds`` after
+        # it began, and must not delay the error that shows the stacks.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -115,8 +124,8 @@ def _ask(server: StackAddress, seconds: float) -> str:
             return _read(connection).decode(errors="replace")
     except TimeoutError:
         return (
-            f"  unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds Python's "
-            f"lock; `py-spy dump --native --pid {server.pid}` shows more"
+            f"  unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds the GIL. Run "
+            f"`py-spy dump --native --pid {server.pid}` on its host to see more"
         )
     except OSError as error:
         return f"  unknown: port {server.port} of {server.address} cannot be reached: {error}"

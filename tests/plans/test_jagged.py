@@ -245,7 +245,7 @@ class TestRejected:
         [
             (torch.zeros(2, 3, 2), "Tensor of shape"),
             (jagged([1, 2], ragged_dim=2)[0], "ragged dims differ"),
-            (jagged([1, 2], width=3)[0], "do not join"),
+            (jagged([1, 2], width=3)[0], "cannot be joined"),
         ],
         ids=["dense", "dim", "width"],
     )

@@ -182,7 +182,7 @@ def test_error_names_the_argument_that_cannot_be_split(bad, told):
 
 
 def test_error_names_a_type_without_an_empty_shard():
-    with pytest.raises(DispatchError, match=r"work\(\).*'key'.*Chunked.*no empty shard"):
+    with pytest.raises(DispatchError, match=r"work\(\).*'key'.*Chunked.*no slicing, so no empty shard"):
         plan_of("DP_COMPUTE_PROTO", plain_layout(3), uneven="ragged", key=Chunked([1]))
 
 

@@ -403,8 +403,8 @@ def _check_together(args: Any) -> None:
         raise TrainArgsError("args.param_dtype='fp16': use 'bf16' or 'fp32' with fsdp, which does not scale the loss")
     if args.kl_coef and args.advantage_estimator != "gae":
         raise TrainArgsError(
-            f"args.kl_coef={args.kl_coef} needs advantage_estimator='gae'; kl_loss_coef is the weight of the KL "
-            "divergence in the loss"
+            f"args.kl_coef={args.kl_coef} needs advantage_estimator='gae'. To add the KL divergence to the "
+            "loss, set kl_loss_coef"
         )
     actor, critic = actor_size(args), critic_size(args)
     if args.advantage_estimator == "gae" and math.prod(actor) != math.prod(critic):

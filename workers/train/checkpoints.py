@@ -128,11 +128,11 @@ class RolloutCheckpoints:
                 logger.warning("load=%s has no complete checkpoint; the run starts with rollout 0", self._load)
             elif self._save is not None and not self._rank and (self._save / LATEST).exists():
                 logger.warning(
-                    "save=%s has checkpoints of another run, up to %s, which will be overwritten%s one by one; set "
-                    "load to continue from them, or choose another folder",
+                    "save=%s has checkpoints of another run, up to %s. This run overwrites%s them one by one. To "
+                    "continue from them, set load; to keep them, choose another folder",
                     self._save,
                     self._noted(),
-                    "" if self._keep is None else " or deleted",
+                    "" if self._keep is None else " or deletes",
                 )
             return None
         if isinstance(found[0], str):

@@ -94,8 +94,8 @@ class RayTrainGroup:
         self._resources = dict(resources or {})
         if num_resources_per_node is not None and not (self._resources and pg is None):
             raise ValueError(
-                f"num_resources_per_node={num_resources_per_node!r} reserves `resources` in a pool that the group "
-                "creates; pass resources= with it, and leave out pg"
+                f"num_resources_per_node={num_resources_per_node!r} applies to a pool that the group creates. Pass "
+                "resources= with it, and do not pass pg"
             )
         self._class = worker_class(self.args.train_backend, actor_cls)
         self._takes_version = _takes_version(self._class)
@@ -150,8 +150,8 @@ class RayTrainGroup:
             made.set_additional_resource(self._resources)
         self._group = RayWorkerGroup(self.pool, made, name_prefix=f"{self.role}_", worker_env=environment.worker)
         self._group.advise(
-            "call restart() of the train group to create its workers again, from the last checkpoint that it saved or "
-            "else from the beginning; close() ends it"
+            "Call RayTrainGroup.restart() to create new workers, which continue from the last checkpoint that the "
+            "group saved, or from the beginning if there is none; or close()"
         )
         self._made = self._group.workers
         self._asleep = False

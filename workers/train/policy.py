@@ -222,7 +222,8 @@ class PolicyTrainWorker(ModelWorker):
         if missing := [version for version in wanted if version not in kept]:
             raise RolloutDataError(
                 f"rollout data has rows of the weight versions {missing}, but keep_old_actor keeps "
-                f"{sorted(kept) or 'none: no update since init()'}; train on rollouts of the last two versions"
+                f"{sorted(kept) or 'none, because there was no update since init()'}. Train on rollouts of the "
+                "last two versions"
             )
         for version in wanted:
             with self.backup.swapped(kept[version]):
@@ -278,8 +279,9 @@ class PolicyTrainWorker(ModelWorker):
         made = _tensors(function_at(path, "rollout_data_postprocess_path")(self.args, given))
         if before is not None and not torch.equal(made.get("input_ids", before[:0]), before):
             raise RolloutDataError(
-                f"rollout_data_postprocess_path={path!r} has changed, moved or dropped rows. With gae it may "
-                "change rewards only, because values were computed from the original rows"
+                f"rollout_data_postprocess_path={path!r} has changed, moved or dropped rows. With "
+                "advantage_estimator='gae' it may change only rewards, because values were computed from the "
+                "original rows"
             )
         return made
 

@@ -69,8 +69,8 @@ class DeviceTransport(Transport):
             differs = next((rank for rank, (_, theirs) in enumerate(offers) if theirs != offers[0][1]), None)
             if differs is not None:
                 raise OutOfStepError(
-                    f"train ranks 0 and {differs} sent different pairs, but transport='device' needs all pairs on "
-                    "every rank; pass what hf_weights(everywhere=sender.everywhere) returns"
+                    f"train ranks 0 and {differs} sent different weights, but transport='device' needs all weights "
+                    "on every rank, in the same order. Pass the result of hf_weights(everywhere=sender.everywhere)"
                 )
             every = {receiver: handle for theirs, _ in offers for receiver, handle in theirs.items()}
             try:

@@ -63,7 +63,10 @@ class DiskTransport(Transport):
             tensors[key] = host.clone() if address in seen else host  # safetensors refuses tensors that share memory
             seen.add(address)
         if not Path(update.shared).is_dir():
-            raise WeightSyncError(f"rank {update.rank} does not see {update.shared}, which rank 0 created")
+            raise WeightSyncError(
+                f"train rank {update.rank} does not see {update.shared}, which train rank 0 created; all train and "
+                "rollout workers must mount the same file system there"
+            )
         require("safetensors.torch", "hf").save_file(tensors, os.path.join(update.shared, name), {"format": "pt"})
         self._file_of |= dict.fromkeys(tensors, name)
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())

@@ -167,8 +167,7 @@ class ProcessGroupTransport(Transport):
             if not isinstance(error, dist.DistStoreError):
                 raise
             raise WeightSyncError(
-                f"train rank {update.rank} was still waiting for its turn to send weights, because another rank was "
-                "sending"
+                f"train rank {update.rank} waited for its turn to send weights, because another train rank was sending"
             ) from error
         try:
             yield
@@ -269,7 +268,7 @@ class Invitation(Message):
         except Exception as error:
             receiver.fail_update(
                 key,
-                f"rollout rank {receiver.rank} could not connect to sender {self.sender} in a process group: "
+                f"rollout rank {receiver.rank} could not join the process group of train rank {self.sender}: "
                 f"{type(error).__name__}: {error}",
                 error,
             )
@@ -279,8 +278,8 @@ class Invitation(Message):
             own = os.environ.setdefault(CUMEM, self.cumem)
             if own != self.cumem:
                 raise WeightSyncError(
-                    f"{CUMEM} is {own} here and {self.cumem} on the train ranks, and nccl cannot connect the two "
-                    "settings; set the same value on both sides (worker_env=..., train_env_vars)"
+                    f"{CUMEM} is {own} on this rollout worker and {self.cumem} on the train ranks. NCCL cannot connect "
+                    "processes that differ in it. Set the same value with worker_env= and train_env_vars"
                 )
         rank = 1 + self.receivers.index(receiver.receiver_id)
         where = device(receiver.local_rank, receiver.device_ids) if self.backend == "nccl" else torch.device("cpu")
@@ -296,7 +295,7 @@ class Invitation(Message):
                     return
                 store = _client(self.address, budget.left())
             if store.check([self.given_up]):
-                raise WeightSyncError("the sender has given up, because another rollout worker failed or was late")
+                raise WeightSyncError("the train rank has given up, because another rollout worker failed or was late")
 
         return _interruptible(lambda: Channel(self, rank, where), check, self.seconds)
 
@@ -322,7 +321,9 @@ class AnnouncedBucket(Message):
         channel = receiver.channels.get(self.sender)
         if channel is None:
             receiver.check_update(key)
-            raise WeightSyncError(f"rollout rank {receiver.rank} is not in the process group of sender {self.sender}")
+            raise WeightSyncError(
+                f"rollout rank {receiver.rank} is not in the process group of train rank {self.sender}"
+            )
         # The key is checked only after the broadcast: even if this receiver has given the update up, the sender and the
         # other receivers are in the broadcast and would wait for it.
         try:

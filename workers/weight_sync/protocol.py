@@ -94,7 +94,7 @@ class Budget:
         """
         left = self._end - time.monotonic()
         if left <= 0:
-            raise WeightSyncError("there was no time left for the rest of the update")
+            raise WeightSyncError("the time limit of the update has passed")
         return math.ceil(left * 1000) / 1000  # up: what waits that long ends when no time is left
 
     def left_for_ranks(self) -> float:
@@ -348,8 +348,8 @@ class Update:
             return errors[0], None
         if len(set(steps)) > 1:
             return OutOfStepError(
-                f"the train ranks disagree about the step of the weight update, by rank: {', '.join(steps)}. Call "
-                "send() on all ranks, with the same pairs on each rank if the transport needs all weights everywhere"
+                f"the train ranks are at different steps of the weight update, by rank: {', '.join(steps)}. Call "
+                "send() on all ranks. If sender.everywhere is True, pass all weights on each rank, in the same order"
             ), None
         try:
             return None, None if decide is None else decide([value for _, _, value in gathered])
@@ -360,8 +360,9 @@ class Update:
 
     def _late(self, ranks: str, step: str, seconds: float) -> WeightSyncError:
         return WeightSyncError(
-            f"the update to weight version {self.version} failed: train rank {ranks} did not reach its step {step!r} "
-            f"within {seconds:.3g} s. Another rank's error, or the log of that rank, says why"
+            f"the update to weight version {self.version} failed: step {step!r} was not reached within "
+            f"{seconds:.3g} s by these train ranks: {ranks}. The errors of the other ranks, or the "
+            "logs of these, say why"
         )
 
     def _arrived(self, store: Any, keys: list[str], seconds: float) -> bool:

@@ -171,10 +171,10 @@ class WeightReceiver(Worker):
     def check_update(self, key: str) -> _Progress:
         """Return the update in progress; raise a `WeightSyncError` if it is another one or has failed."""
         if self._update is None or self._update.key != key:
-            now = "no update is in progress" if self._update is None else "another update has begun since"
+            now = "no update is in progress" if self._update is None else "a later update has begun"
             raise WeightSyncError(
-                f"rollout rank {self.rank} received a message of a weight update that it has not joined: {now}. The "
-                "worker was restarted, or its weight version was set, during the update; call update_weights() again"
+                f"rollout rank {self.rank} received a message of an update that is not in progress there: {now}. The "
+                "worker was restarted, or its weight version was set, during the update. Call update_weights() again"
             )
         if self._update.failed:  # every sender must learn the cause, not only the one that met it
             raise WeightSyncError(self._update.failed)
@@ -185,10 +185,10 @@ def _fault(update: _Progress, name: str, tensor: torch.Tensor) -> str | None:
     import torch
 
     if name in update.arrived:
-        return f"{name!r} came twice; each tensor must come once, from exactly one rank"
+        return f"{name!r} was received twice; exactly one rank must send each tensor, once"
     shape = update.missing.get(name)
     if shape is None:
-        return f"the engine has no weight {name!r}; its weight_shapes() still lacks {_some(update.missing)}"
+        return f"the engine has no weight {name!r}; not yet received of its weight_shapes(): {_some(update.missing)}"
     if tuple(tensor.shape) != tuple(shape):
         return f"{name!r} has shape {tuple(tensor.shape)}; the engine expects {tuple(shape)}"
     if not torch.can_cast(tensor.dtype, torch.float32):

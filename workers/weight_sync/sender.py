@@ -93,7 +93,7 @@ class WeightSender:
             raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected an integer of at least 1")
         if (folder is not None) is not (transport == "disk"):
             raise ValueError(
-                f"transport={transport!r}, folder={folder!r}: 'disk' needs a folder, other transports take none"
+                f"transport={transport!r}, folder={folder!r}: 'disk' needs a folder; other transports do not use one"
             )
         if neighbour is not None and transport != "device":
             raise ValueError(
@@ -267,8 +267,8 @@ class WeightSender:
         what = f"weight version {update.version} was not sent by transport {self._name!r}"
         if update.budget.used_up:
             what += (
-                f" within {update.budget.seconds:g} s, the time for a whole update; if that is too short, set "
-                "update_weights_timeout_minutes, or timeout= of WeightSender"
+                f" within {update.budget.seconds:g} s, the time limit of an update "
+                "(update_weights_timeout_minutes, or timeout= of WeightSender)"
             )
         return sync_error(what, failed)
 

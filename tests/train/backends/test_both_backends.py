@@ -432,13 +432,16 @@ def test_checkpoint_weights_have_no_version(start, way, data, tmp_path):
     group.save_model(0)
     group = start(way, begins=1, load=str(tmp_path), keep_old_actor=True)
     with pytest.raises(
-        WorkerError, match=r"weight versions \[0\], but keep_old_actor keeps none: no update since init"
+        WorkerError,
+        match=r"weight versions \[0\], but keep_old_actor keeps none, because there was no update since init",
     ):
         group.worker_group.train(1, data)
     group.worker_group.execute_with_func_generator(lambda worker: worker._keep_version(1))
     learn(group, 1, data.clone().set("weight_versions", torch.full((len(data),), 1)))
     group.worker_group.set_weight_version(7)
-    with pytest.raises(WorkerError, match=r"weight versions \[1\], but keep_old_actor keeps none: no update"):
+    with pytest.raises(
+        WorkerError, match=r"weight versions \[1\], but keep_old_actor keeps none, because there was no update"
+    ):
         group.worker_group.train(2, data.clone().set("weight_versions", torch.full((len(data),), 1)))
 
 
