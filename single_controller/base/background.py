@@ -12,12 +12,12 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 THREADS = 8
-"""Threads that are started without hesitation. With more, they wait for each other: awaiting 200 calls at once took
-0.6 s with 8 and 0.8 s with 64 on two cores."""
+"""Threads for as many jobs as there are. With more, they wait for each other: awaiting 200 calls at once took 0.6 s
+with 8 and 0.8 s with 64 on two cores."""
 
 MAX_THREADS = 64
 STUCK_SECONDS = 0.1
-"""After this time without an ended job, further threads are started: all of them may be fetching from a slow host."""
+"""When no thread has taken a job for this time, another one is started: all may be fetching from a slow host."""
 
 
 class Background:
@@ -25,7 +25,8 @@ class Background:
 
     Threads: named "call-background", at most `MAX_THREADS`. One is started when a job finds none idle. They end with
     the process, and are not those of a ThreadPoolExecutor, because the interpreter joins those at exit: a job that
-    hangs, such as the fetch of a lost result, would keep the process alive.
+    hangs, such as the fetch of a lost result, would keep the process alive. "call-background-watch" starts those beyond
+    `THREADS`, and ends when no job waits for a thread.
     No locks: `run` is called while locks are held, and the garbage collector may run finalizers inside it. Both queues
     are reentrant.
     """
@@ -38,8 +39,8 @@ class Background:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry per idle thread."""
-        self._threads = 0
-        self._last_end = 0.0
+        self._threads = self._taken = 0
+        self._watching = False
 
     def run(self, job: Callable[[], object]) -> None:
         """Run a job without waiting for it. Exceptions that it raises are logged."""
@@ -47,19 +48,42 @@ class Background:
         try:
             self._idle.get_nowait()
         except queue.Empty:
-            stuck = time.monotonic() - self._last_end > STUCK_SECONDS
-            if self._threads < (MAX_THREADS if stuck else THREADS):
-                self._threads += 1
-                threading.Thread(target=self._serve, name="call-background", daemon=True).start()
+            if self._threads < THREADS:
+                self._threads += self._start(self._serve, "call-background")
+            elif not self._watching:
+                self._watching = True
+                if not self._start(self._watch, "call-background-watch"):
+                    self._watching = False
+
+    def _start(self, target: Callable[[], None], name: str) -> bool:
+        try:
+            threading.Thread(target=target, name=name, daemon=True).start()
+        except RuntimeError:  # the process has as many threads as it may have; a thread of ours takes the job later
+            logger.warning("no further thread could be started for results that are awaited", exc_info=True)
+            return False
+        return True
+
+    def _watch(self) -> None:
+        taken = -1
+        while True:
+            if self._jobs.empty():
+                self._watching = False
+                if self._jobs.empty():  # `run` puts its job before it reads `_watching`, so one of the two sees it
+                    return
+                self._watching = True
+            if self._taken == taken and self._threads < MAX_THREADS:
+                self._threads += self._start(self._serve, "call-background")
+            taken = self._taken
+            time.sleep(STUCK_SECONDS)
 
     def _serve(self) -> None:
         while True:
             job = self._jobs.get()
+            self._taken += 1
             try:
                 job()
             except Exception:
                 logger.exception("a background job raised")
-            self._last_end = time.monotonic()
             del job  # it refers to a call, and must not keep it while this thread is idle
             self._idle.put(None)
 

@@ -17,6 +17,9 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
 5. Leaves: ``RayEngine._probing``, ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes,
    ``LocalRank._lock`` and ``LocalResults._lock``.
 
+Not in this order, because no lock above is acquired while one of them is held, are those of pools
+(`single_controller.ray.pool`, `single_controller.ray.placement`) and of rewards (`workers.rollout.manager`).
+
 1, 3 and 4 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
 
@@ -57,6 +60,9 @@ DEATH_SHOWS_SECONDS = 2.0
 """How long an error that may be an echo of a death waits for that death to be reported, at least. While ranks that have
 not ended cannot be reached, it waits for `Engine.death_seconds`."""
 
+MAX_PROBED = 64
+"""Ranks that one look probes at once: each probe takes a connection."""
+
 ASK_AFTER_SECONDS = 1.0
 """A wait with at least this limit asks the late ranks where they are before it raises."""
 
@@ -86,6 +92,8 @@ class GroupState:
         layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
         deaths: deaths that calls found: number of restarts before, and the error.
         advice: what the error of a broken group recommends.
+        next_late_log: when the group may log again which ranks are late, by the monotonic clock.
+        timing_out: whether a thread is about to end a call that has exceeded its timeout.
         referred: running calls whose references were handed out. The holder of a reference may learn of the call's end
             before the group does.
     """
@@ -103,6 +111,8 @@ class GroupState:
         self.restarting = False
         self.restarts = 0
         self.sent = 0
+        self.next_late_log = 0.0
+        self.timing_out = False
         self.deaths: list[tuple[int, WorkerDiedError]] = []
         self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.referred: weakref.WeakSet[Call] = weakref.WeakSet()
@@ -178,6 +188,10 @@ class GroupState:
             self.broken, self.dead, self.layout_versions = None, (), {}
             return True
 
+    def running(self) -> list[Call]:
+        """The calls that have not ended, the oldest first. The caller holds ``lock``."""
+        return sorted((call for call in self._calls if not call.ended), key=lambda call: call.started)
+
     def _end_calls(self) -> list[Call]:
         calls, self._calls = list(self._calls), weakref.WeakSet()
         for call in calls:
@@ -204,6 +218,7 @@ class Call:
 
     Attributes:
         number: position among the calls that the group sent.
+        started: when it was sent, by the monotonic clock.
         check_process: `GroupState.check_process` of the group.
         settled: whether the call has an outcome.
         error: the error, once settled; None if the call succeeded.
@@ -249,13 +264,13 @@ class Call:
         self._pending: dict[Token, int] = dict(sent.tokens)
         self._results: dict[int, RankResult] = {}
         self._timeout = timeout
-        self._started = time.monotonic()
-        self._next_log = self._started + LATE_LOG_SECONDS
+        self.started = time.monotonic()
         self._failed_at: float | None = None
-        self._timing_out = False
         self._echo = False  # an error waits, because it may be the echo of a death
         self._alive: set[int] = set()  # ranks that were found alive since
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []  # for when the call has an outcome
+        self._on_arrival: list[Callable[[], None]] | None = None  # for when all results are here, once that is asked
+        self._arrived = False
         now = time.time()
         self._record = CallRecord(spec.name, now if begun is None else begun, now)
         self._stats = stats
@@ -305,8 +320,12 @@ class Call:
         # Outside the lock: this waits, and the engine may have to fetch a large result from another node.
         arrived = self.engine.collect(pending, timeout, first=first)
         if self._echo:
-            doubted = [rank for token, rank in pending.items() if token not in arrived and rank not in self._alive]
-            self._alive.update(rank for rank, death in self.engine.probe(doubted).items() if death is None)
+            left = {rank: token for token, rank in pending.items() if token not in arrived and rank not in self._alive}
+            for rank, death in self.engine.probe(list(left)[:MAX_PROBED]).items():
+                if death is None:
+                    self._alive.add(rank)
+                else:
+                    arrived[left[rank]] = RankResult(rank, died=death)
         with self._lock:
             self._absorb(arrived)
             told, waiting = self._withdrawn, self._waiting
@@ -361,7 +380,8 @@ class Call:
         return value
 
     def when_settled(self, callback: Callable[[], None]) -> None:
-        """Call a short function once the call has an outcome, in any thread, possibly under the state's lock."""
+        """Call a short function once the call has an outcome, in any thread, possibly under the state's lock. `discard`
+        takes it back."""
         with self._lock:
             if not self.settled:
                 self._callbacks.append(callback)
@@ -369,25 +389,41 @@ class Call:
         callback()
 
     def when_results_arrive(self, callback: Callable[[], None]) -> None:
-        """Have the engine call a short function, in any thread, once all results have arrived. A thread that then waits
-        for the call settles it at once, without the monitor's next look.
-
-        Args:
-            callback: only a weak reference is kept: a rank that never ends must not keep a future that nobody has.
-        """
-        with self._lock:
-            pending = list(self._pending)
+        """Call a short function, in any thread, once all results have arrived. A thread that then waits for the call
+        settles it at once, without the monitor's next look. `discard` takes the function back."""
         if not self.engine.connected:
             self.engine_lost()
             return
-        weak = weakref.ref(callback)
+        with self._lock:
+            arrived, first = self._arrived, self._on_arrival is None
+            if not arrived:
+                self._on_arrival = [*(self._on_arrival or ()), callback]
+            pending = list(self._pending)
+        if arrived:
+            callback()
+        elif first:  # the engine is asked once, however many wait
+            weak = weakref.ref(self)  # a rank that never ends must not keep a call that nobody has
 
-        def call_back() -> None:
-            function = weak()
-            if function is not None:
-                function()
+            def results_arrived() -> None:
+                call = weak()
+                if call is not None:
+                    call._call_back_on_arrival()
 
-        self.engine.when_arrived(pending, call_back)
+            self.engine.when_arrived(pending, results_arrived)
+
+    def _call_back_on_arrival(self) -> None:
+        with self._lock:
+            self._arrived = True
+            callbacks, self._on_arrival = self._on_arrival or [], []
+        for callback in callbacks:
+            callback()
+
+    def discard(self, callback: Callable[[], None]) -> None:
+        """Forget a callback: nobody waits for it any longer."""
+        with self._lock:
+            for callbacks in (self._callbacks, self._on_arrival or []):
+                if callback in callbacks:
+                    callbacks.remove(callback)
 
     def abandon(self) -> None:
         """The group is broken or closed: end the call, unless it has an outcome."""
@@ -494,36 +530,41 @@ class Call:
             stacks = {}
         return {rank: stacks[rank] for rank in self.late if rank in stacks}  # the others have ended meanwhile
 
-    def _time_out_late(self) -> None:
-        """In a thread of its own, "late-ranks", which ends with it: neither the lock nor the monitor's thread must wait
-        for the stacks."""
-        stacks = self.late_stacks()
-        with self._lock:
-            late = self.late
-            if late and not self.settled:  # otherwise the last one has ended while they were asked
-                self._time_out(late, stacks)
+    def _time_out_late(self, *, ask: bool = True) -> None:
+        """Neither the lock nor the monitor's thread must wait for the stacks, so this runs in a thread of its own."""
+        try:
+            stacks = self.late_stacks() if ask else {}
+            with self._lock:
+                late = self.late
+                if late and not self.settled:  # otherwise the last one has ended while they were asked
+                    self._time_out(late, stacks)
+        finally:
+            self._state.timing_out = False
 
-    def _log_late(self) -> None:
+    def _log_late(self, others: int) -> None:
         """In a thread of its own too."""
         stacks, late = self.late_stacks(), self.late
         if late:
             logger.warning(
-                "%s: %s() has been running for %.0f s; waiting for %s (%s)\n%s",
+                "%s: %s() has been running for %.0f s; waiting for %s (%s)%s\n%s",
                 self._state.name,
                 self.label,
-                time.monotonic() - self._started,
+                time.monotonic() - self.started,
                 ranks_text(late),
                 self._hosts(late),
+                f"; later calls that are running: {others}" if others else "",
                 show_stacks(stacks),
             )
 
     def _check_deadlines(self, now: float, failures: list[Failure]) -> None:
-        running = now - self._started
+        running = now - self.started
         late = self.late
         if not self.settled and self._timeout is not None and running >= self._timeout:
-            if not self._timing_out:
-                self._timing_out = True
-                threading.Thread(target=self._time_out_late, name="late-ranks", daemon=True).start()
+            # One thread per group: the first call that times out breaks it, and ends the others.
+            if not self._state.timing_out:
+                self._state.timing_out = True
+                if not _start_thread(self._time_out_late):
+                    self._time_out_late(ask=False)
         elif (
             self.settled
             and self._failed_at is not None
@@ -537,9 +578,11 @@ class Call:
                 f"{ranks_text(late)} had not finished {self.label}() {self._state.error_grace:g} s after an error on "
                 f"{ranks_text(raised)}"
             )
-        elif now >= self._next_log:
-            self._next_log = now + LATE_LOG_SECONDS
-            threading.Thread(target=self._log_late, name="late-ranks", daemon=True).start()
+        elif running >= LATE_LOG_SECONDS and now >= self._state.next_late_log:
+            # One log per group: most calls wait for the same ranks, behind the oldest call.
+            self._state.next_late_log = now + LATE_LOG_SECONDS
+            oldest, *others = self._state.running() or [self]
+            _start_thread(oldest._log_late, len(others))
 
     def _death(self, dead: Sequence[int], reason: str) -> WorkerDiedError:
         where = "__init__" if self.starting else self.method
@@ -573,6 +616,16 @@ class Call:
     def rank_results(self) -> Mapping[int, RankResult]:
         """The results by rank; only for a call that succeeded."""
         return self._results
+
+
+def _start_thread(target: Callable[..., None], *args: Any) -> bool:
+    """Start a thread "late-ranks", which asks ranks for their stacks and then ends. Returns whether it could be."""
+    try:
+        threading.Thread(target=target, args=args, name="late-ranks", daemon=True).start()
+    except RuntimeError:  # the process has as many threads as it may have
+        logger.warning("no thread could be started to ask late ranks where they are", exc_info=True)
+        return False
+    return True
 
 
 def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:

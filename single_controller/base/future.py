@@ -156,7 +156,8 @@ class WorkerFuture(Deferred, Generic[R_co]):
             failed: BaseException | None = None
             try:
                 if call is not None:
-                    monitor.wait(call, just_sent=True)  # the results are here, so one request to Ray gets them
+                    # The results are here, so one request to Ray gets them, unless Ray was shut down meanwhile.
+                    monitor.wait(call, just_sent=call.engine.connected)
                 value = self.result()
             except BaseException as error:
                 failed = error.with_traceback(None)  # that of this thread; it would refer to this function's frame
@@ -175,7 +176,11 @@ class WorkerFuture(Deferred, Generic[R_co]):
         else:
             call.when_settled(start)
             call.when_results_arrive(start)
-        value, failed = yield from outcome.__await__()
+        try:
+            value, failed = yield from outcome.__await__()
+        finally:
+            if call is not None:  # the task may have been cancelled, and the call may run for hours
+                call.discard(start)
         if failed is not None:
             try:
                 raise failed

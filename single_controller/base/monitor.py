@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 
 from single_controller.base.call import Call, wait_timed_out
@@ -45,6 +46,8 @@ class Monitor:
         self._due: set[Call] = set()
         """The calls that the thread has not looked at in this round."""
         self._looking_at: Call | None = None
+        self._failed: weakref.WeakSet[Call] = weakref.WeakSet()
+        """The calls of which a failed look was logged. Of the thread alone."""
         self._resting = False
         """Whether the thread waits for the first call, without a limit."""
         self._thread: threading.Thread | None = None
@@ -126,7 +129,10 @@ class Monitor:
                         self._due = set(self._watched)
                         next_round = time.monotonic() + POLL_SECONDS
                 self._looking_at = self._due.pop()
-            self._look()
+            try:
+                self._look()
+            except BaseException:  # whatever went wrong with one call, the others need this thread
+                logger.exception("a look at a call failed")
 
     def _look(self) -> None:
         """Drive one watched call. Its reference to the call ends with it, as `forget` promises."""
@@ -136,9 +142,13 @@ class Monitor:
         try:
             if not call.ended:
                 call.drive(0.0)
-        except Exception:  # the engine was shut down at this very moment
-            logger.warning("%s() can no longer be watched", call.label, exc_info=call.engine.connected)
-            call.engine_lost()
+        except Exception:
+            if call.engine.connected:  # too many open files, for example; the next round looks again
+                level = logging.DEBUG if call in self._failed else logging.WARNING
+                logger.log(level, "%s() could not be looked at", call.label, exc_info=True)
+                self._failed.add(call)
+            else:  # it was shut down at this very moment
+                call.engine_lost()
         if call.ended:
             if not call.engine.connected:
                 # Ray crashes if one thread drops references while another shuts it down, so keep these.

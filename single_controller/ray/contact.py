@@ -29,7 +29,8 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 
 
 class Contact:
-    """Asks who can know whether a rank is alive, again and again, until one of them does. No question waits.
+    """Asks who can know whether a rank is alive, again and again, until one of them does. No question waits for the
+    rank's host. Ray's control store is asked as by any other request, and ends the driver if it is gone for a minute.
 
     - Ray's control store knows of a killed process at once, and of a host that has gone after its health checks. When
       they have had the time to find out and it still says "alive", the rank is alive.
@@ -67,13 +68,17 @@ class Contact:
             self.asked = now
             self._ask_control_store(now)
             if self.alive is None:
-                self._ask_process(now)
+                try:
+                    self._ask_process(now)
+                except OSError:  # this process has too many open files; the next question may find fewer
+                    logger.debug("the process of %r could not be asked", self._actor, exc_info=True)
         if self.alive is not None and self._connection is not None:
             self._connection.close()
 
     def _ask_control_store(self, now: float) -> None:
         try:
-            death = death_of(self._actor)
+            late = now - self._since > self._death_seconds
+            death = death_of(self._actor, ask=late)  # its last word may be older than the loss of contact
             if death is None and self._process is None:
                 self._process = process_of(self._actor)
         except Exception:  # the control store does not respond either
@@ -81,7 +86,7 @@ class Contact:
             return
         if death is not None:
             self.alive, self.reason = False, death
-        elif now - self._since > self._death_seconds:
+        elif late:
             self.alive = True
 
     def _ask_process(self, now: float) -> None:
@@ -96,6 +101,8 @@ class Contact:
             self._refused_since = self._refused_since or now
             if now - self._refused_since >= REFUSED_SECONDS:
                 self.alive, self.reason = False, self._missing(self._process.node_id)
+        elif self._connection.accepted:
+            self._refused_since = None
         if self._connection.refused or self._connection.older_than(CONNECT_SECONDS):
             self._connection.close()
             self._connection = None
@@ -116,17 +123,17 @@ class _Connection:
     """A connection to a gRPC server, until the server greets.
 
     Attributes:
+        accepted: whether the connection was accepted.
         greeted: whether the server has sent something.
         refused: whether nothing listens there.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self.greeted = self.refused = False
+        self.accepted = self.greeted = self.refused = False
         self._socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._begun = time.monotonic()
         self._socket.connect_ex(address)  # its outcome is the first event of `look`
-        self._connected = False
 
     def older_than(self, seconds: float) -> bool:
         """Whether it was begun longer ago."""
@@ -138,13 +145,13 @@ class _Connection:
 
     def look(self, timeout: float = 0.0) -> None:
         """Take one or two steps, each at most ``timeout`` seconds long."""
-        if not self._connected and self._event(select.POLLOUT, timeout):
+        if not self.accepted and self._event(select.POLLOUT, timeout):
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            self.refused, self._connected = error == errno.ECONNREFUSED, error == 0
-            if self._connected:
+            self.refused, self.accepted = error == errno.ECONNREFUSED, error == 0
+            if self.accepted:
                 with suppress(OSError):
                     self._socket.send(_PREFACE)
-        if self._connected and not self.greeted and self._event(select.POLLIN, timeout):
+        if self.accepted and not self.greeted and self._event(select.POLLIN, timeout):
             with suppress(OSError):  # it was reset
                 self.greeted = self._socket.recv(1) != b""
 

@@ -126,7 +126,7 @@ class RayEngine(Engine):
             room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
             sendable_whole = _sendable(whole, room)
             shards = [_sendable(shard, MAX_INLINE_BYTES) for shard in encoded]
-        except Exception:
+        except BaseException:
             self.withdraw([waiting] if waiting is not None else [])
             raise
         collecting = frozenset(plan.collecting)
@@ -285,7 +285,10 @@ class RayEngine(Engine):
         options: dict[str, Any] = {"name": f"{spec.label}.locate", "num_returns": len(places)}
         if spec.registration.concurrent:
             options["concurrency_group"] = CONCURRENT
-        found = self.ranks[first].actor._sc_locate_arguments.options(**options).remote(encoded)
+        try:
+            found = self.ranks[first].actor._sc_locate_arguments.options(**options).remote(encoded)
+        except RayError as error:
+            raise _not_sent(spec.label, error) from error
         refs = [found] if len(places) == 1 else found
         located = [dict(of) for of in values]
         for n, key, value in wanted:

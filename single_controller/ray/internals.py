@@ -34,17 +34,21 @@ from ray.actor import ActorClass
 _KNOWN_ACCELERATORS = frozenset({"NPU", "TPU", "HPU", "neuron_cores"})
 
 
-def death_of(actor: Any) -> str | None:
+def death_of(actor: Any, *, ask: bool = False) -> str | None:
     """Why an actor is dead, in a few words; None if it is alive.
 
     Ray's control store sends every change of an actor's state to the processes that have called the actor. Reading the
     state that was last received asks nobody, so a look at thousands of living actors costs the control store nothing.
     It is asked about an actor that this process has not called yet, and for the cause of a death.
+
+    Args:
+        actor: the actor.
+        ask: whether to ask the control store in any case.
     """
     from ray._private.state import actors
     from ray.core.generated import gcs_pb2
 
-    if actor._get_local_state() == getattr(gcs_pb2, "ActorTableData").ALIVE:  # noqa: B009  (as in detached_actors)
+    if not ask and actor._get_local_state() == getattr(gcs_pb2, "ActorTableData").ALIVE:  # noqa: B009  (as in detached_actors)
         return None
     info = actors(actor_id=actor._actor_id.hex())
     if not info:

@@ -29,6 +29,7 @@ from single_controller import (
     WorkerError,
     attach,
 )
+from single_controller.base.monitor import monitor
 
 anywhere = pytest.mark.engines("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
@@ -264,6 +265,16 @@ class TestPartialSend:
         ray.get(busy)
         assert group.ping() == [0, 1, 2, 3]
 
+    def test_failure_to_locate_a_deferred_argument_leaves_the_group_healthy(self, group, counters):
+        """The first rank locates the rows for all. It is asked before any rank is sent the call."""
+        future = counters.add.remote(0)
+        busy = [group.workers[0].sleep.remote(0.3) for _ in range(4)]
+        with pytest.raises(DispatchError, match=r"fail\(\) could not be sent: PendingCalls.*No rank received the call"):
+            group.fail(future)
+        assert group.broken is None
+        ray.get(busy)
+        assert group.ping() == [0, 1, 2, 3]
+
 
 class TestTimeouts:
     @overlapping
@@ -326,6 +337,53 @@ class TestTimeouts:
         group.sleep_on([2], 1.0)
         told = [message for message in caplog.messages if "sleep_on() has been running" in message]
         assert told and "rank 2" in told[0] and "time.sleep(seconds)" in told[0]
+
+    @overlapping
+    @pytest.mark.ray_when_full
+    def test_one_log_for_all_late_calls_of_a_group(self, make_group, caplog, monkeypatch):
+        monkeypatch.setattr("single_controller.base.call.LATE_LOG_SECONDS", 0.4)
+        group = make_group(Fragile)
+        calls = [group.sleep_on.remote([2], 1.0), *(group.ping.remote() for _ in range(20))]
+        assert [call.result() for call in calls] == [[0, 1, 2, 3]] * 21
+        told = [message for message in caplog.messages if "has been running" in message]
+        assert 1 <= len(told) <= 3 and all("sleep_on() has been" in message for message in told)
+        assert "later calls that are running: 20" in told[0]
+
+    @overlapping
+    def test_timeout_in_a_process_that_can_start_no_thread(self, make_group, monkeypatch):
+        group = make_group(Fragile)
+        future = group.sleep_on.options(timeout=0.5).remote([1], 60)
+        start = threading.Thread.start
+
+        def refuse(thread):
+            if thread.name == "late-ranks":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with within(3):
+            with pytest.raises(CallTimeoutError, match=r"rank 1 had not finished \([^)]*\)$") as caught:
+                future.result()
+        assert caught.value.stacks == {} and not caught.value.call_goes_on
+
+    @overlapping
+    def test_look_that_fails_breaks_nothing(self, make_group, monkeypatch, caplog):
+        """The process has too many open files for a while: calls that nobody waits for are watched on."""
+        group = make_group(Fragile)
+        collect, failed = group._engine.collect, []
+
+        def collect_not_always(tokens, timeout, **options):
+            if threading.current_thread().name == "call-monitor" and len(failed) < 3:
+                failed.append(1)
+                raise OSError(24, "Too many open files")
+            return collect(tokens, timeout, **options)
+
+        monkeypatch.setattr(group._engine, "collect", collect_not_always)
+        future = group.fail.remote([2])
+        monitor.watch(future._call)  # as after a wait that was given up
+        wait_until(lambda: future._call.settled)
+        assert len(failed) == 3 and caplog.text.count("could not be looked at") == 1
+        assert group.broken is None and isinstance(future.exception(), WorkerError)
 
 
 class TestStart:

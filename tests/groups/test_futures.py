@@ -1,6 +1,7 @@
 """Futures: waiting, passing them to other groups, resharding, failures."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import pickle
@@ -119,6 +120,30 @@ def test_await_raises_a_new_exception_each_time(make_group):
     first, second = asyncio.run(main())
     assert first is not second and str(first) == str(second) and isinstance(first, WorkerError)
     assert isinstance(first.__cause__, ValueError)
+
+
+@overlapping
+def test_await_that_was_given_up_leaves_nothing_behind(make_group, monkeypatch):
+    """A driver that waits in steps, for a call that takes hours."""
+    group = make_group(Fragile)
+    future = group.sleep.remote(1.5)
+    asked, when_arrived = [], group._engine.when_arrived
+    monkeypatch.setattr(group._engine, "when_arrived", lambda *args: (asked.append(1), when_arrived(*args)))
+
+    async def main():
+        tasks = weakref.WeakSet()
+        for _ in range(30):
+            task = asyncio.ensure_future(_value(future))
+            tasks.add(task)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(task, 0.01)
+            del task
+        gc.collect()
+        left = len(tasks)
+        return left, await asyncio.wait_for(_value(future), 10)
+
+    assert asyncio.run(main()) == (0, [0, 1, 2, 3])
+    assert len(asked) == 1, "the engine calls back once for each await"
 
 
 @pytest.mark.engines("ray")
