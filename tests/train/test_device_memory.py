@@ -161,6 +161,27 @@ def test_failed_pause_brings_the_scratch_back(monkeypatch):
     assert not memory.asleep and not memory.paused and gradients.untyped_storage().nbytes() == 80
 
 
+@pytest.mark.parametrize("failing", ["scratch", "_empty_cache"])
+def test_failed_offload_keeps_the_contents(monkeypatch, failing):
+    kept, gradients = torch.ones(10), torch.ones(20)
+    if has_cuda():
+        kept, gradients = kept.cuda(), gradients.cuda()
+
+    def fails():
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        if failing == "_empty_cache":
+            patched.setattr("workers.train.device_memory._empty_cache", fails)
+        memory = DeviceMemory(lambda: [kept], fails if failing == "scratch" else lambda: [gradients])
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                memory.sleep()
+            sizes = [tensor.untyped_storage().nbytes() for tensor in (kept, gradients)]
+            assert sizes == [40, 80]  # first: to show an emptied tensor would end the process
+            assert not memory.asleep and bool((kept == 1).all())
+
+
 def test_memory_saver_is_not_used_without_cuda(monkeypatch):
     for name in ("TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"):
         monkeypatch.setenv(name, "1")

@@ -80,19 +80,19 @@ class DeviceMemory:
         if self._asleep:
             return 0
         kept = _storages(self._tensors())
-        if saver_preloaded():
+        self._asleep = True  # already now: if anything below fails, `wake_up` brings back what was moved
+        try:
             # torch_memory_saver copies whatever is allocated when it pauses, so the scratch tensors' memory goes first.
             freed = self._drop(kept)
-            try:
+            if saver_preloaded():
                 freed += _pause()
-            except BaseException:
-                self._fill()
-                raise
-            self._paused = True
-        else:
-            freed = self._empty(kept) + self._drop(kept)
-            _empty_cache()
-        self._asleep = True
+                self._paused = True
+            else:
+                freed += self._empty(kept)
+                _empty_cache()
+        except BaseException:
+            self.wake_up()  # if this fails as well, the copies stay, and the caller can call it again
+            raise
         return freed
 
     def wake_up(self) -> int:
