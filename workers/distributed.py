@@ -135,7 +135,10 @@ def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 @contextmanager
 def all_or_none(error_class: type[Exception], what: str, group: ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks if the block fails on any rank. Otherwise the other ranks would wait for the failed one in the
-    next collective. All ranks must enter it, and must not communicate inside.
+    next collective. All ranks must enter it.
+
+    The block may use collectives only if it fails on all ranks, or after the last of them. A rank that fails earlier
+    would wait for the others here while they wait for it in a collective.
 
     Args:
         error_class: class of the error.

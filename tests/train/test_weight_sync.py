@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -27,8 +28,8 @@ from workers.rollout.worker import RolloutWorker
 from workers.train.rollout_link import RolloutLink
 from workers.weight_sync import WeightSender, WeightSyncError, process_group
 from workers.weight_sync.device import DeviceTransport, SharedBucket, name_of
-from workers.weight_sync.process_group import Channel, Invitation, ProcessGroupTransport
-from workers.weight_sync.protocol import Budget, Receivers, Update, copy_into, tensor_specs
+from workers.weight_sync.process_group import AnnouncedBucket, Channel, Invitation, ProcessGroupTransport
+from workers.weight_sync.protocol import Budget, Receivers, Update, copy_into, receiver_groups, tensor_specs
 
 TRANSPORTS = ["store", "group", "disk", "device"]
 SMALL = 600  # bytes per bucket: several for each sender
@@ -171,6 +172,113 @@ def test_joining_a_process_group_takes_one_store_connection_per_member(monkeypat
     assert len(joined) == 1 and len(opened) == 2
     for channel in channels + joined:
         channel.leave()
+
+
+@pytest.fixture
+def channels():
+    """Of a sender and a receiver, both in this process."""
+    seconds = datetime.timedelta(seconds=60)
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    invitation = Invitation(0, "key/0", ("127.0.0.1", server.port), ("one",), "gloo", 60.0, 60.0)
+    made = [None, None]
+
+    def make(rank):
+        made[rank] = Channel(invitation, rank, torch.device("cpu"))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    yield made
+    for channel in made:
+        channel.leave()
+    all_left()
+
+
+def all_left():
+    """Wait until the groups are destroyed that this process has left."""
+    for thread in threading.enumerate():
+        if thread.name == "weights-leave":
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+
+
+def event_loops():
+    """gloo has one per group."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # listdir's own
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return names.count("anon_inode:[eventpoll]")
+
+
+def test_failed_broadcast_frees_the_group_while_its_error_is_kept(channels):
+    class Failed:
+        def done(self):
+            return True
+
+        def exception(self):
+            return WeightSyncError("a receiver failed")
+
+    sender, _ = channels
+    before = event_loops()
+    with pytest.raises(WeightSyncError, match="a receiver failed") as kept:
+        sender.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 1.0, [Failed()])
+    all_left()
+    assert event_loops() == before - 1, kept
+
+
+def test_receiver_without_memory_for_a_bucket_leaves_the_group(channels, monkeypatch):
+    """So the sender fails at once, instead of after its time."""
+    sender, joined = channels
+    receiver = SimpleNamespace(rank=0, channels={0: joined})
+    monkeypatch.setattr(joined.memory, "take", mock.Mock(side_effect=MemoryError("no room")))
+    with pytest.raises(MemoryError):
+        AnnouncedBucket(0, 64 << 20, [], 60.0).receive(receiver, "key")
+    assert receiver.channels == {}
+    begun = time.monotonic()
+    with pytest.raises(WeightSyncError, match="a broadcast of weights failed"):
+        sender.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 20.0)
+    assert time.monotonic() - begun < 10
+
+
+def test_all_ranks_name_the_late_rank(monkeypatch):
+    """Also a rank that has waited as long as rank 0, whose verdict arrives at the end of that time."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    errors = {}
+
+    def agree(rank):
+        try:
+            Update(1, rank, 3, Receivers(None), Budget(60), "key").agree("begun", seconds=3.0)
+        except WeightSyncError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=agree, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)  # rank 1's time ends first
+    for thread in threads:
+        thread.join(timeout=20)
+    assert sorted(errors) == [0, 1]
+    assert all("by these train ranks: 2." in error for error in errors.values()), errors
+
+
+@ray.remote(num_cpus=0)
+class SlowManager:
+    def weight_receivers(self):
+        time.sleep(0.7)
+        return []
+
+
+def test_managers_share_the_time_to_answer(ray_cluster):
+    managers = [SlowManager.remote() for _ in range(2)]
+    assert receiver_groups(managers, 60.0) == []  # both have started
+    with pytest.raises(WeightSyncError, match=r"did not answer weight_receivers\(\) within 0\.\d+ s|time limit"):
+        receiver_groups(managers, 1.2)
+    for manager in managers:
+        ray.kill(manager)
 
 
 def senders(count, seconds):

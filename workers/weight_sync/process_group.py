@@ -331,7 +331,9 @@ class AnnouncedBucket(Message):
             if self.nbytes:
                 channel.broadcast(flat, self.seconds)
         except BaseException:
-            del channel, receiver.channels[self.sender]  # the last references: this closes the connections
+            # `broadcast` has left the group if it failed, but `take` has not. Without this, the group would be destroyed
+            # in this thread, which would wait for gloo.
+            receiver.channels.pop(self.sender).leave()
             raise
         receiver.load_bucket(key, views(flat, self.specs))
 
@@ -444,16 +446,19 @@ def _watchdog_reports_errors() -> Iterator[None]:
 def _wait_for(work: Any, seconds: float, futures: Sequence[WorkerFuture]) -> None:
     """Wait for an operation, but stop if one of the calls that it depends on fails."""
     begun = checked = time.monotonic()
-    while not work.is_completed():
-        now = time.monotonic()
-        if now - checked > _CHECK_SECONDS:
-            checked = now
-            _raise_failed(futures)
-        if now - begun > seconds:
-            raise WeightSyncError(f"a broadcast of weights took more than {seconds:g} s")
-        # `work.wait()` would block until gloo's own timeout, whatever happens to the receivers.
-        time.sleep(_POLL_SECONDS)
-    work.wait()  # raises the operation's error
+    try:
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                _raise_failed(futures)
+            if now - begun > seconds:
+                raise WeightSyncError(f"a broadcast of weights took more than {seconds:g} s")
+            # `work.wait()` would block until gloo's own timeout, whatever happens to the receivers.
+            time.sleep(_POLL_SECONDS)
+        work.wait()  # raises the operation's error
+    finally:
+        del work  # see `Channel.broadcast`
 
 
 def _interruptible(do: Callable[[], T], check: Callable[[], None], seconds: float) -> T:

@@ -57,6 +57,9 @@ ALONE_SECONDS = 5.0
 """How long a rank that cannot produce its pairs waits for the other ranks to learn of it. They may be in a collective
 that this rank will not join, and do not learn of it at all."""
 
+_VERDICT_SECONDS = 5.0
+"""How much longer than rank 0 the other ranks wait at most, for its verdict on ranks that are late."""
+
 _FIRST_POLL_SECONDS = 0.0002
 
 
@@ -309,7 +312,8 @@ class Update:
             store.set(name, pickle.dumps(verdict))
         else:
             store.set(f"{name}/{self.rank}", pickle.dumps(own))
-            if not self._arrived(store, [name], seconds):
+            # Longer than rank 0, which finds out at the end of its wait which rank is late, and then says so here.
+            if not self._arrived(store, [name], seconds + min(_VERDICT_SECONDS, 0.1 * seconds)):
                 # The value stays in the store: a rank 0 that is only late finds this rank's error there.
                 raise error or self._late("0", step, seconds)
             verdict = pickle.loads(store.get(name))
@@ -495,22 +499,26 @@ def receiver_groups(rollout: Rollout, timeout: float) -> list[WorkerGroup]:
     Args:
         rollout: a group; a list of groups; a function that returns one of these; or a manager: an object with
             ``group``, or a Ray actor with ``weight_receivers()``.
-        timeout: seconds that such an actor has to respond.
+        timeout: seconds that all such actors together have to respond.
 
     Raises:
         TypeError: it is none of these.
         WeightSyncError: see `call_manager`.
     """
+    return _receiver_groups(rollout, Budget(timeout))
+
+
+def _receiver_groups(rollout: Rollout, budget: Budget) -> list[WorkerGroup]:
     if isinstance(rollout, WorkerGroup):
         return [rollout]
     if isinstance(rollout, (list, tuple)):
-        return [group for one in rollout for group in receiver_groups(one, timeout)]
+        return [group for one in rollout for group in _receiver_groups(one, budget)]
     if isinstance(rollout, ray.actor.ActorHandle):
-        return receiver_groups(call_manager(rollout, "weight_receivers", timeout=timeout), timeout)
+        return _receiver_groups(call_manager(rollout, "weight_receivers", timeout=budget.left()), budget)
     if isinstance(getattr(rollout, "group", None), WorkerGroup):
         return [rollout.group]
     if callable(rollout):
-        return receiver_groups(rollout(), timeout)
+        return _receiver_groups(rollout(), budget)
     raise TypeError(
         "rollout must be a group of rollout workers, a list of groups, a function that returns them, or a manager with "
         f"a `group`; got {rollout!r}"
