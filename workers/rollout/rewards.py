@@ -2,20 +2,27 @@
 
 Threads: `_run` runs awaitables in a thread with its own event loop and joins it before it returns. It is a daemon:
 if an exception such as KeyboardInterrupt ends the join, the thread goes on until the reward function returns, and does
-not keep the process alive.
+not keep the process alive. `_logged` has a thread that logs while the reward function runs, and joins it at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workers.rollout.errors import RewardError
+
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 30.0
 
 RewardFunction = Callable[..., Any]
 """``reward(prompt_ids, completion_ids, **extras) -> float``, plain or ``async def``."""
@@ -60,6 +67,37 @@ def compute_rewards(
     """
     if not samples:
         return []
+    with _logged(len(samples)):
+        values = _values(function, samples, extras, batched, concurrency)
+    return [_number(value, row, samples[row]) for row, value in enumerate(values)]
+
+
+@contextlib.contextmanager
+def _logged(count: int) -> Iterator[None]:
+    """Inside, log at intervals that the reward function is still running: it has no time limit."""
+    begun, ended = time.monotonic(), threading.Event()
+
+    def log() -> None:
+        while not ended.wait(LOG_SECONDS):
+            running = time.monotonic() - begun
+            logger.warning("the reward function has been running for %.0f s, for %d completions", running, count)
+
+    thread = threading.Thread(target=log, name="rewards-log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _values(
+    function: RewardFunction,
+    samples: Sequence[Sample],
+    extras: Mapping[str, Sequence[Any]],
+    batched: bool,
+    concurrency: int | None,
+) -> list[Any]:
     values = []
     if batched:
         values = _all(function, samples, extras)
@@ -72,7 +110,7 @@ def compute_rewards(
                 values += _run(_concurrently(value, row, function, samples, extras, concurrency))
                 break
             values.append(value)
-    return [_number(value, row, samples[row]) for row, value in enumerate(values)]
+    return values
 
 
 async def _concurrently(
@@ -104,7 +142,7 @@ def _all(function: RewardFunction, samples: Sequence[Sample], extras: Mapping[st
         values = function(prompts, completions, **given)
         if inspect.isawaitable(values):
             values = _run(_value_of(values))
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:  # asyncio's is not a subclass of Exception
         raise RewardError(f"the reward function raised {_text(error)} for {len(samples)} samples") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != len(samples):
@@ -118,14 +156,17 @@ def _one(function: RewardFunction, row: int, sample: Sample, extras: Mapping[str
     given = {name: values[sample.prompt] for name, values in extras.items()}
     try:
         return function(list(sample.prompt_ids), list(sample.completion_ids), **given)
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
         raise _raised(error, row, sample) from error
 
 
 async def _named(value: Awaitable[Any], row: int, sample: Sample) -> Any:
     try:
         return await value
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # by asyncio.run, because another sample has failed
+            raise
         raise _raised(error, row, sample) from error
 
 
@@ -169,7 +210,7 @@ def _number(value: Any, row: int, sample: Sample) -> float:
     return number
 
 
-def _raised(error: Exception, row: int, sample: Sample) -> RewardError:
+def _raised(error: BaseException, row: int, sample: Sample) -> RewardError:
     message = f"the reward function raised {_text(error)} for {_which(row, sample)}"
     return RewardError(message, row=row, prompt=sample.prompt, sample=sample.sample)
 
@@ -179,5 +220,5 @@ def _which(row: int, sample: Sample) -> str:
     return f"row {row}: prompt {sample.prompt}, sample {sample.sample}, a completion of {tokens} tokens"
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
