@@ -49,6 +49,8 @@ def test_defaults_and_given_values():
         ({"update_weights_transport": "disk"}, "needs update_weights_disk_dir"),
         ({"keep_old_actor": True, "enable_weights_backuper": False}, "needs enable_weights_backuper"),
         ({"save_hf": "out/{step}"}, r"save_hf='out/{step}': the only placeholder is {rollout_id}"),
+        ({"save": "out", "save_hf": "out/rollout_{rollout_id:07d}/hf"}, r"save_hf=.* is a checkpoint's folder"),
+        ({"save": "out", "critic_save_hf": "./out/critic/rollout_{rollout_id:07d}"}, "is a checkpoint's folder"),
         ({"critic_save_hf": "out/{rollout_id"}, r"critic_save_hf=.* the only placeholder"),
         ({"profile_step_start": 1}, "set both"),
         ({"profile_step_start": 1, "profile_step_end": 1, "profile_dir": "x"}, "above profile_step_start=1"),

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -61,6 +63,7 @@ def run(folder, steps, background=False, **keep):
     for step in steps:
         writing.save(Model(), step, optimizer_step=step, weight_version=0, background=background)
         writing.wait()
+        writing.wait_for_deletion()
         older(folder)
         assert RolloutCheckpoints(str(folder), None, 0).find().rollout_id == step
         seen.append(complete(folder))
@@ -114,7 +117,8 @@ def test_failed_save_deletes_nothing_and_its_rest_is_deleted_later(alone, tmp_pa
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rollout_0000004"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [SystemExit, PermissionError])  # the first ends the thread silently
 def test_interrupted_deletion_leaves_a_checkpoint_to_continue_from(alone, tmp_path, monkeypatch, caplog, error):
     run(tmp_path, (1, 2, 3))
 
@@ -124,14 +128,72 @@ def test_interrupted_deletion_leaves_a_checkpoint_to_continue_from(alone, tmp_pa
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", interrupted)
         writing = RolloutCheckpoints(None, str(tmp_path), 0, keep=2)
-        try:
-            writing.save(Model(), 4, optimizer_step=4, weight_version=0, background=False)
-            assert "rollout_0000002 could not be deleted: PermissionError: in the middle" in caplog.text
-        except KeyboardInterrupt:
-            assert error is KeyboardInterrupt
+        writing.save(Model(), 4, optimizer_step=4, weight_version=0, background=False)
+        writing.wait_for_deletion()
+        logged = "rollout_0000002_deleted could not be deleted: PermissionError: in the middle" in caplog.text
+        assert logged is (error is PermissionError)
     assert RolloutCheckpoints(str(tmp_path), None, 0).find().rollout_id == 4
     with pytest.raises(CheckpointError, match=r"found: .*rollout_0000003, rollout_0000004"):
         RolloutCheckpoints(str(tmp_path), None, 0, step=1).find()
     older(tmp_path)
     assert run(tmp_path, (5,), keep=2) == [[4, 5]]
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
+
+
+def test_folders_of_the_user_are_never_deleted(alone, tmp_path):
+    """Even if their names look like those of checkpoints: exports, and copies without the note."""
+    names = ["rollout_19", "rollout_1", "rollout_0000019", "rollout_0000001_again"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    run(tmp_path, (20, 21, 22), keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted([*names, "rollout_0000022"])
+    assert all((tmp_path / name / "model.safetensors").exists() for name in names)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_no_rank_waits_for_the_deletion_in_a_collective(alone, tmp_path, monkeypatch, background):
+    """Neither `save` nor `wait`, after which ranks go on to collectives; deletions are done one at a time."""
+    delete, may_delete, running, most = shutil.rmtree, threading.Event(), [], []
+
+    def slow(folder, **options):
+        running.append(folder)
+        most.append(len(running))
+        assert may_delete.wait(30)
+        delete(folder, **options)
+        running.remove(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    writing, ended = RolloutCheckpoints(None, str(tmp_path), 0, keep=1), threading.Event()
+
+    def save_all():
+        for step in (1, 2, 3, 3):
+            writing.save(Model(), step, optimizer_step=step, weight_version=0, background=background)
+            writing.wait()
+        ended.set()
+
+    threading.Thread(target=save_all, daemon=True).start()
+    in_time = ended.wait(10)
+    may_delete.set()
+    assert in_time and complete(tmp_path) == [3]
+    writing.wait_for_deletion()
+    assert set(most) == {1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "rollout_0000003_again"]
+
+
+def test_folder_that_disappears_does_not_fail_a_complete_checkpoint(alone, tmp_path, monkeypatch, caplog):
+    run(tmp_path, (1, 2))
+    stat = Path.stat
+
+    def gone(path, **options):
+        if path.parent.name == "rollout_0000001" and options.get("follow_symlinks", True):
+            raise PermissionError("as when another process has deleted it")
+        return stat(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", gone)
+        writing = RolloutCheckpoints(None, str(tmp_path), 0, keep=1)
+        writing.save(Model(), 3, optimizer_step=3, weight_version=0, background=False)
+    writing.wait_for_deletion()
+    assert "could not be searched for old checkpoints: PermissionError" in caplog.text
+    assert run(tmp_path, (4,), keep=1) == [[4]]

@@ -14,6 +14,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from single_controller import SingleControllerError
@@ -297,6 +298,17 @@ def role_args(args: Any, role: str) -> Any:
     return seen
 
 
+def _check_exports(args: Any) -> None:
+    """An export into a checkpoint's folder would mix with it, and be deleted with it."""
+    from workers.train.checkpoints import folder_of
+
+    for role in ROLES:
+        save = role_args(args, role).save
+        for name in ("save_hf", "critic_save_hf"):
+            if save and args[name] and Path(args[name].format(rollout_id=0)).is_relative_to(Path(save, folder_of(0))):
+                raise TrainArgsError(f"args.{name}={args[name]!r} is a checkpoint's folder in save; choose another")
+
+
 def update_seconds(args: Any) -> float:
     """Return the seconds that a weight update may take."""
     minutes = args.update_weights_timeout_minutes
@@ -386,6 +398,7 @@ def _check_together(args: Any) -> None:
             raise TrainArgsError(
                 f"args.{name}={args[name]!r}: the only placeholder is {{rollout_id}} ({type(error).__name__}: {error})"
             ) from None
+    _check_exports(args)
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
     if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:

@@ -7,6 +7,11 @@ next `save` calls first, joins it and raises its error, so there is never more t
 ends leaves an incomplete checkpoint, which is never loaded, because `latest.json` names complete ones only. There is no
 lock: ``_error`` is read after the join. The thread runs no collectives in the default group, where the main thread runs
 training's meanwhile; `wait` has the ranks agree on errors after the join.
+
+Rank 0 deletes old checkpoints in another daemon thread, because that may take longer than the timeout of the collective
+in which the other ranks would wait for it. Each such thread first joins the one before. No thread with collectives
+ahead joins it: `wait_for_deletion` is called last. There is no lock: before the thread starts, the folders get names
+under which nothing is written. What an ended process leaves of them is deleted after the next checkpoint.
 """
 
 from __future__ import annotations
@@ -46,12 +51,22 @@ POSITION = "position.json"
 UNWRITTEN = "a checkpoint could not be written"
 
 
-_FOLDER = re.compile(r"rollout_(\d+)(_again)?")
+DELETED = "_deleted"
+"""End of the name of a folder that is being deleted."""
+
+_FOLDER = re.compile(rf"rollout_(\d{{7,}})(_again)?({DELETED})?")
+"""The names that are made here. Other folders in ``save`` are the user's."""
 
 
 def folder_of(step: int, again: bool = False) -> str:
     """Return the name of a checkpoint's folder. ``again``: a complete checkpoint of the same step exists beside it."""
     return f"rollout_{step:07d}" + ("_again" if again else "")
+
+
+def _unfinished(folder: Path) -> Path:
+    """Return the file beside a folder that exists while a checkpoint is written into the folder. Without it, a folder
+    that is no complete checkpoint may be the user's."""
+    return folder.with_name(f"{folder.name}.unfinished")
 
 
 class CheckpointError(SingleControllerError, RuntimeError):
@@ -106,6 +121,7 @@ class RolloutCheckpoints:
         self._keep, self._keep_every = keep, keep_every
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
+        self._deleting: threading.Thread | None = None
 
     def find(self) -> Position | None:
         """Find the latest complete checkpoint in ``load``, or that of ``step``. All ranks get the same result.
@@ -174,7 +190,9 @@ class RolloutCheckpoints:
         folder = self._save / self._name(step)
         with all_or_none(CheckpointError, UNWRITTEN):
             if not self._rank:
-                folder.mkdir(parents=True, exist_ok=True)
+                self._save.mkdir(parents=True, exist_ok=True)
+                _unfinished(folder).touch()
+                folder.mkdir(exist_ok=True)
                 (folder / POSITION).unlink(missing_ok=True)  # the folder may have an old checkpoint of this step
         try:
             model.save(folder, background=background)
@@ -219,6 +237,11 @@ class RolloutCheckpoints:
             if error is not None:
                 raise error
 
+    def wait_for_deletion(self) -> None:
+        """Wait until old checkpoints are deleted. Each rank calls it after its last collective, without the others."""
+        if self._deleting is not None:
+            self._deleting.join()
+
     def _finish(self, model: TrainModel, at: Position) -> None:
         try:
             model.wait_for_save()  # on rank 0, it returns only after every rank has written its files
@@ -238,28 +261,37 @@ class RolloutCheckpoints:
         fresh = self._save / f"{LATEST}.new"
         fresh.write_text(json.dumps(note) + "\n")
         os.replace(fresh, self._save / LATEST)  # atomic: a reader sees the old file or the new one
+        with _logged_errors(at.folder, "is complete, but its mark was not removed"):
+            _unfinished(at.folder).unlink(missing_ok=True)
         of_this_step = {folder_of(at.rollout_id), folder_of(at.rollout_id, again=True)}
-        if before in of_this_step - {at.folder.name}:
-            shutil.rmtree(self._save / before, ignore_errors=True)
+        old = [self._save / before] if before in of_this_step - {at.folder.name} else []
         if self._keep is not None:
-            for old in self._to_delete(self._save, at.folder, self._keep):
-                try:
-                    (old / POSITION).unlink(missing_ok=True)  # first: what is deleted in part is not complete
-                    shutil.rmtree(old)
-                except OSError as error:  # the new checkpoint is complete all the same; the next one tries again
-                    logger.warning("%s could not be deleted: %s: %s", old, type(error).__name__, error)
+            with _logged_errors(self._save, "could not be searched for old checkpoints"):
+                old += self._to_delete(self._save, {at.folder, *old}, self._keep)
+        for folder in old:
+            with _logged_errors(folder, "could not be deleted"):
+                # First, and at once: from here on it is no checkpoint, however much of it is deleted.
+                deleted = folder.rename(folder.with_name(folder.name + DELETED))
+                (deleted / POSITION).unlink(missing_ok=True)
+                _unfinished(folder).unlink(missing_ok=True)
+        if old or self._keep is not None:
+            self._deleting = threading.Thread(
+                target=_delete, args=(self._save, self._deleting), name="checkpoint-deletion", daemon=True
+            )
+            self._deleting.start()
 
-    def _to_delete(self, save: Path, latest: Path, keep: int) -> list[Path]:
-        """Return the folders to delete now that ``latest`` is complete, which is never among them: complete ones that
-        are not kept, and what interrupted saves and deletions have left."""
+    def _to_delete(self, save: Path, others: set[Path], keep: int) -> list[Path]:
+        """Return the folders to delete, besides ``others``: complete ones that are not kept, and what interrupted saves
+        have left. The latest checkpoint is one of ``others``."""
         complete: list[tuple[float, Path]] = []
         delete = []
         for folder in save.iterdir():
-            if folder == latest or not _FOLDER.fullmatch(folder.name):
+            name = _FOLDER.fullmatch(folder.name)
+            if folder in others or name is None or name[3]:
                 continue
             if (folder / POSITION).exists():
                 complete.append(((folder / POSITION).stat().st_mtime, folder))
-            else:
+            elif _unfinished(folder).exists():
                 delete.append(folder)
         # By age, not by number: a run that continued from an earlier checkpoint counts from there again.
         older = [folder for _, folder in sorted(complete)][: max(len(complete) - keep + 1, 0)]
@@ -268,6 +300,27 @@ class RolloutCheckpoints:
     def _is_kept_for_good(self, folder: Path) -> bool:
         step = _FOLDER.fullmatch(folder.name)
         return self._keep_every is not None and step is not None and (int(step[1]) + 1) % self._keep_every == 0
+
+
+@contextlib.contextmanager
+def _logged_errors(path: Path, what: str) -> Iterator[None]:
+    """Inside, the new checkpoint is complete already, so errors are only logged. After the next one, old checkpoints
+    are deleted again."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s %s: %s: %s", path, what, type(error).__name__, error)
+
+
+def _delete(save: Path, before: threading.Thread | None) -> None:
+    """Delete all folders of ``save`` that have the name for it, after the thread ``before`` has ended."""
+    if before is not None:
+        before.join()
+    with _logged_errors(save, "could not be searched for old checkpoints"):
+        for folder in list(save.iterdir()):
+            if (name := _FOLDER.fullmatch(folder.name)) and name[3]:
+                with _logged_errors(folder, "could not be deleted"):
+                    shutil.rmtree(folder)
 
 
 class LastCheckpoint:

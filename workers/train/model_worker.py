@@ -239,6 +239,8 @@ class ModelWorker(TrainWorker):
             self._groups = [*self._groups, *(group for group in process_groups() if group not in before)]
         if self.args.save_hf is not None:
             self._export(self.args.save_hf.format(rollout_id=step))
+        if folder is not None and (force_sync or not self.args.async_save):
+            self.checkpoints.wait_for_deletion()  # last: the other ranks must not wait for it in a collective
         return folder
 
     def _export(self, folder: str) -> None:
@@ -250,6 +252,7 @@ class ModelWorker(TrainWorker):
         """See `TrainWorker.wait_for_save`."""
         if not self.args.debug_rollout_only:
             self.checkpoints.wait()
+            self.checkpoints.wait_for_deletion()
 
     # --- memory -----------------------------------------------------------------------------------------
 

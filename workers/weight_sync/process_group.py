@@ -331,8 +331,8 @@ class AnnouncedBucket(Message):
             if self.nbytes:
                 channel.broadcast(flat, self.seconds)
         except BaseException:
-            # `broadcast` has left the group if it failed, but `take` has not. Without this, the group would be destroyed
-            # in this thread, which would wait for gloo.
+            # `broadcast` has left the group if it failed, but `take` has not. Without this, the group would be
+            # destroyed in this thread, which would wait for gloo.
             receiver.channels.pop(self.sender).leave()
             raise
         receiver.load_bucket(key, views(flat, self.specs))
