@@ -176,7 +176,8 @@ def test_joining_a_process_group_takes_one_store_connection_per_member(monkeypat
 
 @pytest.fixture
 def channels():
-    """Of a sender and a receiver, both in this process."""
+    """Of a sender and a receiver, both in this process, which has no other groups."""
+    all_left()
     seconds = datetime.timedelta(seconds=60)
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
     invitation = Invitation(0, "key/0", ("127.0.0.1", server.port), ("one",), "gloo", 60.0, 60.0)
