@@ -16,7 +16,7 @@ from typing import Any
 import dispatch
 from dispatch.errors import ResultError, SingleControllerError
 from dispatch.register import label
-from single_controller.base.codec import Encoded, encode
+from single_controller.base.codec import Encoded, can_encode, encode
 from single_controller.base.errors import ResultLostError, StartError, WorkerError, ranks_text
 from single_controller.base.stats import Clock
 
@@ -94,7 +94,7 @@ class Failure:
         ours = isinstance(error, SingleControllerError) and _raised_by_library(error)
         if not in_process:
             try:
-                cause = encode((error, error.__cause__ if ours else None))  # pickling an exception drops its cause
+                cause = encode(_with_causes(error) if ours else [error])
             except Exception:
                 cause = None
         text, trace = _shorten(_message_of(error)), _shorten(remote_traceback(error))
@@ -114,8 +114,9 @@ class Failure:
         cause: Any = self.cause
         if isinstance(cause, Encoded):
             try:
-                cause, its_cause = cause.decode()
-                cause.__cause__ = its_cause
+                cause, *causes = errors = cause.decode()
+                for error, its_cause in zip(errors, causes, strict=False):
+                    error.__cause__ = its_cause
             except Exception:
                 return None
         return cause if isinstance(cause, BaseException) else None
@@ -129,7 +130,9 @@ class Failure:
         """
         cause = self.exception()
         if self.ours and isinstance(cause, SingleControllerError):
-            return copy.copy(cause)
+            again = copy.copy(cause)
+            again.__cause__ = cause.__cause__
+            return again
         where = "__init__" if starting else self.method
         if self.no_contact:
             lost = ResultLostError(
@@ -168,6 +171,15 @@ class Failure:
         return self.cause_type, _NUMBERS.sub("", self.message)
 
 
+def _with_causes(error: BaseException) -> list[BaseException]:
+    """An exception and the chain of its causes, which pickling drops. It ends before the first that cannot be sent."""
+    errors, cause = [error], error.__cause__
+    while cause is not None and cause not in errors and can_encode(cause):
+        errors.append(cause)
+        cause = cause.__cause__
+    return errors
+
+
 def first_cause(failures: Sequence[Failure]) -> Failure:
     """The failure that the others are probably consequences of."""
     return min(failures, key=lambda failure: (failure.may_be_echo, failure.when))
@@ -186,8 +198,9 @@ def _others(causes: Collection[list[Failure]]) -> str:
     lines = []
     for failures in list(causes)[:MAX_OTHER_CAUSES]:
         first = failures[0]
+        what = "its result was lost" if first.no_contact else first.cause_type
         text = (first.message.strip().splitlines() or [""])[0][:200]
-        lines.append(f"\nalso on {ranks_text([failure.rank for failure in failures])}: {first.cause_type}: {text}")
+        lines.append(f"\nalso on {ranks_text([failure.rank for failure in failures])}: {what}: {text}")
     more = len(causes) - len(lines)
     return "".join(lines) + (f"\nother causes, not shown: {more}" if more > 0 else "")
 

@@ -14,6 +14,7 @@ import weakref
 import pytest
 import torch
 from group_workers import Counter, Fragile, Grid, Own, SlowToJoin
+from ray.exceptions import RayError
 from tensordict import TensorDict
 
 from single_controller import (
@@ -494,6 +495,24 @@ def test_consumers_cost_no_reference_per_producer(counters, smaller, monkeypatch
 def test_exception_of_results_that_cannot_be_joined(counters):
     future = counters.apply.remote(lambda worker, rows: 1.0, [1, 2, 3, 4])
     assert isinstance(future.exception(), ResultError)
+
+
+@pytest.mark.engines("ray")
+def test_errors_of_ray_are_causes_of_a_lost_result(make_group, counters, smaller):
+    """The consumer's ranks meet Ray's error; the driver gets it with the whole chain of causes."""
+    lost, failed = counters.echo.remote(0), make_group(Fragile, world_size=2).execute_rank_zero_async("fail", [0])
+    lost.wait()
+    lost._source()[0]._values[0] = failed  # on one host, nothing loses a result
+    with pytest.raises(ResultError, match=r"the result of rank 0 of echo\(\)") as caught:
+        smaller[2].echo(lost)
+    error, original = caught.value, caught.value.__cause__
+    assert (error.consumer, error.method, error.rank) == ("echo", "echo", 0)
+    assert error.__notes__ == ["echo() did not run, because this error failed its deferred argument"]
+    assert isinstance(original, ResultError) and original.consumer is None
+    assert isinstance(original.__cause__, RayError)
+    with pytest.raises(ResultError, match=r"the result of rank 0 of echo\(\)") as caught:
+        lost.result()
+    assert isinstance(caught.value.__cause__, RayError)
 
 
 def test_drivers_batch_type_is_known_to_the_workers(make_group):

@@ -52,3 +52,8 @@ def test_error_of_one_rank_reads_as_before():
     only = failure(2, "ValueError", "bad row", 0.0)
     assert str(only.error(failures=[only])) == "train() raised ValueError on rank 2 (host): bad row\n\nTraceback ..."
     assert only.error().ranks == (2,)
+
+
+def test_error_names_the_ranks_whose_results_were_lost():
+    failures = [failure(0, "ValueError", "bad row", 0.0), Failure.lost_contact(3, "host", "no route to host")]
+    assert "\nalso on rank 3: its result was lost: no route to host\n" in str(failures[0].error(failures=failures))
