@@ -156,6 +156,7 @@ class WorkerGroup(CallsByName, Closing):
         Raises:
             DispatchError: the workers have registered no such mesh.
         """
+        self._state.check_process()
         return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
 
     tp_size = _axis_size("tp", "tensor-parallel axis")
@@ -167,16 +168,17 @@ class WorkerGroup(CallsByName, Closing):
 
     def stats(self) -> Stats:
         """What the group's calls cost: bytes and seconds by method, and by call for the latest ones. Prints as a table.
-        For a group with roles: all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's part."""
-        if self._table is None:
-            return Stats.together({role: self._records[role].stats.stats() for role in self.roles})
+        For a group with roles: also all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's
+        part."""
+        if self.roles:
+            return Stats.together({role: self._records[role].stats.stats() for role in self._tables})
         return self._records[self._role].stats.stats()
 
     def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
         """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`. Off by default:
         the memory grows with the ranks, by about 400 bytes for each rank and call.
 
-        For a group with roles, this concerns all of them; ``group.<role>.record_ranks()`` one of them.
+        For a group with roles, this concerns its own calls and all roles'; ``group.<role>.record_ranks()`` one role's.
 
         Args:
             calls: how many of the latest calls keep their ranks; 0 ends it and drops what was kept.
@@ -184,7 +186,7 @@ class WorkerGroup(CallsByName, Closing):
         Raises:
             ValueError: ``calls`` is not a non-negative integer.
         """
-        for role in self.roles or (self._role,):
+        for role in self._tables if self.roles else (self._role,):
             self._records[role].stats.record_ranks(calls)
 
     def trace(self, path: str | Path) -> None:
@@ -423,7 +425,8 @@ class WorkerGroup(CallsByName, Closing):
         for call in self._running_references():
             monitor.poll(call)  # the call may have ended, and registered something new, unnoticed by this process
         record, known = self._records[self._role], self._records[self._role].layout
-        latest = self._state.layout_versions.get(self._role, {})
+        with self._state.lock:  # the monitor's thread adds the ranks of calls that end
+            latest = dict(self._state.layout_versions.get(self._role, {}))
         if (
             known is None
             or any(version > known[0].get(rank, 0) for rank, version in latest.items())

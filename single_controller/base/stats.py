@@ -158,11 +158,11 @@ class Stats:
     calls: Sequence[CallRecord]
 
     @classmethod
-    def together(cls, parts: Mapping[str, Stats]) -> Stats:
+    def together(cls, parts: Mapping[str | None, Stats]) -> Stats:
         """Merge several, with methods named ``<name>.<method>``.
 
         Args:
-            parts: name -> its stats.
+            parts: name -> its stats. Methods under None keep their names.
         """
         methods = {label(name, method): stats for name, part in parts.items() for method, stats in part.methods.items()}
         calls = [replace(call, method=label(name, call.method)) for name, part in parts.items() for call in part.calls]

@@ -515,6 +515,29 @@ def test_local_future_cannot_be_sent_to_ray(counters, make):
     assert counters.echo(future.result()) == [[0, 1]] * 4
 
 
+def test_layout_is_read_while_other_threads_calls_end(make):
+    """Each result that arrives tells a rank's version of the layout, under the lock of the group's state."""
+    group = make(Counter)
+    state, layout = group._state, group.layout
+    state.layout_versions[None].update(dict.fromkeys(range(4, 4000), 0))
+
+    def end_calls():
+        for rank in range(4000, 8000):
+            with state.lock:
+                state.layout_versions[None][rank] = 0
+            time.sleep(1e-5)
+
+    thread, interval = threading.Thread(target=end_calls), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        while thread.is_alive():
+            assert group.layout is layout
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
 def test_local_future_cannot_be_pickled(make):
     with pytest.raises(LocalEngineError, match="driver's process"):
         pickle.dumps(make(Counter).add.remote(0))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import pytest
 import ray
@@ -264,6 +265,19 @@ def test_worker_around_fused_workers(make_group):
     roles = ["actor", "critic"]
     assert group.both(1) == [(102, roles), (104, roles), (106, roles), (108, roles)]
     assert group.actor.add(0) == [1, 2, 3, 4]
+
+
+@every_engine
+def test_trace_of_fused_workers_has_their_calls_and_the_ranks(make_group, tmp_path):
+    group = make_group(Hybrid)
+    group.record_ranks()
+    group.both(1)
+    group.actor.add(0)
+    stats = group.stats()
+    assert {name: method.calls for name, method in stats.methods.items()} == {"actor.add": 1, "both": 1}
+    assert [(call.method, len(call.ranks)) for call in stats.calls] == [("both", 4), ("actor.add", 4)]
+    with warnings.catch_warnings(action="error"):
+        group.trace(tmp_path / "trace.json")
 
 
 def test_role_with_the_name_of_an_attribute():
