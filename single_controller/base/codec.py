@@ -303,13 +303,16 @@ def _copy(buffer: Any) -> numpy.ndarray:
 
 
 def _memory(buffer: Any) -> numpy.ndarray:
-    """The bytes of a buffer as a writable array: a copy, or the shared memory itself."""
+    """The bytes of a buffer as a writable array: a copy, or the memory itself."""
     import numpy
 
     private, _ = getattr(_decoding, "current", (True, ()))
     # Buffers that came inside a message are bytes objects. Python may share those, and they are small: always copy.
-    if private or isinstance(memoryview(buffer).obj, bytes):
+    owner = memoryview(buffer).obj
+    if private or isinstance(owner, bytes):
         return _copy(buffer)
+    if isinstance(owner, (numpy.ndarray, bytearray)):  # not the store: copied by `encode`, or out of a message
+        return numpy.frombuffer(owner, numpy.uint8)
     return numpy.asarray(_Mapped(numpy.frombuffer(buffer, numpy.uint8)))
 
 

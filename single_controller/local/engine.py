@@ -465,6 +465,8 @@ def _fetch(value: Any) -> Any:
     ray = sys.modules["ray"]
     try:
         return ray.get(value)
+    except ray.exceptions.RayTaskError:  # as in `ray.results.fetch`: what the task raised
+        raise
     except ray.exceptions.RayError as error:
         raise ResultError(f"the object of {value!r} cannot be fetched: {type(error).__name__}: {error}") from error
 

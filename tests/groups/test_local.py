@@ -502,6 +502,10 @@ def test_ray_future_as_argument_of_a_local_group(counters, make):
     assert here.double(counters.double.remote(torch.arange(8))).tolist() == [4 * row for row in range(8)]
     assert here.echo(counters.add.remote(0)) == [[100, 101, 102, 103]] * 2
     assert here.echo(counters.execute_rank_zero_async("plain", 1)) == [101] * 2
+    failed = counters.execute_rank_zero_async("apply", "not a function", [1])
+    with pytest.raises(WorkerError, match=r"echo\(\) raised .*TypeError.* on rank") as caught:
+        here.echo(failed)
+    assert isinstance(caught.value.__cause__, TypeError), "as on Ray"
 
 
 @pytest.mark.engines("ray")

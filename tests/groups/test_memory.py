@@ -8,7 +8,9 @@ import depth
 import psutil
 import ray
 import torch
+from group_workers import Counter
 
+from single_controller import ClassWithInitArgs, LocalWorkerGroup
 from single_controller.base import codec
 
 
@@ -90,6 +92,14 @@ def test_results_are_copied_out_when_they_hold_too_much_of_the_store(counters, m
     assert all(result.eq(1).all() for result in (*kept, *some))
     del kept
     assert all(map(in_store, counters.echo(torch.ones(1 << 20))))
+
+
+def test_copies_do_not_count_as_memory_of_the_store(counters, monkeypatch):
+    with LocalWorkerGroup(4, ClassWithInitArgs(Counter)) as local:
+        kept = local.echo(torch.ones(1 << 20)), codec.private_copy(torch.ones(4 << 20))
+    monkeypatch.setattr(codec, "MAX_MAPPED_BYTES", 25 << 20)
+    assert all(map(in_store, counters.echo(torch.ones(1 << 20))))
+    assert all(result.eq(1).all() for result in (*kept[0], kept[1]))
 
 
 def test_joined_result_is_in_the_drivers_memory(counters):
