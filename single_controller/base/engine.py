@@ -19,6 +19,7 @@ Token = Hashable
 
 
 MAX_STACK_SECONDS = 2.0
+"""How long ranks may take to say where they are. An error or a log line that shows it waits for that."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def stacks_under(
 ) -> str:
     """The stacks of all threads that run a method of an object.
 
-    Any thread may ask. The other threads are not stopped, and need not cooperate: a stack is read while this thread
-    holds the interpreter's lock.
+    Any thread may ask. The other threads are not stopped, and need not cooperate. A thread that waits does not change
+    while its stack is read. One that runs may go on in between, so its stack may mix frames of several moments.
 
     Args:
         roots: the methods. Shown are the frames inside the innermost of them.

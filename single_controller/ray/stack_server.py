@@ -22,7 +22,7 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 CLIENT_SECONDS = 1.0
-"""How long a client may take to send the key and to read."""
+"""How long a client may take to send the key, and then to read the answer."""
 
 MAX_CONNECTIONS = 32
 KEY_BYTES = 16
@@ -79,14 +79,15 @@ class StackServer:
             # One client after the other: an answer takes milliseconds, and only drivers ask. The limit keeps a client
             # that sends no key from blocking the next one.
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(CLIENT_SECONDS)
-                if hmac.compare_digest(_read(connection, KEY_BYTES), self.address.key):
-                    connection.sendall(self._answer())
+                key = _read(connection, time.monotonic() + CLIENT_SECONDS, KEY_BYTES)
+                if hmac.compare_digest(key, self.address.key):
+                    answer = self._answer()
+                    connection.settimeout(CLIENT_SECONDS)  # of sendall as a whole
+                    connection.sendall(answer)
 
     def _answer(self) -> bytes:
         try:
-            # Reads the other threads' frames while this thread holds the interpreter's lock; takes no lock of ours, so
-            # a method that holds one cannot block the answer.
+            # Takes no lock of ours, so a method that holds one cannot block the answer.
             return self._stacks().encode()
         except Exception as error:  # a thread of the user's that changes what is being read
             return f"  its stack cannot be read: {type(error).__name__}: {error}".encode()
@@ -117,11 +118,13 @@ def ask_stacks(addresses: Mapping[int, StackAddress], seconds: float) -> dict[in
 def _ask(server: StackAddress, seconds: float) -> str:
     if not server.port:
         return f"  unknown: its process cannot listen on {server.address}"
+    end = time.monotonic() + seconds
     try:
         with socket.create_connection((server.address, server.port), seconds) as connection:
-            connection.settimeout(seconds)
-            connection.sendall(server.key)
-            return _read(connection).decode(errors="replace")
+            connection.sendall(server.key)  # fits into the socket's buffer
+            answer = _read(connection, end).decode(errors="replace")
+        unknown = f"  unknown: port {server.port} of {server.address} sends nothing; another process may have it now"
+        return answer or unknown
     except TimeoutError:
         return (
             f"  unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds the GIL. Run "
@@ -131,10 +134,18 @@ def _ask(server: StackAddress, seconds: float) -> str:
         return f"  unknown: port {server.port} of {server.address} cannot be reached: {error}"
 
 
-def _read(connection: socket.socket, nbytes: int | None = None) -> bytes:
-    """Some bytes, or all until the other side closes the connection."""
+def _read(connection: socket.socket, end: float, nbytes: int | None = None) -> bytes:
+    """Some bytes, or all until the other side closes the connection.
+
+    Raises:
+        TimeoutError: they have not come by ``end``, however many have.
+    """
     found = b""
     while nbytes is None or len(found) < nbytes:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
         more = connection.recv(65536 if nbytes is None else nbytes - len(found))
         if not more:
             break

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ from single_controller import (
     attach,
 )
 from single_controller.base.monitor import monitor
+from single_controller.ray.stack_server import CLIENT_SECONDS, StackAddress, StackServer, ask_stacks
 
 anywhere = pytest.mark.engines("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
@@ -484,6 +486,46 @@ def errors_of(*calls):
         except Exception as error:
             found.append(f"{type(error).__name__}")
     return found
+
+
+class TestStackServer:
+    """Where ranks are asked for their stacks."""
+
+    def test_slow_client_delays_the_next_one_by_its_limit_at_most(self):
+        server = StackServer("127.0.0.1", lambda: "  in train")
+        with socket.create_connection(server.address[:2]) as slow:
+
+            def send_slowly():
+                with contextlib.suppress(OSError):  # the server closes the connection
+                    for byte in server.address.key:
+                        slow.send(bytes([byte]))
+                        time.sleep(0.9 * CLIENT_SECONDS)
+
+            thread = threading.Thread(target=send_slowly)
+            thread.start()
+            assert ask_stacks({3: server.address}, 6 * CLIENT_SECONDS) == {3: "  in train"}
+            thread.join()
+
+    @pytest.mark.parametrize(("sends", "told"), [(b"", "another process may have it"), (b".", "did not answer within")])
+    def test_port_of_another_process_is_unknown_in_time(self, sends, told):
+        """Such a process closes the connection, or sends a little now and then."""
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(100)
+                for byte in sends * 20:
+                    connection.send(bytes([byte]))
+                    time.sleep(0.3)
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=serve)
+            thread.start()
+            address = StackAddress("127.0.0.1", listener.getsockname()[1], b"key", 1)
+            with within(3):
+                found = ask_stacks({3: address}, 2.0)
+            thread.join()
+        assert found[3].startswith("  unknown: ") and told in found[3]
 
 
 @contextlib.contextmanager
