@@ -312,7 +312,7 @@ def _memory(buffer: Any) -> numpy.ndarray:
     if private or isinstance(owner, bytes):
         return _copy(buffer)
     if isinstance(owner, (numpy.ndarray, bytearray)):  # not the store: copied by `encode`, or out of a message
-        return numpy.frombuffer(owner, numpy.uint8)
+        return numpy.frombuffer(buffer, numpy.uint8)
     return numpy.asarray(_Mapped(numpy.frombuffer(buffer, numpy.uint8)))
 
 
