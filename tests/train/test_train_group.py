@@ -78,7 +78,7 @@ def test_class_must_be_a_train_worker(ray_cluster, cls, message):
         (lambda: RayTrainGroup({}, 1.5, 1, actor_cls=Plain), ValueError, "num_nodes=1.5"),
         (lambda: group_of(share=1.5), ValueError, "num_gpus_per_actor=1.5: expected a share"),
         (lambda: group_of(role="judge"), ValueError, "role='judge': expected one of 'actor', 'critic'"),
-        (lambda: group_of(num_resources_per_node=2), ValueError, "pass resources= with it, and leave out pg"),
+        (lambda: group_of(num_resources_per_node=2), ValueError, "Pass resources= with it, and do not pass pg"),
         (lambda: group_of(pg=3), TypeError, "takes a placement group"),
         (lambda: group_of(ranks=40), PlacementError, r"missing: 24 CPU \(asked 40, there are 16\)"),
         (lambda: group_of(resources={"barge": 1}), PlacementError, "barge"),
@@ -363,7 +363,7 @@ def test_rank_killed_in_a_collective_is_reported_and_the_group_can_restart(slots
         with pytest.raises(ray.exceptions.ActorDiedError):
             ray.get(refs[1])
         assert time.monotonic() - begin < 30
-        with pytest.raises(GroupBrokenError, match=r"rank 1 died.*call restart\(\) of the train group"):
+        with pytest.raises(GroupBrokenError, match=r"rank 1 died.*Call RayTrainGroup\.restart\(\)"):
             group.async_train(1, ROWS)
         group.args = read_args({})
         assert group.restart() == [0, 0]
