@@ -26,6 +26,7 @@ from ray.exceptions import (
 from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
+from single_controller.base.background import background
 from single_controller.base.codec import BESIDE, Encoded, call_message, encode, encode_arguments
 from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent, Token
 from single_controller.base.executor import Asked
@@ -45,6 +46,10 @@ _DEATHS = (ActorDiedError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 
 SUSPECT_SECONDS = 0.05
 """Pause between two looks at a call when nothing but suspects is left of it."""
+
+WITHDRAW_SECONDS = 0.25
+"""How long a task is left alone before it is cancelled. If Ray 2.60 cancels a task of an actor that it is just about to
+send, the actor waits 30 s for the task's number, and then refuses all later tasks as lost."""
 
 FORGET_SECONDS = 10.0
 """A suspect that nobody has asked about for this long, because its call was abandoned, is a new suspect next time."""
@@ -212,9 +217,16 @@ class RayEngine(Engine):
 
     def withdraw(self, tokens: Iterable[Token]) -> None:
         """See `Engine.withdraw`. Ray skips a task that has not begun, and flags one that has: see `is_cancelled`."""
-        for token in tokens:
-            with contextlib.suppress(RayError):
-                ray.cancel(cast(Any, token), recursive=False)
+        refs: list[Any] = list(tokens)
+
+        def cancel() -> None:
+            time.sleep(WITHDRAW_SECONDS)
+            for ref in refs if self.connected else ():
+                with contextlib.suppress(RayError):
+                    ray.cancel(ref, recursive=False)
+
+        if refs:
+            background.run(cancel)
 
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""

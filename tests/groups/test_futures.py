@@ -407,6 +407,20 @@ def test_closed_producer_leaves_the_consumer_as_it_is(make_group, counters):
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.engines("ray")
+def test_call_that_is_withdrawn_at_once_costs_no_later_call(make_group, counters):
+    """Ray loses the number of a task that is cancelled while it is being sent; its actor then waits for that for 30 s,
+    and refuses what comes behind."""
+    never = make_group(Fragile).sleep.remote(60)
+    for _ in range(10):
+        waiting = counters.echo.remote(never)
+        counters._engine.withdraw([waiting._call._waiting])
+        begin = time.monotonic()
+        assert counters.add(0) == [100, 101, 102, 103]
+        assert time.monotonic() - begin < 5
+        assert isinstance(waiting.exception(), ResultError)
+
+
 @pytest.mark.alone
 @overlapping
 def test_groups_overlap(make_group):
