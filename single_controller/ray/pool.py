@@ -447,7 +447,7 @@ class RayResourcePool(Closing, ResourcePool):
         self.place(bin_pack, resources)
         if self._parts:
             self.wait()  # only then is it known which slots these are
-        wanted = frozenset(self._members() if counted else ())
+        wanted = self._members() if counted else []
         with _occupying:
             self._check_open()  # again: another thread may have closed the pool while this one waited
             # A group that is closed ends its workers by itself, so its slots are free. A restarted group is its own.
@@ -461,7 +461,7 @@ class RayResourcePool(Closing, ResourcePool):
                         "larger max_colocate_count"
                     )
             # Under the same lock as the check: of two groups at once, only one may take the last place of a slot.
-            _occupied[group] = wanted
+            _occupied[group] = frozenset(wanted)
             self._note(group)
 
     def _note(self, group: Occupant) -> None:
