@@ -17,8 +17,9 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
 5. Leaves: ``RayEngine._probing``, ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes,
    ``LocalRank._lock`` and ``LocalResults._lock``.
 
-Not in this order, because no lock above is acquired while one of them is held, are those of pools
-(`single_controller.ray.pool`, `single_controller.ray.placement`) and of rewards (`workers.rollout.manager`).
+Outside this list: ``RolloutManager._reward_lock`` comes before all of it, because a reward function may call groups.
+The locks of pools (`single_controller.ray.pool`, `single_controller.ray.placement`) are leaves; a restart may acquire
+them while it holds ``sending``.
 
 1, 3 and 4 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
