@@ -6,8 +6,11 @@ import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from workers.rollout.errors import RolloutError
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +85,10 @@ def _is_int(number: Any, minimum: int) -> bool:
         return False
 
 
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["keep", "abort", "wait"]
+
+
 @dataclass(frozen=True)
 class Completion:
     """What an engine generated for one prompt.
@@ -91,23 +98,51 @@ class Completion:
         log_probs: log-probability of each token, in nats, under the model at the sampling temperature (at temperature 1
             if it is 0), before ``top_p`` and ``top_k`` truncate the distribution. This is what a trainer computes for
             the same tokens.
-        finish_reason: "stop" if a stop token ended it, "length" if ``max_new_tokens`` did.
+        finish_reason: "stop" if a stop token ended it, "length" if ``max_new_tokens`` did, "abort" if
+            `RolloutEngine.abort` did.
+        weight_versions: version of the weights that generated each token; None if the engine does not say, and then all
+            tokens are of the worker's weight version.
     """
 
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
+    weight_versions: list[int | None] | None = None
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How busy an engine is.
+
+    Attributes:
+        running: requests of which tokens are being generated.
+        waiting: requests that were submitted and have not begun.
+        cache_usage: share of the key/value cache in use, from 0 to 1; None if the engine has no limit.
+    """
+
+    running: int
+    waiting: int
+    cache_usage: float | None = None
 
 
 class RolloutEngine(ABC):
     """Generates completions and takes new weights. Each rollout worker's process has one engine.
 
+    An engine has two interfaces. `generate` is for one batch, and every engine has it. Requests (`submit` to `load`)
+    are for completions that begin and end at different times; engines that subclass `RequestEngine` have them.
+
     Attributes:
-        keeps_weights: whether the weights survive `sleep` and `wake_up`. If not, the worker has no weight version until
-            the next update.
+        weight_version: version of the weights in force, set by the worker and by `finish_update`; None if the engine
+            has no complete weights.
     """
 
-    keeps_weights = False
+    weight_version: int | None = 0
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the engine still has its weights after the last `sleep`. If not, the worker has no weight version
+        until the next update."""
+        return False
 
     @abstractmethod
     def generate(
@@ -125,6 +160,70 @@ class RolloutEngine(ABC):
             PromptError: the engine cannot generate from a prompt. It generates nothing then.
         """
 
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        seed: int,
+        partial: Completion | None = None,
+    ) -> Future[Completion]:
+        """Begin a completion, and return a future of it.
+
+        Args:
+            prompt: token ids, at least one.
+            sampling_params: how to sample. ``max_new_tokens`` includes the tokens of ``partial``.
+            request_id: names the request in `abort`; no two unfinished requests may share it.
+            seed: of the random numbers.
+            partial: what another engine, or this one, has already generated for the prompt. The completion begins with
+                its tokens, log-probabilities and versions, and continues.
+
+        Raises:
+            PromptError: the engine cannot generate from this prompt.
+            RolloutError: the engine sleeps, was closed, or has no complete weights.
+            ValueError: ``request_id`` is in use.
+        """
+        raise self._no_requests("submit")
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End requests now. Their completions have the tokens so far and the finish reason "abort".
+
+        Args:
+            request_ids: those to end; unknown and finished ones are ignored. None for all.
+        """
+        raise self._no_requests("abort")
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Generate no tokens until `resume`. New requests wait. Returns when no token is being generated.
+
+        Args:
+            mode: what becomes of the requests that are running. "keep": they continue after `resume`; "abort": they
+                end now; "wait": they end first.
+        """
+        raise self._no_requests("pause")
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        raise self._no_requests("resume")
+
+    def load(self) -> EngineLoad:
+        """Return how busy the engine is."""
+        raise self._no_requests("load")
+
+    def _no_requests(self, method: str) -> RolloutError:
+        name = type(self).__name__
+        return RolloutError(f"{name}.{method}(): {name} generates batches only; requests need a RequestEngine")
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """An update begins. Calls of `load_weights` follow, and then `finish_update` or `abandon_update`. Requests that
+        are running wait from here on."""
+        self.weight_version = None
+
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load some of the weights, in place. An update consists of several calls.
@@ -134,12 +233,30 @@ class RolloutEngine(ABC):
                 belongs to the caller: do not write to it, and keep no reference to it.
         """
 
+    def finish_update(self, version: int) -> None:
+        """All tensors have been loaded. Requests that are running continue with the new weights, from the tokens that
+        they have.
+
+        Args:
+            version: of the weights.
+        """
+        self.weight_version = version
+
+    def abandon_update(self) -> None:  # noqa: B027  (optional)
+        """The update ends before all tensors have come. The engine has no complete weights until a later update is
+        finished: it keeps requests waiting, and refuses new ones."""
+
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every tensor of an update. Tied weights count once, under the first name."""
+
+    # --- device memory --------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:  # noqa: B027  (optional)
         """Free device memory. Weights and caches may be lost; an update follows `wake_up`."""
 
     def wake_up(self) -> None:  # noqa: B027  (optional)
         """Take the device memory back."""
+
+    def close(self) -> None:  # noqa: B027  (optional)
+        """End threads and processes, and free all memory. Unfinished requests fail."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from single_controller import Dispatch, register
 from workers.device import take_device, use_device
-from workers.rollout.engine import Completion, RolloutEngine, SamplingParams
+from workers.rollout.engine import Completion, FinishReason, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError
 from workers.weight_sync import WeightReceiver
 
@@ -74,6 +74,7 @@ class RolloutWorker(WeightReceiver):
                 f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
             )
         self.weight_version = 0
+        self._cleanups.append(self.engine.close)
 
     def _prepare_thread(self) -> None:
         super()._prepare_thread()
@@ -130,17 +131,18 @@ class RolloutWorker(WeightReceiver):
                 raise RolloutError(
                     f"{returned} {tokens} token_ids and {log_probs} log_probs {where}; expected one log-prob per token"
                 )
-            if completion.finish_reason not in ("stop", "length"):
+            if completion.finish_reason not in get_args(FinishReason):
                 raise RolloutError(
-                    f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop' or 'length'"
+                    f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop', 'length' or "
+                    "'abort'"
                 )
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free device memory for a trainer on the same device."""
+        self.engine.sleep()
         if not self.engine.keeps_weights:
             self.weight_version = None
-        self.engine.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def wake_up(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from workers.weight_sync.protocol import Message, Pair, ReceiverInfo, WeightSync
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 
 class Engine(Protocol):
     """What a receiver needs of its engine; `RolloutEngine` has it."""
@@ -22,6 +25,12 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[Pair]) -> None: ...
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def begin_update(self) -> None: ...
+
+    def finish_update(self, version: int) -> None: ...
+
+    def abandon_update(self) -> None: ...
 
 
 @dataclass
@@ -39,7 +48,8 @@ class WeightReceiver(Worker):
     """A worker whose ``engine`` takes weights. A subclass calls ``super().__init__()`` and sets ``engine``.
 
     An update begins, brings buckets in any order and from any number of senders, and is finished. The worker has the
-    version of the last finished update. During an update, and after a failed one, it has none.
+    version of the last finished update. During an update, and after a failed one, it has none. The engine is told of
+    the beginning and of the end: ``finish_update``, or ``abandon_update`` when the update fails or another one begins.
 
     Attributes:
         receiver_id: `ReceiverInfo.id`.
@@ -63,7 +73,11 @@ class WeightReceiver(Worker):
 
     @weight_version.setter
     def weight_version(self, version: int | None) -> None:
-        self._version, self._update = version, None
+        self._give_up()
+        if version is not None:  # complete weights that did not come as an update
+            self.engine.begin_update()
+            self.engine.finish_update(version)
+        self._version = version
 
     @register(Dispatch.ONE_TO_ALL)
     def set_weight_version(self, version: int | None) -> None:
@@ -89,12 +103,15 @@ class WeightReceiver(Worker):
         from workers.weight_sync.device import device_name
 
         self._version = None  # first: whatever fails from here on, the worker must not generate with mixed weights
+        self._give_up()
         if sender != self._sender:
             # Also a new id, so that no sender takes this worker for a member of a group that it has left.
             self._sender, self.receiver_id = sender, uuid.uuid4().hex
             while self.channels:
                 self.channels.popitem()[1].leave()
-        self._update = _Progress(key, version, dict(self.engine.weight_shapes()))
+        shapes = dict(self.engine.weight_shapes())
+        self.engine.begin_update()
+        self._update = _Progress(key, version, shapes)
         return ReceiverInfo(self.rank, self.receiver_id, device_name(self.local_rank, self.device_ids))
 
     @register(Dispatch.ONE_TO_ALL, inputs="view")
@@ -130,6 +147,15 @@ class WeightReceiver(Worker):
                 f"{len(update.missing) + len(update.arrived)} tensors of version {update.version}: "
                 f"{_some(update.missing)}",
             )
+        try:
+            self.engine.finish_update(update.version)
+        except Exception as error:
+            self.fail_update(
+                key,
+                f"rollout rank {self.rank}: {type(self.engine).__name__} could not finish the update to version "
+                f"{update.version}: {type(error).__name__}: {error}",
+                error,
+            )
         self._version, self._update = update.version, None
         for channel in self.channels.values():
             channel.release_memory()
@@ -163,10 +189,23 @@ class WeightReceiver(Worker):
             )
 
     def fail_update(self, key: str, why: str, cause: Exception | None = None) -> NoReturn:
-        """Mark the update as failed and raise a `WeightSyncError`."""
-        if self._update is not None and self._update.key == key:
+        """Mark the update as failed, have the engine abandon it, and raise a `WeightSyncError`."""
+        if self._update is not None and self._update.key == key and not self._update.failed:
             self._update.failed = why
+            self._abandon()
         raise WeightSyncError(why) from cause
+
+    def _give_up(self) -> None:
+        """End an update that was not finished."""
+        update, self._update = self._update, None
+        if update is not None and not update.failed:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        try:
+            self.engine.abandon_update()
+        except Exception:  # the reason why it is abandoned matters more
+            logger.warning("%s.abandon_update() failed", type(self.engine).__name__, exc_info=True)
 
     def check_update(self, key: str) -> _Progress:
         """Return the update in progress; raise a `WeightSyncError` if it is another one or has failed."""
