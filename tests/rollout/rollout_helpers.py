@@ -1,11 +1,15 @@
 """Shared by the rollout tests: small models, and a second engine that has no model at all."""
 
 import random
+import time
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from workers.rollout.engine import Completion, RolloutEngine
+from workers.rollout.errors import PromptError, RolloutError
+from workers.rollout.requests import RequestEngine
+from workers.rollout.sampler import truncated
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -76,3 +80,71 @@ class EchoEngine(RolloutEngine):
 
     def wake_up(self):
         self.asleep = False
+
+
+class Bigram(torch.nn.Module):
+    """A language model in which only the last token counts."""
+
+    def __init__(self, seed, vocabulary=32):
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.following = torch.nn.Parameter(2 * torch.randn(vocabulary, vocabulary, generator=draw))
+        self.bias = torch.nn.Parameter(torch.randn(vocabulary, generator=draw))
+
+    def log_probs(self, prompt, completion, temperature=1.0):
+        last = [prompt[-1], *completion[:-1]]
+        logits = (self.following[last] + self.bias).detach().double() / temperature
+        return logits.log_softmax(-1)[range(len(completion)), completion]
+
+
+class BigramEngine(RequestEngine):
+    """A toy with the whole interface, that of requests included: one token per request and step."""
+
+    positions = 512
+
+    def __init__(self, seed=0, vocabulary=32, delay=0.0):
+        super().__init__()
+        self.model = Bigram(seed, vocabulary)
+        self.delay = delay
+        self.steps = 0
+
+    def check_request(self, number, prompt, sampling_params):
+        vocabulary = len(self.model.bias)
+        if not len(prompt):
+            raise PromptError("is empty", number)
+        if len(prompt) + sampling_params.max_new_tokens > self.positions:
+            raise PromptError("is too long", number)
+        if not all(0 <= token < vocabulary for token in prompt):
+            raise PromptError("has a token outside the vocabulary", number)
+
+    def serve(self):
+        running = []
+        while (changes := self.next_step()) is not None:
+            time.sleep(self.delay)
+            running = [one for one in (*running, *changes.added) if not one.ended]
+            for request in running:
+                self.record(request, *self.drawn(request))
+            running = [one for one in running if not one.ended]
+            self.steps += 1
+
+    def drawn(self, request):
+        how, place = request.sampling_params, len(request.token_ids)
+        last = (request.prompt + request.token_ids)[-1]
+        with torch.no_grad():
+            logits = (self.model.following[last] + self.model.bias) / (how.temperature or 1.0)
+        if not logits.isfinite().all():
+            raise RolloutError("the logits are not finite")
+        log_probs = logits.log_softmax(-1)
+        left = truncated(log_probs[None], how.top_k, how.top_p)[0].exp()
+        draw = torch.Generator().manual_seed(1_000_003 * request.seed + place)  # the same, however it came here
+        token = int(log_probs.argmax() if how.temperature == 0 else torch.multinomial(left, 1, generator=draw))
+        ended = "stop" if token in how.stop_token_ids else "length" if request.remaining == 1 else None
+        return [token], [float(log_probs[token])], ended
+
+    def load_weights(self, weights):
+        own = self.model.state_dict()
+        for name, tensor in weights:
+            own[name].copy_(tensor)
+
+    def weight_shapes(self):
+        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}

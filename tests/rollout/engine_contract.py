@@ -1,0 +1,293 @@
+"""What every engine promises. A test file subclasses `EngineContract` and has a fixture ``subject``."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from rollout_helpers import plain_log_probs, plain_model
+
+from workers.rollout.engine import EngineLoad, RolloutEngine, SamplingParams
+from workers.rollout.errors import PromptError, RolloutError
+
+PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4], [6, 6], [2, 9, 17], [31]]
+SEEDS = list(range(10, 18))
+HOW = [
+    SamplingParams(12),
+    SamplingParams(12, temperature=0.7),
+    SamplingParams(12, top_p=0.8),
+    SamplingParams(12, top_k=5),
+    SamplingParams(12, temperature=0.7, top_p=0.8, top_k=9),
+    SamplingParams(12, temperature=0.0),
+]
+SECONDS = 30.0
+
+
+@dataclass
+class Subject:
+    """An engine under test.
+
+    Attributes:
+        engine: the engine, shared by the tests of a module.
+        model_of: seed -> the reference model with the weights of this seed; transformers' by default.
+        config: of the reference model, for `plain_model`.
+        log_probs: (model, prompt, completion, temperature) -> float64 log-probabilities of the reference.
+        positions: prompts and completions together have at most so many tokens; at least 256.
+        atol: how far the log-probabilities may be from those of the reference.
+    """
+
+    engine: RolloutEngine
+    config: Any = None
+    model_of: Callable[[int], torch.nn.Module] | None = None
+    log_probs: Callable[..., torch.Tensor] = plain_log_probs
+    positions: int = 512
+    atol: float = 1e-4
+
+    def model(self, seed: int) -> torch.nn.Module:
+        return plain_model(self.config, seed) if self.model_of is None else self.model_of(seed)
+
+    def update(self, model: torch.nn.Module, version: int) -> None:
+        """One update in two calls, as the receiver of weights does it."""
+        self.engine.begin_update()
+        named = self.weights(model)
+        self.engine.load_weights(named[::2])
+        self.engine.load_weights(iter(named[1::2]))
+        self.engine.finish_update(version)
+
+    def weights(self, model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+        state = model.state_dict()
+        return [(name, state[name]) for name in self.engine.weight_shapes()]
+
+    def check(
+        self, completion: Any, prompt: list[int], models: dict[int | None, Any], temperature: float = 1.0
+    ) -> None:
+        """Compare each token's log-probability with that of the model whose version it has."""
+        versions = completion.weight_versions or [self.engine.weight_version] * len(completion.token_ids)
+        assert len(completion.token_ids) == len(completion.log_probs) == len(versions)
+        for version in set(versions):
+            expected = self.log_probs(models[version], prompt, completion.token_ids, temperature or 1.0)
+            chosen = [k for k, of in enumerate(versions) if of == version]
+            found = torch.tensor(completion.log_probs, dtype=torch.float64)[chosen]
+            torch.testing.assert_close(found, expected[chosen].double(), atol=self.atol, rtol=0)
+
+    def submit(self, length: int, **options: Any) -> list[Any]:
+        return [
+            self.engine.submit(prompt, SamplingParams(length, **options), f"request-{k}", seed=seed)
+            for k, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True))
+        ]
+
+    @property
+    def idle(self) -> bool:
+        load = self.engine.load()
+        return load.running == load.waiting == 0
+
+    def until(self, condition: Callable[[EngineLoad], bool]) -> None:
+        end = time.monotonic() + SECONDS
+        while not condition(self.engine.load()):
+            assert time.monotonic() < end, self.engine.load()
+            time.sleep(0.001)
+
+
+class EngineContract:
+    """The tests. ``subject`` is a fixture of the module's scope: a `Subject` whose engine is idle.
+
+    Attributes:
+        updates: how many updates are made one after the other.
+        long: tokens of a request that must not end before it is interrupted.
+        seeded_continuation: whether a request that was interrupted gets the tokens that it would have got.
+    """
+
+    updates = 100
+    long = 200
+    seeded_continuation = True
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def first(cls, subject):
+        """The model of version 1, loaded into the engine."""
+        model = subject.model(3)
+        subject.update(model, 1)
+        return model
+
+    @pytest.mark.parametrize("how", HOW, ids=str)
+    def test_log_probs_match_the_reference(self, subject, first, how):
+        subject.update(first, 1)
+        completions = subject.engine.generate(PROMPTS, how, SEEDS)
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            assert len(completion.token_ids) == 12 and completion.finish_reason == "length"
+            subject.check(completion, prompt, {1: first, None: first}, how.temperature)
+
+    def test_completion_does_not_depend_on_the_batch(self, subject, first):
+        how = SamplingParams(10)
+        together = [one.token_ids for one in subject.engine.generate(PROMPTS, how, SEEDS)]
+        alone = [subject.engine.generate([p], how, [s])[0].token_ids for p, s in zip(PROMPTS, SEEDS, strict=True)]
+        backwards = [one.token_ids for one in subject.engine.generate(PROMPTS[::-1], how, SEEDS[::-1])][::-1]
+        assert together == alone == backwards
+        others = [one.token_ids for one in subject.engine.generate(PROMPTS, how, [seed + 50 for seed in SEEDS])]
+        assert sum(a != b for a, b in zip(together, others, strict=True)) >= len(PROMPTS) - 1
+
+    def test_top_k_and_temperature_zero_restrict_the_tokens(self, subject, first):
+        best = subject.engine.generate(PROMPTS, SamplingParams(6, temperature=0), SEEDS)
+        one = subject.engine.generate(PROMPTS, SamplingParams(6, top_k=1), SEEDS)
+        assert [c.token_ids for c in best] == [c.token_ids for c in one]
+
+    def test_stop_tokens_end_a_completion_and_belong_to_it(self, subject, first):
+        free = subject.engine.generate(PROMPTS, SamplingParams(16), SEEDS)
+        stops = (free[0].token_ids[3], free[2].token_ids[5])
+        stopped = subject.engine.generate(PROMPTS, SamplingParams(16, stop_token_ids=stops), SEEDS)
+        for whole, completion in zip(free, stopped, strict=True):
+            end = next((k + 1 for k, token in enumerate(whole.token_ids) if token in stops), None)
+            assert completion.token_ids == whole.token_ids[:end]
+            assert completion.finish_reason == ("length" if end is None else "stop")
+        assert {one.finish_reason for one in stopped} >= {"stop"}
+
+    def test_no_prompts_give_no_completions(self, subject, first):
+        assert subject.engine.generate([], SamplingParams(), []) == []
+
+    def test_invalid_prompts_are_rejected(self, subject, first):
+        generate = subject.engine.generate
+        for prompt in ([], [1, 10_000_000], [1] * (subject.positions - 3)):
+            with pytest.raises(PromptError, match="prompt 1 ") as caught:
+                generate([[1], prompt, [2]], SamplingParams(4), [0, 0, 0])
+            assert caught.value.number == 1
+            with pytest.raises(PromptError):
+                subject.engine.submit(prompt, SamplingParams(4), "refused", seed=0)
+        with pytest.raises(ValueError, match="2 prompts and 1 seeds"):
+            generate([[1], [2]], SamplingParams(), [0])
+        assert generate([[1] * (subject.positions - 4)], SamplingParams(4), [0])[0].finish_reason == "length"
+
+    def test_weight_shapes_are_those_of_the_reference(self, subject, first):
+        shapes = subject.engine.weight_shapes()
+        state = first.state_dict()
+        assert {name: tuple(state[name].shape) for name in shapes} == shapes
+        assert {tensor.data_ptr() for tensor in state.values()} == {state[name].data_ptr() for name in shapes}
+
+    def test_many_updates(self, subject, first):
+        for number in range(2, 2 + self.updates):
+            model = subject.model(number)
+            subject.update(model, number)
+            (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(4), [number])
+            subject.check(completion, [5, 9, 2], {number: model})
+        subject.update(first, 1)
+
+    def test_abandoned_update_refuses_until_a_complete_one(self, subject, first):
+        new = subject.model(8)
+        subject.engine.begin_update()
+        subject.engine.load_weights(subject.weights(new)[:3])
+        subject.engine.abandon_update()
+        assert subject.engine.weight_version is None
+        with pytest.raises(RolloutError, match=r"no complete weights"):
+            subject.engine.generate(PROMPTS, SamplingParams(4), SEEDS)
+        with pytest.raises(RolloutError, match=r"no complete weights"):
+            subject.engine.submit([1], SamplingParams(4), "refused", seed=0)
+        subject.update(new, 2)
+        (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
+        subject.check(completion, [5, 9, 2], {2: new})
+        subject.update(first, 1)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def test_requests_get_what_a_batch_gets(self, subject, first):
+        futures = subject.submit(10)
+        assert set(as_completed(futures, timeout=SECONDS)) == set(futures)
+        batch = subject.engine.generate(PROMPTS, SamplingParams(10), SEEDS)
+        assert [future.result().token_ids for future in futures] == [one.token_ids for one in batch]
+        assert [future.result().weight_versions for future in futures] == [[1] * 10] * 8
+        assert subject.idle
+
+    def test_update_in_the_middle_of_running_requests(self, subject, first):
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        new = subject.model(8)
+        subject.update(new, 2)
+        completions = [future.result(SECONDS) for future in futures]
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            assert len(completion.token_ids) == self.long
+            assert completion.weight_versions == sorted(completion.weight_versions)
+            subject.check(completion, prompt, {1: first, 2: new})
+        assert {version for one in completions for version in one.weight_versions} == {1, 2}
+        subject.update(first, 1)
+
+    def test_pause_keeps_requests_and_resume_continues_them(self, subject, first):
+        unbroken = [future.result(SECONDS).token_ids for future in subject.submit(self.long)]
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        subject.engine.pause("keep")
+        later = subject.engine.submit([1, 2], SamplingParams(3), "later", seed=1)
+        time.sleep(0.2)
+        assert not any(future.done() for future in (*futures, later))
+        with pytest.raises(RolloutError, match="paused"):  # waiting for it would be for ever
+            subject.engine.generate([[1]], SamplingParams(2), [0])
+        subject.engine.resume()
+        assert [future.result(SECONDS).token_ids for future in futures] == unbroken
+        assert len(later.result(SECONDS).token_ids) == 3
+
+    def test_abort_gives_the_tokens_so_far(self, subject, first):
+        unbroken = [future.result(SECONDS).token_ids for future in subject.submit(self.long)]
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        subject.engine.abort(["request-2", "request-5", "unknown"])
+        completions = [future.result(SECONDS) for future in futures]
+        for number, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
+            ended = number in (2, 5)
+            assert completion.finish_reason == ("abort" if ended else "length")
+            assert (0 < len(completion.token_ids) < self.long) == ended
+            assert completion.token_ids == unbroken[number][: len(completion.token_ids)]
+            subject.check(completion, prompt, {1: first})
+
+    def test_aborted_request_is_continued(self, subject, first):
+        unbroken = subject.engine.generate([[5, 9, 2]], SamplingParams(self.long), [77])[0]
+        future = subject.engine.submit([5, 9, 2], SamplingParams(self.long), "first", seed=77)
+        subject.until(lambda load: load.running == 1)
+        subject.engine.abort()
+        partial = future.result(SECONDS)
+        count = len(partial.token_ids)
+        assert partial.finish_reason == "abort" and 0 < count < self.long
+        new = subject.model(8)
+        for model, version in ((first, 1), (new, 2)):
+            subject.update(model, version)
+            again = subject.engine.submit(
+                [5, 9, 2], SamplingParams(self.long), "again", seed=77, partial=partial
+            ).result(SECONDS)
+            assert again.token_ids[:count] == partial.token_ids and again.log_probs[:count] == partial.log_probs
+            assert again.weight_versions == [1] * count + [version] * (self.long - count)
+            assert again.finish_reason == "length"
+            subject.check(again, [5, 9, 2], {1: first, 2: new})
+            if model is first and self.seeded_continuation:
+                assert again.token_ids == unbroken.token_ids
+        subject.update(first, 1)
+        whole = subject.engine.submit([5, 9, 2], SamplingParams(count), "whole", seed=77, partial=partial)
+        assert whole.result(SECONDS).token_ids == partial.token_ids and whole.result().finish_reason == "length"
+
+    def test_pause_aborts_or_waits(self, subject, first):
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        subject.engine.pause("abort")
+        assert [future.result(SECONDS).finish_reason for future in futures] == ["abort"] * 8
+        subject.engine.resume()
+        futures = subject.submit(20)
+        subject.engine.pause("wait")
+        done = [future.done() for future in futures]
+        subject.engine.resume()
+        completions = [future.result(SECONDS) for future in futures]
+        assert [one.finish_reason for one in completions] == ["length"] * 8
+        assert subject.idle and len(set(done)) <= 2  # those that had not begun waited
+        with pytest.raises(ValueError, match="mode='slowly'"):
+            subject.engine.pause("slowly")
+
+    def test_request_id_is_used_once_at_a_time(self, subject, first):
+        subject.engine.pause()
+        try:
+            future = subject.engine.submit([1], SamplingParams(2), "same", seed=0)
+            with pytest.raises(ValueError, match="'same' is in use"):
+                subject.engine.submit([1], SamplingParams(2), "same", seed=0)
+            assert subject.engine.load() == EngineLoad(0, 1, subject.engine.load().cache_usage)
+            subject.engine.abort(["same"])
+            assert future.result(SECONDS).token_ids == [] and future.result().finish_reason == "abort"
+        finally:
+            subject.engine.resume()
+        again = subject.engine.submit([1], SamplingParams(2), "same", seed=0)
+        assert len(again.result(SECONDS).token_ids) == 2

@@ -1,0 +1,189 @@
+"""Requests and updates, on a toy engine: the contract of all engines, and what goes wrong."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from engine_contract import EngineContract, Subject
+from rollout_helpers import Bigram, BigramEngine
+
+from workers.rollout import requests
+from workers.rollout.engine import EngineLoad, RolloutEngine, SamplingParams
+from workers.rollout.errors import RolloutError
+
+
+@pytest.fixture(scope="module")
+def subject():
+    engine = BigramEngine(delay=0.001)
+    yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=BigramEngine.positions)
+    engine.close()
+
+
+class TestContract(EngineContract):
+    pass
+
+
+def submit(engine, name, length=500, **options):
+    return engine.submit([1], SamplingParams(length), name, seed=0, **options)
+
+
+def test_error_fails_the_running_requests_and_the_engine_goes_on():
+    engine = BigramEngine(delay=0.001)
+    futures = [submit(engine, name) for name in "ab"]
+    while engine.load().running < 2:
+        time.sleep(0.001)
+    with engine.parked("test"):
+        engine.load_weights([("bias", torch.full((32,), torch.nan))])
+    errors = [future.exception(10) for future in futures]
+    assert [str(error) for error in errors] == ["the logits are not finite"] * 2
+    assert errors[0] is not errors[1]
+    engine.load_weights([("bias", torch.zeros(32))])
+    assert len(submit(engine, "a", 3).result(10).token_ids) == 3
+    engine.drawn = None
+    with pytest.raises(RolloutError, match="the engine failed: TypeError: 'NoneType' object is not callable"):
+        submit(engine, "b").result(10)
+    engine.close()
+
+
+def test_engine_whose_thread_cannot_begin_fails_its_requests():
+    engine = BigramEngine()
+    engine.serve = None
+    for _ in range(2):
+        with pytest.raises(RolloutError, match="the engine failed: TypeError"):
+            submit(engine, "a").result(10)
+
+
+def test_closed_engine_fails_its_requests():
+    engine = BigramEngine(delay=0.001)
+    futures = [submit(engine, name) for name in "ab"]
+    engine.close()
+    for future in futures:
+        with pytest.raises(RolloutError, match="closed before the request ended"):
+            future.result(10)
+    for generate in (lambda: submit(engine, "c"), lambda: engine.generate([[1]], SamplingParams(), [0])):
+        with pytest.raises(RolloutError, match="the engine was closed"):
+            generate()
+    engine.close()
+
+
+def test_interrupted_batch_leaves_no_requests():
+    engine = BigramEngine(delay=0.001)
+    engine.check_request = lambda number, prompt, sampling_params: None  # so that the second prompt fails in its step
+    with pytest.raises(RolloutError, match="IndexError"):
+        engine.generate([[1], [99]], SamplingParams(400), [0, 0])
+    assert engine.load() == EngineLoad(0, 0)
+    engine.close()
+
+
+def test_idle_engine_has_no_thread_and_can_be_collected(monkeypatch):
+    monkeypatch.setattr(requests, "IDLE_SECONDS", 0.05)
+    engine = BigramEngine()
+    submit(engine, "a", 2).result(10)
+    thread = engine._thread
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(submit(engine, "a", 2).result(10).token_ids) == 2  # another thread serves it
+
+
+def test_pause_that_waits_lets_new_requests_wait():
+    engine = BigramEngine(delay=0.002)
+    first = submit(engine, "first", 50)
+    while not engine.load().running:
+        time.sleep(0.001)
+    with ThreadPoolExecutor(1) as pool:
+        paused = pool.submit(engine.pause, "wait")
+        while not engine._draining:
+            time.sleep(0.001)
+        second = submit(engine, "second", 2)
+        paused.result(10)
+    assert len(first.result(0).token_ids) == 50 and not second.done()
+    steps = engine.steps
+    time.sleep(0.05)
+    assert engine.steps == steps and engine.load() == EngineLoad(0, 1)
+    engine.resume()
+    assert len(second.result(10).token_ids) == 2
+    engine.close()
+
+
+def test_pause_that_could_never_end_is_refused():
+    engine = BigramEngine(delay=0.001)
+    submit(engine, "a")
+    while not engine.load().running:
+        time.sleep(0.001)
+    engine.begin_update()
+    with pytest.raises(RolloutError, match=r"requests are running and cannot end \(update\)"):
+        engine.pause("wait")
+    engine.finish_update(1)
+    engine.close()
+
+
+def test_hanging_step_is_an_error_for_those_who_wait(monkeypatch):
+    monkeypatch.setattr(requests, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(requests, "CLOSE_SECONDS", 0.1)
+    engine, go_on = BigramEngine(), threading.Event()
+    engine.drawn = lambda request: go_on.wait(20) and ([1], [0.0], None)
+    submit(engine, "a")
+    time.sleep(0.05)
+    for waits in (engine.pause, engine.begin_update):
+        with pytest.raises(RolloutError, match=r"BigramEngine has not finished a step for 0.1 s"):
+            waits()
+    engine.close()
+    go_on.set()
+
+
+def test_callback_of_a_completion_may_use_the_engine():
+    engine = BigramEngine(delay=0.001)
+    other = submit(engine, "other", 100)
+    first = submit(engine, "first", 5)
+    done = threading.Event()
+
+    def pause(_):
+        engine.pause()
+        second = submit(engine, "second", 2)
+        engine.resume()
+        second.add_done_callback(lambda _: done.set())
+
+    first.add_done_callback(pause)
+    assert done.wait(10) and len(other.result(10).token_ids) == 100
+    engine.close()
+
+
+def test_many_threads_submit_and_abort():
+    engine = BigramEngine(delay=0.0005)
+    reference = BigramEngine()
+
+    def run(number):
+        prompt, how = [number % 32], SamplingParams(15)
+        future = engine.submit(prompt, how, f"of-{number}", seed=number)
+        if number % 3 == 0:
+            engine.abort([f"of-{number}"])
+        elif number % 7 == 0:
+            engine.pause()
+            engine.resume()
+        return prompt, how, number, future.result(20)
+
+    with ThreadPoolExecutor(16) as pool:
+        for prompt, how, seed, completion in pool.map(run, range(60)):
+            expected = reference.generate([prompt], how, [seed])[0].token_ids
+            assert completion.token_ids == expected[: len(completion.token_ids)]
+            assert completion.finish_reason == "length" if seed % 3 else completion.finish_reason in ("abort", "length")
+    assert engine.load() == EngineLoad(0, 0)
+    engine.close()
+
+
+def test_engine_without_requests_says_so():
+    class Batches(RolloutEngine):
+        def generate(self, prompts, sampling_params, seeds): ...
+        def load_weights(self, weights): ...
+        def weight_shapes(self): ...
+
+    engine = Batches()
+    with pytest.raises(RolloutError, match=r"Batches.submit\(\): Batches generates batches only"):
+        submit(engine, "a")
+    engine.begin_update()
+    assert engine.weight_version is None
+    engine.finish_update(4)
+    assert engine.weight_version == 4
+    engine.abandon_update(), engine.close()
