@@ -5,6 +5,7 @@
     python tutorials/train_grpo.py colocate=true offload_train=true    # train and rollout share devices
     python tutorials/train_grpo.py advantage_estimator=gae             # PPO with a critic
     python tutorials/train_grpo.py task=sort                           # sort the prompt's digits
+    python tutorials/train_grpo.py engine=vllm                         # vLLM generates, in an environment of its own
 
 Pass any key of workers/train/ARGUMENTS.md as key=value. The model is a Llama of two layers with random weights;
 hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER loads another model.
@@ -21,7 +22,17 @@ from rl_tasks import TASKS
 from tqdm import tqdm
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
-from workers import HFEngine, RayTrainGroup, RolloutManager, RolloutWorker, RunLog, SamplingParams, place, read_args
+from workers import (
+    HFEngine,
+    RayTrainGroup,
+    RolloutManager,
+    RolloutWorker,
+    RunLog,
+    SamplingParams,
+    VLLMEngine,
+    place,
+    read_args,
+)
 
 SHORT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 MODEL = {
@@ -29,26 +40,37 @@ MODEL = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,  # vLLM has no kernels for heads below 32
     "max_position_embeddings": 64,
 }
 DEFAULTS = {"seed": 0, "eps_clip": 0.2, "clip_grad": 1.0, "rollout_stop_token_ids": [], "calculate_entropy": True}
 
 
+ROOT = Path(__file__).parent.parent
+ENGINES = {
+    "hf": (HFEngine, {}),
+    # `make demo ARGS="engine=vllm"` makes this environment. The driver and the trainers need no vLLM.
+    "vllm": (VLLMEngine, {"python": ROOT / ".venv-vllm" / "bin" / "python"}),
+}
+
+
 def arguments(given):
-    """Return the task, the file for the plot, and the training arguments, from key=value on the command line."""
+    """Return the task, the engine, the file for the plot, and the training arguments, from key=value on the command
+    line."""
     given = {SHORT.get(name, name): value for name, value in OmegaConf.from_cli(given).items()}
-    name, out = given.pop("task", "lucky"), given.pop("out", None)
+    name, engine, out = given.pop("task", "lucky"), given.pop("engine", "hf"), given.pop("out", None)
+    if engine not in ENGINES:
+        sys.exit(f"engine={engine}: expected one of {', '.join(ENGINES)}")
     if name not in TASKS:
         sys.exit(f"task={name}: expected one of {', '.join(TASKS)}")
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
     model = {**MODEL, "vocab_size": TASKS[name].vocab_size, **given.pop("hf_config", {})}
     model = {} if "hf_checkpoint" in given else {"hf_config": model}
-    return TASKS[name], out, read_args({**model, **DEFAULTS, **TASKS[name].args, **given})
+    return TASKS[name], engine, out, read_args({**model, **DEFAULTS, **TASKS[name].args, **given})
 
 
 def main():
-    task, out, args = arguments(sys.argv[1:])
+    task, engine, out, args = arguments(sys.argv[1:])
     began = time.monotonic()
     with place(args) as placement, RunLog(args.tensorboard_dir) as log:
         actor = RayTrainGroup(args, 1, placement.actor.world_size, placement.actor, placement.share)
@@ -65,8 +87,9 @@ def main():
             actor.connect(critic)
             groups.append(critic)
         model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
+        engine_cls, options = ENGINES[engine]
         rollout = RayWorkerGroup(
-            placement.rollout, RayClassWithInitArgs(RolloutWorker, HFEngine, model, random_weights=True)
+            placement.rollout, RayClassWithInitArgs(RolloutWorker, engine_cls, model, random_weights=True, **options)
         )
         manager = RolloutManager(
             rollout,

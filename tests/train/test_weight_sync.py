@@ -705,3 +705,68 @@ def test_memory_is_opened_on_the_workers_own_device_on_every_thread(worker, monk
     assert receiver.weight_version == 1 and receiver.engine.weights["w"].tolist() == [0.0, 1.0, 2.0]
     assert (devices.opened_on, receiver.engine.seen, devices.waited_for) == ([2], [2], [2])
     assert seen == [2 if worker is RolloutWorker else 0]  # an engine may depend on it in any method
+
+
+class ToldEngine(sync_workers.ToyEngine):
+    """Notes what it is told of updates."""
+
+    def __init__(self):
+        super().__init__({"a": (1,), "b": (1,)}, torch.float32)
+        self.told = []
+
+    def begin_update(self):
+        self.told.append("begin")
+
+    def load_weights(self, weights):
+        self.told.append([name for name, _ in weights])
+        super().load_weights(weights)
+
+    def finish_update(self, version):
+        self.told.append(version)
+        if version == self.fails:
+            raise RuntimeError("no kernels")
+
+    def abandon_update(self):
+        self.told.append("abandon")
+        raise RuntimeError("nothing to abandon")  # must not hide why the update failed
+
+    fails = None
+
+
+def test_engine_is_told_of_the_beginning_and_the_end_of_each_update():
+    receiver = BareReceiver(ToldEngine)
+    engine = receiver.engine
+
+    def update(key, version, *names):
+        receiver.begin_weights(key, version, "sender")
+        for name in names:
+            receiver.receive_bucket(key, {name: torch.zeros(1)})
+
+    def told():
+        found, engine.told = engine.told, []
+        return found
+
+    update("1", 1, "a", "b")
+    receiver.finish_weights("1")
+    assert told() == ["begin", ["a"], ["b"], 1] and receiver.weight_version == 1
+    update("2", 2, "a")
+    update("3", 3, "b")  # the second one was not finished
+    with pytest.raises(WeightSyncError, match="the engine has no weight 'c'"):
+        receiver.receive_bucket("3", {"c": torch.zeros(1)})
+    with pytest.raises(WeightSyncError, match="the engine has no weight 'c'"):
+        receiver.finish_weights("3")
+    assert told() == ["begin", ["a"], "abandon", "begin", ["b"], "abandon"]  # once for each update
+    update("4", 4, "a")
+    with pytest.raises(WeightSyncError, match="did not get 1 of 2 tensors of version 4: b"):
+        receiver.finish_weights("4")
+    assert told() == ["begin", ["a"], "abandon"] and receiver.weight_version is None
+    engine.fails = 5
+    update("5", 5, "a", "b")
+    with pytest.raises(WeightSyncError, match="ToldEngine could not finish the update to version 5: .*no kernels"):
+        receiver.finish_weights("5")
+    assert told() == ["begin", ["a"], ["b"], 5, "abandon"] and receiver.weight_version is None
+    update("6", 6, "a")
+    receiver.set_weight_version(6)  # the engine got its weights in another way
+    assert told() == ["begin", ["a"], "abandon", "begin", 6] and receiver.weight_version == 6
+    receiver.set_weight_version(None)
+    assert told() == [] and receiver.weight_version is None
