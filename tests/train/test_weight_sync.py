@@ -762,7 +762,7 @@ def test_engine_is_told_of_the_beginning_and_the_end_of_each_update():
     assert told() == ["begin", ["a"], "abandon"] and receiver.weight_version is None
     engine.fails = 5
     update("5", 5, "a", "b")
-    with pytest.raises(WeightSyncError, match="ToldEngine could not finish the update to version 5: .*no kernels"):
+    with pytest.raises(WeightSyncError, match=r"ToldEngine could not finish the update to version 5: .*no kernels"):
         receiver.finish_weights("5")
     assert told() == ["begin", ["a"], ["b"], 5, "abandon"] and receiver.weight_version is None
     update("6", 6, "a")
