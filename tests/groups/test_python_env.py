@@ -133,8 +133,11 @@ def test_exception_of_a_class_that_only_workers_have(theirs):
 
 
 def test_result_of_a_class_that_only_workers_have(theirs):
-    with pytest.raises(ResultError, match=r"make_odd\(\): the result of rank 0 .*No module named 'only_there'"):
+    with pytest.raises(
+        ResultError, match=r"make_odd\(\): the result of rank 0 .*No module named 'only_there'"
+    ) as caught:
         theirs.make_odd()
+    assert (caught.value.method, caught.value.rank) == ("make_odd", 0)
     future = theirs.make_odd.remote()
     assert theirs.look(future) == [("only_there", 0), ("only_there", 1)]  # the driver does not decode it
     with pytest.raises(ResultError, match="No module named 'only_there'"):
@@ -142,10 +145,20 @@ def test_result_of_a_class_that_only_workers_have(theirs):
     assert len(theirs.where()) == 2
 
 
+def test_error_of_this_library_whose_cause_only_workers_have(theirs):
+    """The error of a deferred argument that its consumer cannot unpickle: there, the cause is an `OddError`."""
+    with pytest.raises(ResultError, match=r"make_unreadable\(\): .*OddError: nobody can read this") as caught:
+        theirs.look(theirs.make_unreadable.remote())
+    of_producer = caught.value.__cause__
+    assert caught.value.consumer == "look" and of_producer.consumer is None and of_producer.__cause__ is None
+    assert len(theirs.where()) == 2
+
+
 def test_argument_of_a_class_that_only_the_driver_has(theirs, drivers_module):
     with pytest.raises(WorkerError, match=r"^look\(\) raised ModuleNotFoundError on ranks 0, 1.*'only_here'") as caught:
         theirs.look(Broadcast(drivers_module.Thing()))
     assert (caught.value.method, caught.value.ranks) == ("look", (0, 1))
+    assert "An argument of look() cannot be unpickled on this rank, so the method has not begun" in str(caught.value)
     with pytest.raises(WorkerError, match=r"^look\(\) raised ModuleNotFoundError on rank 1 "):
         theirs.look([None, drivers_module.Thing()])
     assert len(theirs.where()) == 2
