@@ -23,6 +23,7 @@ BUDGETS: dict[str, int] = {
     "tests/groups/test_memory.py": 40,
     "tests/groups/test_other_clusters.py": 330,
     "tests/groups/test_pools.py": 90,
+    "tests/groups/test_python_env.py": 40,
     "tests/groups/test_supervision.py": 100,
     "tests/groups/test_verl_calls.py": 120,
     "tests/hosts/test_hosts.py": 90,

@@ -132,9 +132,10 @@ def become_worker(arguments, environment, folder):
     execute = os.execvp
 
     def run(file, args):
-        """Run the command that the script for a runtime_env executes, unless the loader has to read its environment."""
+        """Run the command that the script for a runtime_env executes, unless the loader has to read its environment, or
+        it is for another Python."""
         words = shlex.split(args[-1])
-        if "LD_PRELOAD" in os.environ or words[0] != "exec":
+        if "LD_PRELOAD" in os.environ or words[:2] != ["exec", sys.executable]:
             execute(file, args)
         run_script(words[2:])
 

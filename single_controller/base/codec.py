@@ -398,6 +398,7 @@ def decoded(method: str, rank: int, decode: Callable[[], Any]) -> Any:
             f"{method}(): the result of rank {rank} arrived but cannot be unpickled here: "
             f"{type(error).__name__}: {error}. Return plain data, or make its class importable in this process",
             method=method,
+            rank=rank,
         ) from error
 
 

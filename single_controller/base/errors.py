@@ -66,7 +66,8 @@ class WorkerError(_RankError):
 
 
 class StartError(WorkerError):
-    """A worker's constructor raised, or its class could not be loaded. The group was shut down."""
+    """A worker's constructor raised, its class could not be loaded, or its own Python (``python=``) cannot run it. The
+    group was shut down."""
 
 
 class WorkerDiedError(_RankError):

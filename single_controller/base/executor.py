@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +118,15 @@ class Executor:
             rows, real, referring = message.rows, message.real, False
             for encoded in (whole, shard):
                 if encoded is not None:
-                    arguments.update(encoded.decode(private=message.private))
+                    try:
+                        arguments.update(encoded.decode(private=message.private))
+                    except Exception as error:
+                        error.add_note(
+                            f"An argument of {label(message.role, message.method)}() cannot be unpickled on this rank, "
+                            f"so the method has not begun. Make its class importable for {sys.executable} on the "
+                            "rank's host, or pass plain data"
+                        )
+                        raise
                     referring = referring or bool(encoded.references)
             if referring:
                 alike = True  # until all ranks know that what they wait for has come

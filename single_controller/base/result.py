@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import pickle
@@ -11,7 +12,6 @@ import time
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import dispatch
 from dispatch.errors import ResultError, SingleControllerError
@@ -19,6 +19,8 @@ from dispatch.register import label
 from single_controller.base.codec import Encoded, can_encode, encode
 from single_controller.base.errors import ResultLostError, StartError, WorkerError, ranks_text
 from single_controller.base.stats import Clock
+
+logger = logging.getLogger(__name__)
 
 LOST_PEER_SIGNS = (
     "gloo",
@@ -56,7 +58,8 @@ class Failure:
         message: its message.
         remote_traceback: its traceback, as text.
         when: seconds since the epoch, by the worker's clock.
-        cause: the exception, encoded; the exception itself in one process; None if it cannot be pickled.
+        cause: the exception and its causes, each encoded, in an encoded list; the exception itself in one process; None
+            if it cannot be pickled.
         ours: whether this library raised it, about the call itself. It then reaches the user unwrapped.
         role: role of the worker, if several share the process.
         lost: whether the method may have returned, but its result cannot be fetched.
@@ -94,7 +97,8 @@ class Failure:
         ours = isinstance(error, SingleControllerError) and _raised_by_library(error)
         if not in_process:
             try:
-                cause = encode(_with_causes(error) if ours else [error])
+                # Each by itself: the driver may lack the class of a cause, but never that of our own error.
+                cause = encode(_encoded_chain(error) if ours else [encode(error)])
             except Exception:
                 cause = None
         text, trace = _shorten(_message_of(error)), _shorten(remote_traceback(error))
@@ -110,16 +114,19 @@ class Failure:
         return in_collective or any(sign in self.message for sign in LOST_PEER_SIGNS)
 
     def exception(self) -> BaseException | None:
-        """The original exception; None if it does not arrive in this process."""
-        cause: Any = self.cause
-        if isinstance(cause, Encoded):
-            try:
-                cause, *causes = errors = cause.decode()
-                for error, its_cause in zip(errors, causes, strict=False):
-                    error.__cause__ = its_cause
-            except Exception:
-                return None
-        return cause if isinstance(cause, BaseException) else None
+        """The original exception, with those of its causes that arrive; None if it does not arrive in this process."""
+        if not isinstance(self.cause, Encoded):
+            return self.cause
+        errors: list[BaseException] = []
+        try:
+            for encoded in self.cause.decode():
+                error = encoded.decode()
+                if errors:
+                    errors[-1].__cause__ = error
+                errors.append(error)
+        except Exception:
+            logger.debug("an exception of rank %d cannot be unpickled here", self.rank, exc_info=True)
+        return errors[0] if errors and isinstance(errors[0], BaseException) else None
 
     def error(self, *, starting: bool = False, failures: Sequence[Failure] = ()) -> Exception:
         """The exception that the driver raises for this failure; a new one each time.
@@ -171,13 +178,14 @@ class Failure:
         return self.cause_type, _NUMBERS.sub("", self.message)
 
 
-def _with_causes(error: BaseException) -> list[BaseException]:
+def _encoded_chain(error: BaseException) -> list[Encoded]:
     """An exception and the chain of its causes, which pickling drops. It ends before the first that cannot be sent."""
-    errors, cause = [error], error.__cause__
+    errors, encoded, cause = [error], [encode(error)], error.__cause__
     while cause is not None and cause not in errors and can_encode(cause):
         errors.append(cause)
+        encoded.append(encode(cause))
         cause = cause.__cause__
-    return errors
+    return encoded
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -131,7 +132,14 @@ class RankActor:
                 os.environ.setdefault(variable, interface)
             os.environ.update(message.environment)
             os.environ.update(info.environment())
-            constructors, batch_types = made.decode()
+            try:
+                constructors, batch_types = made.decode()
+            except Exception as error:
+                error.add_note(
+                    "The worker's class, or an argument of its constructor, cannot be unpickled on this rank. Make its "
+                    f"module importable for {sys.executable} on the rank's host, or pass plain data"
+                )
+                raise
             _add_batch_types(batch_types)
             return constructors
 

@@ -3,7 +3,9 @@ worker classes of one process."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,19 +32,28 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         cls: a subclass of `Worker`, plain or decorated with ``@ray.remote``.
         args: positional arguments of its constructor.
         kwargs: keyword arguments of its constructor. See `ClassWithInitArgs` for a class without any arguments.
+            ``python=`` is not one of them, unless the constructor has a parameter of that name: it is the Python that
+            the workers run in, for example that of a virtual environment. See `set_python`.
 
     Raises:
-        TypeError: ``cls`` is not a subclass of `Worker`, or the arguments do not fit its constructor.
+        TypeError: ``cls`` is not a subclass of `Worker`, the arguments do not fit its constructor, or ``python`` is not
+            a path.
+        ValueError: ``python`` is empty, or the class is declared with another Python.
     """
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         cls, declared = declared_class(cls)
+        of_constructor = "python" in inspect.signature(getattr(cls, "__init__", cls)).parameters
+        python = None if of_constructor else kwargs.pop("python", None)
         # The pool decides which share of a CPU and a GPU a worker gets.
         options = {key: value for key, value in declared.items() if key not in ("num_cpus", "num_gpus")}
         _check_settable(f"@ray.remote(...) on {getattr(cls, '__name__', cls)}", options)
         super().__init__(cls, *args, **kwargs)
         self._options = options
         self._additional_resource: dict[str, float] = {}
+        self._python: str | None = None
+        if python is not None:
+            self.set_python(python)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -54,15 +65,43 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         """Custom resources of each worker."""
         return dict(self._additional_resource)
 
+    @property
+    def python(self) -> str | None:
+        """The Python that the workers run in; None for the driver's."""
+        return self._python
+
     def update_options(self, options: Mapping[str, Any]) -> None:
         """Set Ray's actor options, such as ``{"num_cpus": 0.5}``. They override the group's.
 
         Raises:
-            ValueError: Ray has no such option, or the group sets it itself.
+            ValueError: Ray has no such option, the group sets it itself, or it chooses a Python beside `set_python`.
         """
         _check_settable("update_options()", options)
         ray.remote(_Probe).options(**options)  # Ray checks names and values
+        check_one_python("update_options()", self._python, options.get("runtime_env"))
         self._options.update(options)
+
+    def set_python(self, python: str | os.PathLike[str]) -> None:
+        """Run the workers in another Python, such as that of a virtual environment, which has packages of its own.
+
+        The file must exist on every node that the workers run on. It needs the driver's minor version of Python and the
+        driver's version of Ray. This library need not be installed there: workers use the driver's copy. A group
+        checks this before it creates workers.
+
+        Args:
+            python: its path; a relative one begins at the driver's current directory.
+
+        Raises:
+            TypeError: it is not a path.
+            ValueError: it is empty, or the actor options choose a Python too.
+        """
+        if not isinstance(python, (str, os.PathLike)) or not isinstance(path := os.fspath(python), str):
+            raise TypeError(f"python is the path of a Python interpreter ('venv/bin/python'), got {python!r}")
+        if not path or "\0" in path:
+            raise ValueError(f"python is the path of a Python interpreter ('venv/bin/python'), got {python!r}")
+        check_one_python("set_python()", path, self._options.get("runtime_env"))
+        # Links stay: the interpreter of a virtual environment is one, and knows its environment by the link's path.
+        self._python = os.path.abspath(os.path.expanduser(path))
 
     def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
         """Set custom resources that each worker takes, such as ``{"disk": 1}``.
@@ -95,6 +134,24 @@ def _check_settable(what: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{what}: the group sets {taken} itself")
 
 
+CHOOSE_PYTHON = ("py_executable", "pip", "uv", "conda", "container", "image_uri", "nsight", "rocprof_sys")
+"""Keys of a runtime_env with which Ray chooses the command that starts a worker."""
+
+
+def check_one_python(what: str, python: str | None, runtime_env: Mapping[str, Any] | None) -> None:
+    """Check that a runtime_env does not choose a Python if ``python`` does.
+
+    Raises:
+        ValueError: it does.
+    """
+    both = [key for key in CHOOSE_PYTHON if python is not None and (runtime_env or {}).get(key)]
+    if both:
+        raise ValueError(
+            f"{what}: python={python!r} and runtime_env={{{both[0]!r}: ...}} both say how workers start Python; "
+            "give one of them"
+        )
+
+
 class _Probe:
     pass
 
@@ -110,10 +167,11 @@ class ProcessSpec:
         name: for the names of actors and groups.
         options: Ray's actor options.
         additional_resource: custom resources of each process.
+        python: the Python that the process runs; None for the driver's.
 
     Raises:
         TypeError: a class was not given as `RayClassWithInitArgs`.
-        ValueError: the roles ask for different options of the process that they share.
+        ValueError: the roles ask for different options, or a different Python, of the process that they share.
     """
 
     def __init__(self, made: RayClassWithInitArgs | Colocated) -> None:
@@ -121,10 +179,16 @@ class ProcessSpec:
         self.options: dict[str, Any] = {}
         self.additional_resource: dict[str, float] = {}
         self.name = made.name if isinstance(made, Colocated) else made.cls.__name__
+        self.python: str | None = None
         for role, member in constructors(made).items():
             if not isinstance(member, RayClassWithInitArgs):
                 raise TypeError(f"a group on Ray is made of RayClassWithInitArgs(YourWorker, ...), got {member!r}")
-            self.roles[role] = member
+            if self.roles and member.python != self.python:
+                raise ValueError(
+                    f"colocate(): the roles share a process, but {role!r} asks for python={member.python!r} and an "
+                    f"earlier one for {self.python!r}. Give all of them the same, or put them into groups of their own"
+                )
+            self.roles[role], self.python = member, member.python
             for asked, so_far in (
                 (member.options, self.options),
                 (member.additional_resource, self.additional_resource),
@@ -135,6 +199,7 @@ class ProcessSpec:
                             f"colocate(): the roles share a process, but {role!r} asks for {key}={value!r} and an "
                             f"earlier one for {so_far[key]!r}"
                         )
+        check_one_python("colocate()", self.python, self.options.get("runtime_env"))
 
     @property
     def classes(self) -> dict[str | None, type[Worker]]:

@@ -71,13 +71,14 @@ class RayWorkerGroup(WorkerGroup):
 
     Raises:
         PlacementError: the pool can never be placed, or not within its ``placement_timeout``.
-        StartError: a constructor raised.
+        StartError: a constructor raised, or the workers' own Python (``python=`` of the class) cannot run them.
         WorkerDiedError: a worker died before its constructor had ended.
         CallTimeoutError: the constructors took longer than ``start_timeout``.
         GroupClosedError: the pool is closed.
         DispatchError: the class cannot be pickled, or registers a method with a name that the group uses itself.
         TypeError: the arguments of a constructor are missing.
-        ValueError: an option has an invalid value, or ``worker_nsight_options`` is given.
+        ValueError: an option has an invalid value, ``worker_nsight_options`` is given, or ``python=`` and Ray's
+            runtime_env both choose a Python.
     """
 
     def __init__(

@@ -17,6 +17,8 @@
   be set after its creation.
 - `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``. Replace it by public
   accessors.
+- `single_controller.ray.python_env.command` (``py_executable`` of a runtime_env is run by a shell): extends PYTHONPATH
+  on the node. Replace it when a runtime_env can extend a variable without knowing its value.
 - `exit_detail` (the text of Ray's errors): why a process has ended, in one line. Replace it when `RayActorError` has
   the reason as an attribute.
 """

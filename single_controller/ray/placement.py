@@ -258,17 +258,7 @@ class Reservation:
         Raises:
             PlacementError: Ray has not placed them, or a node has died since.
         """
-        known = {node["NodeID"]: node for node in ray.nodes()}
-        homes: dict[PlacementGroup | None, dict[int, str]] = {
-            group: placement_group_table(group).get("bundles_to_node_id", {}) for group in self._groups
-        }
-        locations = []
-        for slot in self.slots:
-            node = known.get(homes.get(slot.placement_group, {}).get(slot.bundle, ""))
-            if node is None:
-                raise PlacementError(f"{self.label}: bundle {slot.bundle} is not on any node")
-            locations.append(SlotLocation(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
-        return locations
+        return node_locations(self.slots, self.label)
 
     def forecast(self, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Forecast:
         """Return what becomes of the slots. Arguments as for `feasibility.forecast`."""
@@ -283,6 +273,27 @@ class Reservation:
             devices = None if device_kinds(self.request.bundle) else ()
             slots = self._ranked(slots, [where._replace(devices=devices) for where in self.node_locations()])
         return Forecast(self.request, "placed", tuple(slots))
+
+
+def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
+    """Return the node of each reserved slot; devices are unknown.
+
+    Raises:
+        PlacementError: Ray has not placed them, or a node has died since.
+    """
+    known = {node["NodeID"]: node for node in ray.nodes()}
+    homes: dict[PlacementGroup | None, dict[int, str]] = {
+        group: placement_group_table(group).get("bundles_to_node_id", {})
+        for group in dict.fromkeys(slot.placement_group for slot in slots)
+        if group is not None
+    }
+    locations = []
+    for slot in slots:
+        node = known.get(homes.get(slot.placement_group, {}).get(slot.bundle, ""))
+        if node is None:
+            raise PlacementError(f"{label}: bundle {slot.bundle} is not on any node")
+        locations.append(SlotLocation(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
+    return locations
 
 
 def wait_started(refs: Sequence[ray.ObjectRef], timeout: float, name: str) -> None:

@@ -21,10 +21,11 @@ from ray.exceptions import RayError
 from dispatch.plan import CallPlan
 from single_controller.base.engine import Sent
 from single_controller.base.errors import PlacementError, WorkerDiedError
+from single_controller.ray import python_env
 from single_controller.ray.actor import Location, StartMessage, actor_class
-from single_controller.ray.class_with_args import ProcessSpec
+from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.placement import remove_pools_of, wait_started
+from single_controller.ray.placement import node_locations, remove_pools_of, wait_started
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import session
@@ -185,6 +186,10 @@ def _make(
 ) -> list[Location]:
     """Create all actors at once, and wait until they have reported where they run."""
     make = _actor_maker(plan, again=again)
+    if plan.process.python is not None:
+        env_vars = _runtime_env(plan).get("env_vars", {})
+        plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
+        python_env.check(plan.process.python, env_vars, node_locations(slots, plan.name), plan.name)
     for slot, name in zip(slots, names, strict=True):
         actors.creating = name
         try:
@@ -219,10 +224,9 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
             f"{plan.name}: each worker asks for {beyond}, more than a slot of {plan.pool!r} has: {slot}. Change "
             "the options given to update_options(), or create a pool with larger slots"
         )
-    early = {key: value for key, value in plan.environment.items() if key.startswith(_BEFORE_START)}
-    if early:
-        runtime = dict(options.get("runtime_env") or {})
-        options["runtime_env"] = {**runtime, "env_vars": {**runtime.get("env_vars", {}), **early}}
+    runtime_env = _runtime_env(plan)
+    if runtime_env:
+        options["runtime_env"] = runtime_env
     ray_class = actor_class(process.name, process.methods, process.concurrent)
     end = time.monotonic() + (NAME_FREE_SECONDS if again else 0.0)
 
@@ -243,6 +247,19 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
             time.sleep(0.02)
 
     return make
+
+
+def _runtime_env(plan: StartPlan) -> dict[str, Any]:
+    runtime_env = dict(plan.process.options.get("runtime_env") or {})
+    early = {key: value for key, value in plan.environment.items() if key.startswith(_BEFORE_START)}
+    if early:
+        runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **early}
+    if plan.process.python is not None:
+        of_job = dict(ray.get_runtime_context().runtime_env)
+        of_job.pop("py_executable", None)  # this one the actor's own replaces
+        check_one_python(f"{plan.name}: ray.init()", plan.process.python, of_job)
+        runtime_env["py_executable"] = python_env.command(plan.process.python)
+    return runtime_env
 
 
 def slot_location(where: Location) -> SlotLocation:
@@ -268,10 +285,12 @@ def _run_constructors(
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     local_ranks, local_sizes = plan.pool.local_ranks(), plan.pool.local_world_sizes()
+    # PYTHONPATH was set when the process started, and has more in it by now, which the worker's own children need too.
+    environment = {key: value for key, value in plan.environment.items() if key != "PYTHONPATH"}
     started = []
     for number, rank in enumerate(ranks):
         local, size, node = local_ranks[number], local_sizes[number], node_ranks[nodes[number]]
-        message = StartMessage(number, world_size, local, size, plan.environment, node)
+        message = StartMessage(number, world_size, local, size, environment, node)
         started.append(replace(rank, message=message))
     engine = RayEngine(started, plan.pool)
     tokens = {rank.actor._sc_start.remote(rank.message, encoded, master): k for k, rank in enumerate(started)}
