@@ -1,4 +1,4 @@
-"""SeededSampler: draws one token per row and step, with a random generator per row."""
+"""Sampling: draw one token per row and step, with a random generator per row."""
 
 from __future__ import annotations
 
@@ -9,56 +9,62 @@ import torch
 from workers.rollout.engine import SamplingParams
 
 
-class SeededSampler:
-    """A logits processor for ``generate(do_sample=False)``: the argmax of what it returns is a sample.
-
-    Each row has its own generator. Adding Gumbel noise to log-probabilities and taking the argmax samples from the
-    distribution. The draw does not depend on other rows' random numbers, and small differences in the logits (another
-    batch, other padding) rarely change it.
+def seeded_generator(seed: int, drawn: int, vocabulary: int, device: torch.device) -> torch.Generator:
+    """Return the generator of a row of which some tokens have been drawn, by this process or by another one.
 
     Args:
-        sampling_params: how to sample.
-        seeds: one per row.
-        device: device of the logits. The random numbers are drawn there, and differ between CPU and CUDA.
+        seed: of the row.
+        drawn: number of tokens that were drawn.
+        vocabulary: number of logits per token.
+        device: of the logits. The random numbers are drawn there, and differ between CPU and CUDA.
     """
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = torch.empty(vocabulary, device=device)
+    for _ in range(drawn):  # not in one call: on CUDA that would be other numbers
+        noise.exponential_(generator=generator)
+    return generator
 
-    def __init__(self, sampling_params: SamplingParams, seeds: Sequence[int], device: torch.device) -> None:
-        self._params = sampling_params
-        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        self._tokens: list[torch.Tensor] = []
-        self._log_probs: list[torch.Tensor] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Draw the next token of each row.
+def sample(
+    logits: torch.Tensor, sampling_params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
+) -> tuple[list[int], list[float]]:
+    """Draw the next token of each row.
 
-        Args:
-            input_ids: (rows, tokens), ignored.
-            scores: (rows, vocabulary), the model's logits.
+    Adding Gumbel noise to log-probabilities and taking the argmax samples from the distribution. The draw does not
+    depend on other rows' random numbers, and small differences in the logits (another batch, other padding) rarely
+    change it.
 
-        Returns:
-            (rows, vocabulary) float32, with its maximum at the drawn token.
-        """
-        params = self._params
-        log_probs = torch.log_softmax(scores.float() / (params.temperature or 1.0), dim=-1)
-        noisy = (
-            log_probs if params.temperature == 0 else self._with_noise(truncated(log_probs, params.top_k, params.top_p))
-        )
+    Args:
+        logits: (rows, vocabulary).
+        sampling_params: of each row.
+        generators: of each row.
+
+    Returns:
+        The tokens and their log-probabilities; see `Completion`.
+    """
+    alike: dict[tuple[float, int, float], list[int]] = {}
+    for row, how in enumerate(sampling_params):
+        alike.setdefault((how.temperature, how.top_k, how.top_p), []).append(row)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(len(logits), device=logits.device)
+    for (temperature, top_k, top_p), rows in alike.items():
+        where: torch.Tensor | slice = slice(None) if len(alike) == 1 else torch.tensor(rows, device=logits.device)
+        of_model = torch.log_softmax(logits[where].float() / (temperature or 1.0), dim=-1)
+        noisy = of_model
+        if temperature:
+            noisy = _with_noise(truncated(of_model, top_k, top_p), [generators[row] for row in rows])
         chosen = noisy.argmax(dim=-1)
-        self._tokens.append(chosen)
-        self._log_probs.append(log_probs.gather(1, chosen[:, None])[:, 0])
-        return noisy
+        tokens[where] = chosen
+        log_probs[where] = of_model.gather(1, chosen[:, None])[:, 0]
+    return tokens.tolist(), log_probs.tolist()
 
-    def drawn(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens (int64) and their log-probabilities (float32), each (rows, steps) on the CPU. Ignore the values
-        after a row's end."""
-        return torch.stack(self._tokens, 1).cpu(), torch.stack(self._log_probs, 1).cpu()
 
-    def _with_noise(self, log_probs: torch.Tensor) -> torch.Tensor:
-        noise = torch.empty_like(log_probs)
-        for row, generator in zip(noise, self._generators, strict=True):
-            row.exponential_(generator=generator)
-        smallest = torch.finfo(noise.dtype).tiny  # log(0) would win, whatever the token's probability
-        return log_probs - noise.clamp_(min=smallest).log_()
+def _with_noise(log_probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    noise = torch.empty_like(log_probs)
+    for row, generator in zip(noise, generators, strict=True):
+        row.exponential_(generator=generator)
+    smallest = torch.finfo(noise.dtype).tiny  # log(0) would win, whatever the token's probability
+    return log_probs - noise.clamp_(min=smallest).log_()
 
 
 def truncated(log_probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
