@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Generator
@@ -20,6 +21,13 @@ from single_controller.base.joining import CallResults, Located, join_results
 from single_controller.base.monitor import monitor
 
 R_co = TypeVar("R_co", covariant=True)
+
+BRIEF_SECONDS = 0.01
+"""How long a thread waits for the results of a call that is awaited, before it has the engine call back."""
+
+_brief_wait = threading.Lock()
+"""Held by the one thread that waits so; it is only ever acquired without waiting. With several calls awaited at once,
+the others' callbacks run while that thread waits."""
 
 
 class WorkerFuture(Deferred, Generic[R_co]):
@@ -168,14 +176,36 @@ class WorkerFuture(Deferred, Generic[R_co]):
             if first() == 0:
                 background.run(finish)
 
+        def watch(call: Call) -> None:
+            call.when_settled(start)
+            call.when_results_arrive(start)
+            if outcome.done():  # this may be a thread that registers after the task was cancelled
+                call.discard(start)
+
+        def wait_briefly(call: Call) -> None:
+            # Most calls end soon. One request to Ray takes less time than a callback for each rank and then a request,
+            # and this thread wakes up while the ranks run.
+            try:
+                with contextlib.suppress(Exception):  # the monitor logs it when it looks at the call
+                    call.drive(BRIEF_SECONDS, first=call.engine.connected)
+            finally:
+                _brief_wait.release()
+            if call.settled and first() == 0:
+                finish()
+            else:
+                watch(call)
+
         call = self._call
+        if call is not None:
+            call.check_process()
         if call is None:
             # In another process, only a thread can wait. Not one of the loop's executor, nor of `background`: these
             # are few, and every one of them might wait for a call that is still running.
             threading.Thread(target=finish, name="future-wait", daemon=True).start()
+        elif not call.engine.synchronous and not call.settled and _brief_wait.acquire(blocking=False):
+            background.run(functools.partial(wait_briefly, call))
         else:
-            call.when_settled(start)
-            call.when_results_arrive(start)
+            watch(call)
         try:
             value, failed = yield from outcome.__await__()
         finally:
