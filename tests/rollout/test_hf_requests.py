@@ -115,9 +115,9 @@ def test_models_with_other_caches(make, config):
 def test_sleep_and_weights_without_an_update_in_the_middle_of_requests(make):
     engine, first = make(CONFIG)
     second = plain_model(CONFIG, 8)
-    unbroken = engine.generate(PROMPTS, SamplingParams(60), range(len(PROMPTS)))
+    unbroken = engine.generate(PROMPTS, SamplingParams(100), range(len(PROMPTS)))
     for new in (first, second):
-        futures = [engine.submit(p, SamplingParams(60), str(k), seed=k) for k, p in enumerate(PROMPTS)]
+        futures = [engine.submit(p, SamplingParams(100), str(k), seed=k) for k, p in enumerate(PROMPTS)]
         Subject(engine).until(lambda load: load.running == len(PROMPTS))
         engine.sleep()
         counts = [len(engine._requests[str(k)].token_ids) for k in range(len(PROMPTS))]

@@ -87,7 +87,7 @@ class Batch:
         if not self._takes_cache:
             return False
         layers = getattr(self._forward([[0]], [1], 1).past_key_values, "layers", [None])
-        return all(type(layer) is DynamicLayer for layer in layers)
+        return all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Begin with these requests at the next step."""
