@@ -42,7 +42,8 @@ setup: $(READY)
 
 setup-vllm: $(VLLM_READY)
 
-demo: $(READY)
+# `make demo ARGS="engine=vllm"` makes vLLM's environment on first use.
+demo: $(READY) $(if $(findstring engine=vllm,$(ARGS)),$(VLLM_READY))
 	@$(PY) tutorials/train_grpo.py $(ARGS)
 
 test: lint

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from workers.megatron.train_model import MegatronTrainModel
     from workers.megatron.train_worker import MegatronTrainWorker
     from workers.megatron.worker import MegatronWorker
-    from workers.rollout.engine import Completion, RolloutEngine, SamplingParams
+    from workers.rollout.engine import Completion, EngineLoad, RolloutEngine, SamplingParams
     from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
     from workers.rollout.hf_engine import HFEngine
     from workers.rollout.manager import RolloutManager
+    from workers.rollout.requests import RequestEngine
     from workers.rollout.vllm_engine import VLLMEngine
     from workers.rollout.worker import RolloutWorker
     from workers.train.args import TrainArgs, TrainArgsError, read_args
@@ -44,6 +45,7 @@ __all__ = [
     "BackupError",
     "CheckpointError",
     "Completion",
+    "EngineLoad",
     "FSDPTrainModel",
     "FSDPTrainWorker",
     "HFEngine",
@@ -55,6 +57,7 @@ __all__ = [
     "ParallelLlamaMLP",
     "PromptError",
     "RayTrainGroup",
+    "RequestEngine",
     "RewardError",
     "RolePlacement",
     "RolloutDataError",
@@ -86,6 +89,7 @@ _HOMES = {
     "Completion": "workers.rollout.engine",
     "BackupError": "workers.train.weight_backup",
     "CheckpointError": "workers.train.checkpoints",
+    "EngineLoad": "workers.rollout.engine",
     "FSDPTrainModel": "workers.fsdp.train_model",
     "FSDPTrainWorker": "workers.fsdp.worker",
     "HFEngine": "workers.rollout.hf_engine",
@@ -97,6 +101,7 @@ _HOMES = {
     "ParallelLlamaMLP": "workers.megatron.mlp",
     "PromptError": "workers.rollout.errors",
     "RayTrainGroup": "workers.train.group",
+    "RequestEngine": "workers.rollout.requests",
     "RewardError": "workers.rollout.errors",
     "RolePlacement": "workers.train.placement",
     "RolloutDataError": "workers.train.rollout_data",
