@@ -1,9 +1,10 @@
-"""The demo, as a user runs it: it learns on both backends, colocated and separate, and resumes after being killed."""
+"""The demo, as a user runs it: it learns on both backends, colocated and separate, with both engines, and resumes after
+being killed."""
 
 import json
 
 import pytest
-from demo_runs import WAYS, run, run_resumed, scalars
+from demo_runs import ROOT, WAYS, run, run_resumed, scalars
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -13,6 +14,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_demo_learns(way, tmp_path):
+    if way == "vllm" and not (ROOT / ".venv-vllm" / ".ready").exists():
+        pytest.skip("needs .venv-vllm: run make test-vllm")
     rewards = run(tmp_path, *WAYS[way], "num_rollout=30")
     assert sorted(rewards) == list(range(30))
     assert rewards[0] < 0.1
@@ -32,6 +35,8 @@ def test_demo_learns(way, tmp_path):
         "seconds/sync",
     ):
         assert sorted(scalars(tmp_path, name)) == list(range(30)), name
+    # Trainer and engine compute the same log-probabilities, in every step.
+    assert max(scalars(tmp_path, "rollout_log_prob_diff").values()) < 1e-4
 
 
 def test_ppo_learns_with_a_critic(tmp_path):
