@@ -21,8 +21,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 # Ray's workers import the tests' worker classes by name.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDERS = [
-    _HERE,
-    *(os.path.join(_HERE, folder) for folder in ("groups", "megatron", "train", "train/backends", "rollout")),
+    os.path.join(_HERE, folder)
+    for folder in ("", "groups", "megatron", "train", "train/backends", "rollout", "with_vllm")
 ]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])
 

@@ -56,6 +56,26 @@ def test_user_folder_that_hides_a_package_is_reported(tmp_path, name):
     assert "Rename" in done.stderr
 
 
+def test_vllm_is_imported_by_its_engine_only():
+    done = python("""
+        import importlib.abc
+        import sys
+
+        class Without(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name.split(".")[0] == "vllm":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Without())
+        from workers import HFEngine, RolloutWorker, VLLMEngine
+        try:
+            VLLMEngine({"model_type": "llama"})
+        except ImportError as error:
+            print(error)
+    """)
+    assert "vLLM is not installed in this environment. For the CPU, make one with `make setup-vllm`" in done.stdout
+
+
 def test_base_never_imports_ray():
     done = python(f"""
         import sys

@@ -1,12 +1,20 @@
 """VLLMEngine: the contract of all engines, and what is particular to vLLM. Run by `make test-vllm`."""
 
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
 
-from engine_contract import EngineContract, Subject
-from transformers import LlamaConfig
+import torch
+from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
+from transformers import LlamaConfig, Qwen2Config
 
+from workers.rollout.engine import SamplingParams
+from workers.rollout.errors import RolloutError, WeightsError
+from workers.rollout.hf_engine import HFEngine, make_model
 from workers.rollout.vllm_engine import VLLMEngine
 
 CONFIG = LlamaConfig(
@@ -17,15 +25,265 @@ CONFIG = LlamaConfig(
     num_key_value_heads=1,
     vocab_size=32,
     max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
 )
+TIED = Qwen2Config(**{**CONFIG.to_diff_dict(), "tie_word_embeddings": True})
+SECONDS = 60
 
 
-@pytest.fixture(scope="module")
-def subject():
-    engine = VLLMEngine(CONFIG)
-    yield Subject(engine, CONFIG)
-    engine.close()
+def left_behind():
+    return set(Path(tempfile.gettempdir()).glob("vllm[-_]*"))
 
 
-class TestContract(EngineContract):
+# --- before anything starts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"gpu_memory_utilisation": 0.5}, "no engine argument 'gpu_memory_utilisation'; did you mean 'gpu_memory_util"),
+        ({"logprobs_mode": "raw_logprobs"}, "'logprobs_mode' is always 'processed_logits', got 'raw_logprobs'"),
+        ({"pipeline_parallel_size": 2}, "'pipeline_parallel_size' is always 1, got 2"),
+        ({"dtype": "float32"}, "'dtype' is set by VLLMEngine's own argument 'param_dtype'"),
+    ],
+)
+def test_argument_that_cannot_be_is_an_error_before_anything_starts(options, told):
+    with pytest.raises(TypeError, match=told):
+        VLLMEngine("no such model", **options)
+
+
+def test_model_must_be_a_config_or_a_folder():
+    with pytest.raises(ValueError, match="model=3; expected a Hugging Face config"):
+        VLLMEngine(3)
+    with pytest.raises(ValueError, match="param_dtype='fp17'"):
+        VLLMEngine(CONFIG, param_dtype="fp17")
+
+
+@pytest.mark.parametrize(
+    "config, options, told",
+    [
+        ({"head_dim": 16}, {}, "head"),
+        ({}, {"block_size": 32, "num_gpu_blocks_override": 3}, "KV cache"),  # 96 tokens; the model has 512 positions
+    ],
+    ids=["kernel", "cache"],
+)
+def test_engine_that_cannot_start_says_why_and_leaves_nothing(config, options, told):
+    before = left_behind()
+    with pytest.raises(RolloutError, match=rf"vLLM [0-9.]+ could not start: .*{told}") as caught:
+        VLLMEngine(LlamaConfig(**{**CONFIG.to_diff_dict(), **config}), **options)
+    assert caught.value.__cause__ is not None
+    assert not torch.distributed.is_initialized()
+    assert left_behind() == before
+
+
+# --- a running engine ----------------------------------------------------------------------------------------
+
+
+class TestLlama(EngineContract):
     seeded_continuation = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls):
+        before = left_behind()
+        engine = VLLMEngine(CONFIG, seed=5)
+        assert len(left_behind() - before) <= 1  # the model's folder is gone
+        cls.version_0 = engine.generate(PROMPTS, SamplingParams(8), SEEDS)
+        yield Subject(engine, CONFIG)
+        engine.close()
+        engine.close()
+        assert left_behind() == before and not torch.distributed.is_initialized()
+        with pytest.raises(RolloutError, match="was closed"):
+            engine.generate([[1]], SamplingParams(), [0])
+
+    def test_random_weights_are_those_of_an_hf_engine(self, subject, first):
+        model = make_model(CONFIG, True, 5, False)
+        for prompt, completion in zip(PROMPTS, self.version_0, strict=True):
+            subject.check(completion, prompt, {0: model})
+        assert subject.engine.weight_shapes() == HFEngine(CONFIG, seed=5).weight_shapes()
+
+    def test_tensors_belong_to_the_caller(self, subject, first):
+        new = subject.model(8)
+        expected = {name: tensor.clone() for name, tensor in subject.weights(new)}
+        subject.engine.begin_update()
+        for name, tensor in expected.items():
+            subject.engine.load_weights([(name, tensor)])
+            tensor.fill_(1e3)
+        subject.engine.finish_update(2)
+        (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
+        subject.check(completion, [5, 9, 2], {2: new})
+        subject.update(first, 1)
+
+    def test_update_without_tensors_changes_nothing(self, subject, first):
+        before = subject.engine.generate(PROMPTS, SamplingParams(8), SEEDS)
+        subject.engine.begin_update()
+        subject.engine.finish_update(7)
+        after = subject.engine.generate(PROMPTS, SamplingParams(8), SEEDS)
+        assert [one.token_ids for one in after] == [one.token_ids for one in before]
+        assert after[0].weight_versions == [7] * 8
+        subject.update(first, 1)
+
+    @pytest.mark.parametrize(
+        "change, told",
+        [
+            (lambda named: [("lm_head.wait", named[0][1])], "has a tensor 'lm_head.wait', but the model has none"),
+            (lambda named: [(named[0][0], named[0][1][:-1])], r"with shape \(31, 64\), but the model's has shape \(32"),
+            (lambda named: [named[0], named[1], named[1]], f"has {'model.layers.0.self_attn.q_proj.weight'!r} twice"),
+        ],
+        ids=["name", "shape", "twice"],
+    )
+    def test_tensor_that_does_not_fit_is_refused(self, subject, first, change, told):
+        named = subject.weights(subject.model(8))
+        subject.engine.begin_update()
+        with pytest.raises(WeightsError, match=told):
+            subject.engine.load_weights(change(named))
+        subject.engine.abandon_update()
+        subject.update(first, 1)
+
+    def test_update_with_missing_tensors_cannot_be_finished(self, subject, first):
+        named = subject.weights(subject.model(8))
+        subject.engine.begin_update()
+        subject.engine.load_weights(named[:-2])
+        with pytest.raises(WeightsError, match=rf"2 of {len(named)} tensors of the update are missing"):
+            subject.engine.finish_update(2)
+        subject.engine.abandon_update()
+        with pytest.raises(RolloutError, match="no complete weights"):
+            subject.engine.generate([[1]], SamplingParams(), [0])
+        subject.update(first, 1)
+        with pytest.raises(RolloutError, match=r"no update has begun; call begin_update"):
+            subject.engine.load_weights(named)
+
+    def test_second_update_begins_over_a_partial_one(self, subject, first):
+        """As when the first one's sender has died without a word."""
+        new = subject.model(8)
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        subject.engine.begin_update()
+        subject.engine.load_weights(subject.weights(subject.model(9))[:-3])
+        subject.update(new, 2)
+        for prompt, future in zip(PROMPTS, futures, strict=True):
+            subject.check(future.result(SECONDS), prompt, {1: first, 2: new})
+        subject.update(first, 1)
+
+    def test_sleeping_engine_keeps_requests_and_weights(self, subject, first):
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        assert 0 < subject.engine.load().cache_usage <= 1
+        subject.engine.sleep()
+        with pytest.raises(RolloutError, match="asleep"):
+            subject.engine.generate([[1]], SamplingParams(), [0])
+        assert subject.engine.keeps_weights
+        subject.engine.wake_up()
+        for prompt, future in zip(PROMPTS, futures, strict=True):
+            subject.check(future.result(SECONDS), prompt, {1: first})
+        assert subject.engine.load().cache_usage == 0
+
+    def test_weights_that_are_not_finite_are_told(self, subject, first):
+        broken = subject.model(8)
+        with torch.no_grad():
+            broken.lm_head.weight.fill_(torch.nan)
+        subject.update(broken, 2)
+        with pytest.raises(RolloutError, match="logits are not finite"):
+            subject.engine.generate(PROMPTS, SamplingParams(4), SEEDS)
+        subject.update(first, 1)
+        (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
+        subject.check(completion, [5, 9, 2], {1: first})
+
+    def test_step_that_fails_is_told_and_the_engine_goes_on(self, subject, first, monkeypatch):
+        def fails(*args, **kwargs):
+            raise MemoryError("no memory for the hidden states")
+
+        executor = subject.engine._engine.engine_core.engine_core.model_executor
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "execute_model", fails)
+            errors = [future.exception(SECONDS) for future in futures]
+        for error in errors:
+            assert isinstance(error, RolloutError) and isinstance(error.__cause__, MemoryError)
+            assert "failed: MemoryError: no memory for the hidden states" in str(error)
+        subject.until(lambda load: subject.idle)
+        for completion, prompt in zip(
+            subject.engine.generate(PROMPTS, SamplingParams(40), SEEDS), PROMPTS, strict=True
+        ):
+            subject.check(completion, prompt, {1: first})
+
+    def test_temperature_that_vllm_would_change_is_refused(self, subject, first):
+        with pytest.raises(ValueError, match=r"temperature=0.001; vLLM has 0, and from 0.01 on"):
+            subject.engine.generate([[1]], SamplingParams(4, temperature=0.001), [0])
+        with pytest.raises(ValueError, match=r"stop_token_ids \[32\] are outside"):
+            subject.engine.generate([[1]], SamplingParams(4, stop_token_ids=(3, 32)), [0])
+
+    def test_any_integer_is_a_seed(self, subject, first):
+        seeds = [-1, 0, 2**70, -(2**40)]
+        one, two = (subject.engine.generate([[5, 9]] * 4, SamplingParams(20), seeds) for _ in range(2))
+        assert [c.token_ids for c in one] == [c.token_ids for c in two]
+        assert len({tuple(c.token_ids) for c in one}) == 4
+
+    def test_second_engine_in_a_process_is_refused(self, subject, first):
+        with pytest.raises(RolloutError, match="has a default process group"):
+            VLLMEngine(CONFIG)
+
+    def test_many_threads_submit_and_abort(self, subject, first):
+        expected = subject.engine.generate([[number % 32] for number in range(40)], SamplingParams(15), range(40))
+
+        def run(number):
+            future = subject.engine.submit([number % 32], SamplingParams(15), f"of-{number}", seed=number)
+            if number % 3 == 0:
+                subject.engine.abort([f"of-{number}"])
+            elif number % 7 == 0:
+                subject.engine.pause()
+                subject.engine.resume()
+            return future.result(SECONDS)
+
+        with ThreadPoolExecutor(16) as pool:
+            for number, completion in enumerate(pool.map(run, range(40))):
+                assert completion.token_ids == expected[number].token_ids[: len(completion.token_ids)]
+                assert completion.finish_reason == "length" if number % 3 else True
+        assert subject.idle
+
+
+class TestTiedWeightsAndAFullCache(EngineContract):
+    """The contract with tied weights and biases, and so small a cache that vLLM preempts most of the requests."""
+
+    seeded_continuation = False
+    updates = 5
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("model")
+        make_model(TIED, True, 0, False).save_pretrained(folder)
+        engine = VLLMEngine(folder, block_size=32, num_gpu_blocks_override=18, enable_prefix_caching=False)
+        yield Subject(engine, TIED)
+        engine.close()
+
+    def test_cache_is_smaller_than_the_requests(self, subject, first):
+        """Eight requests of 200 tokens and more take 56 blocks; there are 18."""
+        futures = subject.submit(self.long)
+        most = 0.0
+        while not all(future.done() for future in futures):
+            most = max(most, subject.engine.load().cache_usage)
+        assert most > 0.8
+        unbroken = [future.result().token_ids for future in futures]
+        alone = [
+            subject.engine.generate([prompt], SamplingParams(self.long), [seed])[0]
+            for prompt, seed in zip(PROMPTS[:3], SEEDS, strict=False)
+        ]
+        assert [one.token_ids for one in alone] == unbroken[:3]
+
+
+def test_bfloat16():
+    """Rounding errors of about 0.4 % of a logit. The weights are those that `plain_model` begins with, so logits are
+    small."""
+    engine = VLLMEngine(CONFIG, param_dtype="bf16")
+    try:
+        subject = Subject(engine, CONFIG, model_of=lambda seed: make_model(CONFIG, True, seed, False), atol=0.02)
+        for version in (1, 2):
+            model = subject.model(version)
+            subject.update(model, version)
+            for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(12), SEEDS), strict=True):
+                subject.check(completion, prompt, {version: model})
+    finally:
+        engine.close()

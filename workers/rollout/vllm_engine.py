@@ -10,6 +10,7 @@ vLLM's public interfaces are used where they exist: `EngineArgs`, `LLMEngine` (`
 public ``reload_weights`` wants all tensors in one call, and the weight transfer engines bring their own transport |
 | ``get_model``, ``model_config`` and ``distributed_init_method`` of a worker | what to load the tensors into, and a \
 file that vLLM leaves behind |
+| ``cpu_linear`` and ``quant_method`` of a layer | to repack tied weights on the CPU, after an update |
 | ``LLMEngine.engine_core.shutdown()`` | an `LLMEngine` has no method that ends it |
 | ``LLMEngine.engine_core.engine_core.scheduler.kv_cache_manager.usage`` | the public way, a ``StatLogger``, turns on \
 all of vLLM's statistics |
@@ -118,7 +119,7 @@ class VLLMEngine(RequestEngine):
         **engine_args: Any,
     ) -> None:
         super().__init__()
-        self._engine: Any = None
+        self._engine: Any = None  # vLLM's
         self._parts: list[str] | None = None
         """Names of the tensors that the update in progress still needs; None if none has come."""
         self._given: dict[str, Request] = {}
@@ -128,7 +129,7 @@ class VLLMEngine(RequestEngine):
         """File by which vLLM's processes have found each other. vLLM leaves it behind."""
         dtype = dtype_of(param_dtype)
         self._device = current_device()
-        vllm = _import_vllm()
+        vllm = _import_vllm(eager=bool(engine_args.get("enforce_eager", True)))
         self._named = f"vLLM {vllm.__version__}"
         arguments = {
             "dtype": str(dtype).removeprefix("torch."),
@@ -162,7 +163,10 @@ class VLLMEngine(RequestEngine):
                 vllm.distributed.cleanup_dist_env_and_memory()  # else the next engine would find a process group
                 raise
         try:
-            if missing := _missing(self._engine):
+            from workers.rollout.vllm_worker import missing_names
+
+            missing = [*missing_names(self._engine, "LLMEngine", _PRIVATE), *self._engine.collective_rpc("missing")[0]]
+            if missing:
                 raise RolloutError(
                     f"VLLMEngine: {self._named} has no {', '.join(missing)}; use a version that docs/rollout.md names"
                 )
@@ -209,7 +213,9 @@ class VLLMEngine(RequestEngine):
 
     def serve(self) -> None:
         """See `RequestEngine.serve`. One step of vLLM computes one token of each running request."""
-        self._discard(list(self._given))  # what a step that failed has left
+        with self._told("failed"):  # what a step that failed has left
+            self._discard(list(self._given))
+            self._engine.reset_prefix_cache(reset_running_requests=True)
         while (changes := self.next_step()) is not None:
             with self._told("failed"):
                 ended = set(map(id, changes.ended))
@@ -404,35 +410,30 @@ class VLLMEngine(RequestEngine):
 
 
 _CACHE_USAGE = "engine_core.engine_core.scheduler.kv_cache_manager.usage"
+_PRIVATE = (_CACHE_USAGE, "engine_core.shutdown")
 
 
-def _missing(engine: Any) -> list[str]:
-    """What of vLLM's private names is not there."""
-    reload = importlib.import_module("vllm.model_executor.model_loader.reload")
-    found = [
-        f"{reload.__name__}.{name}"
-        for name in ("initialize_layerwise_reload", "finalize_layerwise_reload")
-        if not hasattr(reload, name)
-    ]
-    for name in (_CACHE_USAGE, "engine_core.shutdown"):
-        try:
-            operator.attrgetter(name)(engine)
-        except AttributeError:
-            found.append(f"LLMEngine.{name}")
-    return found
-
-
-def _import_vllm() -> Any:
+def _import_vllm(eager: bool) -> Any:
     import torch
 
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if not has_cuda():
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # a function of vLLM's sampler would need a C++ compiler
+        if eager:
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # a function of vLLM's sampler needs a C++ compiler
         if "OMP_NUM_THREADS" in os.environ:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # or vLLM sets the number by itself
-    vllm = require("vllm", extra="vllm")
+    try:
+        vllm = importlib.import_module("vllm")
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ImportError(
+            "VLLMEngine: vLLM is not installed in this environment. For the CPU, make one with `make setup-vllm`; for "
+            "CUDA, pip install 'single-controller[vllm]'. See docs/rollout.md",
+            name="vllm",
+        ) from None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RolloutError(
             "VLLMEngine: this process has a default process group of torch.distributed, of another engine or of a "
@@ -504,9 +505,9 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _seed(request: Request) -> int:
-    """A seed from 0 on: vLLM takes -1 for none. A continued request must not draw its first tokens' numbers again."""
-    begun = len(request.token_ids)
-    return random.Random(f"{request.seed} {begun}").getrandbits(63) if begun else request.seed % (1 << 63)
+    """A seed for vLLM, which takes -1 for none, and whose generators on the CPU read 32 bits. A continued request must
+    not draw the random numbers of its first tokens again."""
+    return random.Random(f"{request.seed} {len(request.token_ids)}").getrandbits(32)
 
 
 class _LastLines(logging.Handler):
@@ -519,7 +520,7 @@ class _LastLines(logging.Handler):
         self._logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage())
+        self._lines.append(record.getMessage()[:300])  # some are dumps of the whole state
 
     def close(self) -> None:
         self._logger.removeHandler(self)

@@ -5,6 +5,7 @@ With ``tensor_parallel_size=1`` the only worker is the process of the engine its
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+def missing_names(of: Any, called: str, names: Sequence[str]) -> list[str]:
+    """Return those of the dotted names that an object does not have, in full."""
+    found = []
+    for name in names:
+        try:
+            operator.attrgetter(name)(of)
+        except AttributeError:
+            found.append(f"{called}.{name}")
+    return found
+
+
 class LayerwiseReload:
     """Methods for vLLM's workers (``worker_extension_cls``), to load new weights in any number of calls.
 
@@ -23,9 +35,16 @@ class LayerwiseReload:
     """
 
     vllm_config: VllmConfig
-    device: torch.device
     model_config: Any
     distributed_init_method: str
+
+    def missing(self) -> list[str]:
+        """Return which of vLLM's private names are not there."""
+        from vllm.model_executor.model_loader import reload
+
+        functions = ("initialize_layerwise_reload", "finalize_layerwise_reload")
+        own = ("get_model", "model_config", "vllm_config", "distributed_init_method")
+        return [*missing_names(reload, reload.__name__, functions), *missing_names(self, "Worker", own)]
 
     def rendezvous(self) -> str:
         """Return the address by which vLLM's processes have found each other."""
@@ -58,7 +77,18 @@ class LayerwiseReload:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            finalize_layerwise_reload(self.get_model(), self.model_config)  # type: ignore[attr-defined]
+            model = self.get_model()  # type: ignore[attr-defined]
+            finalize_layerwise_reload(model, self.model_config)
+            # On the CPU a linear layer has a second, repacked copy of its weights. The reload renews that of the layer
+            # that the tensors came for, and not that of an output layer tied to it.
+            sharing: dict[int, list[Any]] = {}
+            for layer in model.modules():
+                sharing.setdefault(id(layer._parameters.get("weight")), []).append(layer)
+            sharing.pop(id(None), None)
+            for layers in sharing.values():
+                for layer in layers if len(layers) > 1 else ():
+                    if hasattr(layer, "cpu_linear"):
+                        layer.quant_method.process_weights_after_loading(layer)
 
 
 class LogProbs(LogitsProcessor):  # type: ignore[misc, unused-ignore]  # Any where vLLM is not installed

@@ -1,0 +1,91 @@
+"""VLLMEngine in a rollout worker on Ray: a manager, weight versions, and the death of the process."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
+
+import torch
+from rollout_helpers import plain_log_probs, plain_model
+from transformers import LlamaConfig
+
+from single_controller import (
+    Broadcast,
+    Dispatch,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    WorkerDiedError,
+    register,
+)
+from workers import RolloutManager, RolloutWorker, SamplingParams, VLLMEngine
+
+FIELDS = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1], [11, 4]]
+
+
+class Rollout(RolloutWorker):
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster):
+    with RayResourcePool([1], use_gpu=False) as pool:
+        with RayWorkerGroup(pool, RayClassWithInitArgs(Rollout, VLLMEngine, FIELDS)) as group:
+            yield group
+
+
+def update(group, model, version):
+    """What a sender does, with one bucket after the other."""
+    key = f"update-{version}"
+    group.begin_weights(key, version, "test")
+    state = list(model.state_dict().items())
+    for begin in range(0, len(state), 5):
+        group.receive_bucket(key, Broadcast(dict(state[begin : begin + 5])))
+    group.finish_weights(key)
+
+
+def test_manager_generates_with_updated_weights(group):
+    manager = RolloutManager(group, SamplingParams(12, temperature=0.7, top_p=0.8), samples_per_prompt=2)
+    for version in (1, 2):
+        model = plain_model(LlamaConfig(**FIELDS), version)
+        update(group, model, version)
+        data = manager.generate(PROMPTS)
+        assert data["weight_versions"].tolist() == [version] * 8
+        completions = group.generate(PROMPTS, Broadcast(SamplingParams(12, temperature=0.7, top_p=0.8)), [0, 1, 2, 3])
+        for prompt, made in zip(PROMPTS, completions, strict=True):
+            expected = plain_log_probs(model, prompt, made.completion.token_ids, 0.7)
+            found = torch.tensor(made.completion.log_probs).double()
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_killed_worker_is_told_and_restarted(group):
+    (pid,) = group.pid()
+    future = group.generate.remote([[1]] * 8, Broadcast(SamplingParams(2000)), list(range(8)))
+    killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerDiedError):
+        future.result(60)
+    assert time.monotonic() - begin < 10
+    group.restart()
+    assert group.pid() != [pid]
+    (made,) = group.generate([[1]], Broadcast(SamplingParams(4)), [0])
+    assert made.weight_version == 0 and len(made.completion.token_ids) == 4

@@ -1,0 +1,116 @@
+"""VLLMEngine on two processes (tensor parallelism), and what is left of them when one dies. Run by `make test-vllm`."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
+
+import psutil
+import torch
+from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
+from transformers import LlamaConfig
+
+from workers.rollout.engine import SamplingParams
+from workers.rollout.errors import RolloutError
+from workers.rollout.vllm_engine import VLLMEngine
+
+FIELDS = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SECONDS = 60
+
+
+def wait_until(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def ranks_of(pid):
+    """vLLM's processes."""
+    return [one for one in psutil.Process(pid).children(recursive=True) if "resource_tracker" not in str(one.cmdline())]
+
+
+class TestTwoProcesses(EngineContract):
+    seeded_continuation = False
+    updates = 10
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls):
+        engine = VLLMEngine(FIELDS, tensor_parallel_size=2)
+        ranks = ranks_of(os.getpid())
+        assert len(ranks) == 2
+        yield Subject(engine, LlamaConfig(**FIELDS))
+        engine.close()
+        psutil.wait_procs(ranks, SECONDS)
+        assert not any(one.is_running() for one in ranks)
+
+
+def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
+    engine = VLLMEngine(FIELDS, tensor_parallel_size=2)
+    ranks = ranks_of(os.getpid())
+    futures = [
+        engine.submit(prompt, SamplingParams(500 - len(prompt)), f"of-{seed}", seed=seed)
+        for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+    ]
+    wait_until(lambda: engine.load().running == 8)
+    ranks[1].send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    for future in futures:
+        assert "vLLM" in str(future.exception(SECONDS)) and isinstance(future.exception(), RolloutError)
+    assert time.monotonic() - begin < 20
+    assert "died unexpectedly (exit code: -9)" in str(futures[0].exception())
+    for _ in range(2):
+        with pytest.raises(RolloutError, match="died unexpectedly"):
+            engine.generate([[1]], SamplingParams(4), [0])
+    with pytest.raises(RolloutError, match="died unexpectedly"):
+        engine.begin_update()
+        engine.load_weights([("lm_head.weight", torch.zeros(32, 128))])
+    engine.close()
+    psutil.wait_procs(ranks, SECONDS)
+    assert not any(one.is_running() for one in ranks)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_killed_worker_leaves_no_process(busy):
+    code = f"""
+        import time
+        from workers.rollout.vllm_engine import VLLMEngine
+        from workers.rollout.engine import SamplingParams
+
+        if __name__ == "__main__":
+            engine = VLLMEngine({FIELDS!r}, tensor_parallel_size=2)
+            print("ready", flush=True)
+            while {busy}:
+                engine.generate([[1], [2]], SamplingParams(400), [0, 1])
+            time.sleep(600)
+    """
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    try:
+        while "ready" not in (line := worker.stdout.readline()):
+            assert line
+        ranks = ranks_of(worker.pid)
+        assert len(ranks) == 2
+        time.sleep(0.5)
+    finally:
+        worker.kill()
+        worker.wait()
+    _, left = psutil.wait_procs(ranks, 20)
+    assert not left
