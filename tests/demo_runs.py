@@ -1,6 +1,6 @@
 """Runs of the demo, as a user starts them. Rewards are read from TensorBoard's files.
 
-python tests/demo_runs.py            # FSDP and Megatron, colocated and separate, and vLLM, five seeds each: twenty minutes
+python tests/demo_runs.py            # FSDP, Megatron and vLLM, colocated and separate, five seeds each: twenty minutes
 python tests/demo_runs.py --seeds 1
 python tests/demo_runs.py --resume   # one run killed at step 20 of 40, and resumed on 2 ranks and on 1
 """
