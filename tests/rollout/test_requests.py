@@ -129,8 +129,11 @@ def test_hanging_step_is_an_error_for_those_who_wait(monkeypatch):
     for waits in (engine.pause, engine.begin_update):
         with pytest.raises(RolloutError, match=r"BigramEngine has not finished a step for 0.1 s"):
             waits()
-    engine.close()
+    other = submit(engine, "b", 1)
+    engine.drawn = lambda request: ([1], [0.0], "length")
     go_on.set()
+    assert other.result(10).token_ids == [1]  # neither paused nor in an update
+    engine.close()
 
 
 def test_callback_of_a_completion_may_use_the_engine():

@@ -373,6 +373,8 @@ class RequestEngine(RolloutEngine):
             self._holds.add(reason)
             # In a callback of a future, which runs in the engine's thread, the hold begins with the next step.
             if not self._changed.wait_for(lambda: not self._stepping or self._in_thread(), STEP_SECONDS):
+                self._holds.discard(reason)
+                self._changed.notify_all()
                 raise RolloutError(f"{type(self).__name__} has not finished a step for {STEP_SECONDS:g} s")
 
     def _release(self, reason: str) -> None:
