@@ -10,6 +10,10 @@ VENV    := .venv
 PY      := $(VENV)/bin/python
 READY   := $(VENV)/.ready
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+VLLM    := .venv-vllm
+VLLM_PY := $(VLLM)/bin/python
+VLLM_READY := $(VLLM)/.ready
+VLLM_PIP := $(PY) -m pip --python $(VLLM_PY) install --quiet --disable-pip-version-check
 ARGS    ?=
 JOBS    ?= 2
 PYTHON  ?=
@@ -18,21 +22,25 @@ export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-all lint format docs chaos benchmark clean
+.PHONY: help setup setup-vllm demo test test-all test-vllm lint format docs chaos benchmark clean
 
 help:
 	@echo 'make demo        GRPO teaches a small language model, on three workers (about a minute)'
 	@echo 'make test        lint, types and tests (about ten minutes on two cores)'
 	@echo 'make test-all    what make test leaves out as well: the demo in four ways, chaos, hosts, notebooks, deep properties'
+	@echo 'make test-vllm   the tests of VLLMEngine, in an environment of their own; test-all includes them'
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
 	@echo 'make docs        build the documentation into site/, and fail on dead links'
 	@echo 'make chaos       kill processes at random moments, fifty times (ten minutes)'
 	@echo 'make benchmark   this library beside plain Ray, verl and Monarch (over an hour, an idle machine and 20 GB)'
 	@echo 'make setup       only make $(VENV), as the targets above do when they need it'
+	@echo 'make setup-vllm  only make $(VLLM), for rollout workers with VLLMEngine'
 	@echo 'make clean       remove what the targets above have made, $(VENV) included'
 
 setup: $(READY)
+
+setup-vllm: $(VLLM_READY)
 
 demo: $(READY)
 	@$(PY) tutorials/train_grpo.py $(ARGS)
@@ -40,8 +48,11 @@ demo: $(READY)
 test: lint
 	@$(PY) -m pytest -n $(JOBS) $(ARGS)
 
-test-all: lint
+test-all: lint test-vllm
 	@$(PY) -m pytest -n $(JOBS) --full $(ARGS)
+
+test-vllm: $(VLLM_READY)
+	@$(VLLM_PY) -m pytest --full tests/with_vllm $(ARGS)
 
 lint: $(READY)
 	@$(PY) -m ruff check .
@@ -62,7 +73,7 @@ benchmark: $(READY)
 	@$(PY) -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) site benchmarks/.venvs benchmarks/out tutorials/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) site benchmarks/.venvs benchmarks/out tutorials/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find dispatch single_controller workers tests tutorials benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last and removed first, so an interrupted installation never counts as done: the
@@ -88,4 +99,19 @@ $(READY): pyproject.toml constraints.txt
 	fi
 	@$(PIP) torch
 	@$(PIP) --editable '.[dev,all,docs]'
+	@touch $@
+
+# vLLM wants other versions of numpy and transformers than the rest, so it has an environment of its own, with the same
+# Python. The stamp is as above. $(PY)'s pip installs there, because --without-pip makes an environment on any system.
+$(VLLM_READY): constraints-vllm.txt | $(READY)
+	@if [ -f $@ ] && $(VLLM_PY) -c '' 2>/dev/null; then \
+	    rm -f $@; \
+	else \
+	    rm -f $@; \
+	    echo 'Making $(VLLM) with vLLM: about MINUTES minutes, MEGABYTES MB of downloads and GIGABYTES GB on disk, once.'; \
+	    $(PY) -m venv --clear --without-pip $(VLLM); \
+	fi
+	@$(VLLM_PIP) --constraint constraints-vllm.txt torch
+	@$(VLLM_PIP) --no-deps --requirement constraints-vllm.txt
+	@$(VLLM_PIP) --no-deps --editable .
 	@touch $@

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from workers.rollout.hf_engine import HFEngine
     from workers.rollout.http_engine import HTTPEngine
     from workers.rollout.manager import RolloutManager
+    from workers.rollout.vllm_engine import VLLMEngine
     from workers.rollout.worker import RolloutWorker
     from workers.train.args import TrainArgs, TrainArgsError, read_args
     from workers.train.checkpoints import CheckpointError
@@ -69,6 +70,7 @@ __all__ = [
     "TrainArgsError",
     "TrainModel",
     "TrainWorker",
+    "VLLMEngine",
     "WeightBackup",
     "WeightReceiver",
     "WeightSender",
@@ -111,6 +113,7 @@ _HOMES = {
     "TrainArgsError": "workers.train.args",
     "TrainModel": "workers.train.model",
     "TrainWorker": "workers.train.worker",
+    "VLLMEngine": "workers.rollout.vllm_engine",
     "WeightBackup": "workers.train.weight_backup",
     "WeightReceiver": "workers.weight_sync.receiver",
     "WeightSender": "workers.weight_sync.sender",

@@ -57,7 +57,7 @@ class HFEngine(RolloutEngine):
         transformers = require("transformers", extra="hf")
         self.max_batch_size = max_batch_size
         self.device = current_device()
-        made = _make(transformers, model, random_weights, seed, trust_remote_code)
+        made = make_model(model, random_weights, seed, trust_remote_code)
         for parameter in made.parameters():  # made.to(dtype) would also cast the rotary frequencies
             parameter.data = parameter.data.to(dtype)
         made.generation_config = transformers.GenerationConfig()
@@ -197,9 +197,11 @@ def _completion(tokens: list[int], log_probs: list[float], stop_token_ids: Seque
     return Completion(tokens[:end], log_probs[:end], "length" if stop is None else "stop")
 
 
-def _make(transformers: Any, model: Any, random_weights: bool, seed: int, trust_remote_code: bool) -> Any:
+def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: bool) -> Any:
+    """Return the transformers model of an engine's arguments, on the CPU; see `HFEngine`."""
     import torch
 
+    transformers = require("transformers", extra="hf")
     named = isinstance(model, (str, Path))
     if named and not random_weights:
         return transformers.AutoModelForCausalLM.from_pretrained(str(model), trust_remote_code=trust_remote_code)

@@ -1,0 +1,85 @@
+"""What `VLLMEngine` adds to vLLM's own worker processes. vLLM imports this module by name in each of them.
+
+With ``tensor_parallel_size=1`` the only worker is the process of the engine itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class LayerwiseReload:
+    """Methods for vLLM's workers (``worker_extension_cls``), to load new weights in any number of calls.
+
+    vLLM merges tensors (q, k and v into one, for example) and may repack them. It therefore keeps the tensors of a
+    layer until the last one has come, and then replaces the layer's weights in place.
+    """
+
+    vllm_config: VllmConfig
+    device: torch.device
+    model_config: Any
+    distributed_init_method: str
+
+    def rendezvous(self) -> str:
+        """Return the address by which vLLM's processes have found each other."""
+        return self.distributed_init_method
+
+    def reload_begin(self) -> None:
+        """Replace the parameters of all layers by empty ones that collect tensors."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.get_model())  # type: ignore[attr-defined]
+
+    def reload_tensors(self, weights: Sequence[tuple[str, torch.Tensor]], keep: bool) -> None:
+        """Load some of the weights.
+
+        Args:
+            weights: names as in a checkpoint, and whole tensors.
+            keep: whether vLLM may keep the tensors. If not, they are cloned.
+        """
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            model = self.get_model()  # type: ignore[attr-defined]
+            model.load_weights((name, tensor if keep else tensor.clone()) for name, tensor in weights)
+
+    def reload_finish(self) -> None:
+        """Put the weights of all layers in force. A layer of which no tensor has come keeps its weights."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            finalize_layerwise_reload(self.get_model(), self.model_config)  # type: ignore[attr-defined]
+
+
+class LogProbs(LogitsProcessor):  # type: ignore[misc, unused-ignore]  # Any where vLLM is not installed
+    """Turns logits into log-probabilities, after the temperature and before top-k and top-p.
+
+    Subtracting a constant from a row changes neither its maximum nor its softmax, so vLLM samples the same tokens.
+    Top-k and top-p set other tokens to -inf and leave the sampled one alone, so that with
+    ``logprobs_mode="processed_logits"`` vLLM reports the log-probability of the untruncated distribution. Its other
+    modes report it before the temperature, or after top-k and top-p.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        pass
+
+    def is_argmax_invariant(self) -> bool:
+        """True: vLLM calls it after the temperature, and not for requests that it samples greedily."""
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        """Nothing is kept per request."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Normalize the logits, (rows, vocabulary) float32, in place."""
+        return logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
