@@ -33,6 +33,7 @@ class FakeServer(ThreadingHTTPServer):
         api_key: the key that requests must have.
         incremental: SGLang's --incremental-streaming-output.
         delay: seconds per token.
+        end: the model's own end token.
         faults: path -> what goes wrong there next: a status code, or a function of the request's handler.
         seen: (path, body) of all requests.
     """
@@ -46,10 +47,10 @@ class FakeServer(ThreadingHTTPServer):
         self.following = [[draw.gauss(0, 2) for _ in range(VOCABULARY)] for _ in range(VOCABULARY)]
         self.bias = [0.0] * VOCABULARY
         self.log_probs, self.shift, self.training, self.api_key = "raw", 0.0, True, None
-        self.incremental, self.delay, self.faults, self.seen = True, delay, {}, []
+        self.incremental, self.delay, self.end, self.faults, self.seen = True, delay, 7, {}, []
         self.version = "default"
         self.paused = self.asleep = False
-        self.running = 0
+        self.running = self.aborted = 0
         self.changed = threading.Condition()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -77,11 +78,13 @@ class FakeServer(ThreadingHTTPServer):
 
     def tokens(self, prompt, count, temperature, top_p, top_k, draw, stops=()):
         """Yield (token, its log-probability, log-probabilities of all tokens) at temperature 1 or as configured."""
-        last = prompt[-1]
+        last, aborted = prompt[-1], self.aborted
         for _ in range(count):
             with self.changed:
-                while self.paused:
+                while self.paused and self.aborted == aborted:
                     self.changed.wait()
+                if self.aborted != aborted:
+                    return
                 logits = [a + b for a, b in zip(self.following[last], self.bias, strict=True)]
             raw, tempered = log_softmax(logits), log_softmax([one / (temperature or 1.0) for one in logits])
             kept = truncated(tempered, top_p, 1 if temperature == 0 else top_k)
@@ -184,6 +187,7 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with self.server.changed:
                 self.server.running -= 1
+                self.server.changed.notify_all()
 
     # --- vLLM -----------------------------------------------------------------------------------------------------
 
@@ -224,8 +228,13 @@ class Handler(BaseHTTPRequestHandler):
         self.streamed(events())
 
     def pause(self, body, query):
-        with self.server.changed:
-            self.server.paused = True
+        server = self.server
+        with server.changed:
+            server.paused = True
+            if body.get("mode") == "abort":
+                server.aborted += 1
+                server.changed.notify_all()
+                assert server.changed.wait_for(lambda: not server.running, 5)
         self.answer({"status": "paused"})
 
     def resume(self, body, query):
@@ -259,6 +268,8 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def sleep(self, body, query):
+        if self.path == "/release_memory_occupation" and self.server.running:
+            return self.error(500, "release_memory_occupation should be called only when server is idle.")
         self.server.asleep = True
         self.answer({"status": "sleeping"})
 
@@ -276,7 +287,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def generate(self, body, query):
         server, how, top = self.server, body["sampling_params"], body["top_logprobs_num"]
-        assert body["stream"] and body["return_logprob"] and how["ignore_eos"]  # which ignores stop_token_ids, too
+        assert body["stream"] and body["return_logprob"]
+        stops = () if how["ignore_eos"] else {*how["stop_token_ids"], server.end}  # ignore_eos ignores both
         place = iter(range(len(body["input_ids"]), POSITIONS))
 
         def draw(weights):  # by seed and position
@@ -284,9 +296,13 @@ class Handler(BaseHTTPRequestHandler):
 
         def events():
             length = how["max_new_tokens"]
-            drawn = server.tokens(body["input_ids"], length, how["temperature"], how["top_p"], how["top_k"], draw, ())
+            drawn = server.tokens(
+                body["input_ids"], length, how["temperature"], how["top_p"], how["top_k"], draw, stops
+            )
             found, tops = [], []
             for number, (token, log_prob, whole) in enumerate(drawn, 1):
+                reason = {"type": "length", "length": length} if number == length else None
+                reason = {"type": "stop", "matched": token} if token in stops else reason
                 found.append([log_prob, token, None])
                 tops.append([[one, k, None] for k, one in sorted(enumerate(whole), key=lambda pair: -pair[1])[:top]])
                 first = number - 1 if server.incremental else 0
@@ -295,7 +311,7 @@ class Handler(BaseHTTPRequestHandler):
                     "output_ids": [one for _, one, _ in found[first:]],
                     "meta_info": {
                         "id": "0",
-                        "finish_reason": {"type": "length", "length": length} if number == length else None,
+                        "finish_reason": reason,
                         "completion_tokens": number,
                         "weight_version": server.version,
                         "output_token_logprobs": found[first:],

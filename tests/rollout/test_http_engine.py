@@ -24,7 +24,7 @@ from workers.rollout import http_client, http_engine
 
 CONFIG = {"vocab_size": 32}
 SHAPES = {"following": (32, 32), "bias": (32,)}
-LONG = SamplingParams(400)
+LONG = SamplingParams(200)
 
 
 class Both(EngineContract):
@@ -76,6 +76,7 @@ class TestVLLM(Both):
         yield from contract_subject(tmp_path_factory, "vllm", "tempered")
 
 
+@pytest.mark.full("the contract of all engines in SGLang's dialect")
 class TestSGLang(Both):
     @pytest.fixture(scope="class")
     @classmethod
@@ -152,6 +153,38 @@ def test_token_ids_are_read_from_the_tokens_if_need_be(server, engine_of, monkey
         engine_of(dialect="openai")
 
 
+def test_sglang_in_short(server, engine_of):
+    """What `TestSGLang` tests in full."""
+    engine = engine_of(dialect="sglang")
+    models = {1: load(engine)}
+    futures = [engine.submit(prompt, LONG, str(k), seed=k) for k, prompt in enumerate(PROMPTS)]
+    begun(engine, 8)
+    models[2] = load(engine, 4, 2)
+    assert server.version.startswith("2.") and not server.paused
+    for prompt, future in zip(PROMPTS, futures, strict=True):
+        completion = future.result(20)
+        assert len(completion.token_ids) == 200 and set(completion.weight_versions) == {1, 2}
+        Subject(engine, log_probs=Bigram.log_probs).check(completion, prompt, models)
+    free = engine.generate(PROMPTS, SamplingParams(12, temperature=0.7, top_k=20), SEEDS)
+    for prompt, completion in zip(PROMPTS, free, strict=True):
+        Subject(engine, log_probs=Bigram.log_probs).check(completion, prompt, models, 0.7)
+    stops = (free[0].token_ids[4],)
+    server.end = next(token for token in free[1].token_ids if token not in stops)
+    stopped = engine.generate(PROMPTS, SamplingParams(12, temperature=0.7, top_k=20, stop_token_ids=stops), SEEDS)
+    for whole, completion in zip(free, stopped, strict=True):
+        end = next((k + 1 for k, token in enumerate(whole.token_ids) if token in stops), None)
+        assert completion.token_ids == whole.token_ids[:end]
+        assert completion.finish_reason == ("length" if end is None else "stop")
+    assert server.end in {token for one in stopped for token in one.token_ids}  # where SGLang stopped, too
+    futures = [engine.submit(prompt, LONG, str(k), seed=k) for k, prompt in enumerate(PROMPTS)]
+    begun(engine, 8)
+    engine.sleep()
+    assert server.asleep and server.running == 0 and not any(future.done() for future in futures)
+    engine.wake_up()
+    assert not server.asleep and not server.paused
+    assert all(len(future.result(20).token_ids) == 200 for future in futures)
+
+
 def test_sglang_may_repeat_all_tokens_in_each_event(server, engine_of):
     expected = engine_of(dialect="sglang").generate(PROMPTS, SamplingParams(9), SEEDS)
     server.incremental = False
@@ -206,13 +239,14 @@ def test_numbers_that_are_not_log_probabilities_are_refused(server, engine_of):
 
 def test_server_that_stops_at_its_own_tokens_is_an_error(server, engine_of):
     engine = engine_of(config=None)
-    with pytest.raises(RolloutError, match=r"ended a completion after 12 of 400 tokens \(finish_reason 'length'\)"):
+    with pytest.raises(RolloutError, match=r"ended a completion after 12 of 200 tokens \(finish_reason 'length'\)"):
         engine._positions = None
         engine.generate([[1] * 500], LONG, [0])
 
 
-def test_server_checks_the_tokens_where_the_vocabulary_is_not_known(engine_of):
+def test_server_checks_the_tokens_where_the_vocabulary_is_not_known(engine_of, caplog):
     engine = engine_of(config=None)
+    assert "the vocabulary of the model at" in caplog.text
     with pytest.raises(RolloutError, match=r"POST /v1/completions with 400: Token id 99 is out of vocabulary"):
         engine.generate([[1], [99]], SamplingParams(4), [0, 0])
     with pytest.raises(PromptError, match=r"prompt 0 has 500 tokens.*the server's 512 positions"):
@@ -261,11 +295,11 @@ def test_server_without_pause_is_asked_for_the_rest(server, engine_of):
     assert not future.done() and not server.paused
     engine.resume()
     completion = future.result(20)
-    assert len(completion.token_ids) == 400
+    assert len(completion.token_ids) == 200
     expected = model.log_probs([1], completion.token_ids)
     torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=1e-4, rtol=0)
     rest = server.seen[-1][1]
-    done = 400 - rest["max_tokens"]
+    done = 200 - rest["max_tokens"]
     assert done > 0 and rest["prompt"] == [1, *completion.token_ids[:done]]
     assert rest["seed"] != 5  # would draw the same numbers once more
 
@@ -279,6 +313,20 @@ def test_paused_request_is_not_late(server, engine_of):
     time.sleep(0.5)
     engine.resume()
     assert len(future.result(10).token_ids) == 50
+
+
+def test_update_of_a_paused_server_leaves_it_paused(server, engine_of):
+    engine = engine_of()
+    models = {1: load(engine)}
+    future = engine.submit([1], LONG, "a", seed=0)
+    begun(engine)
+    engine.pause()
+    models[2] = load(engine, 4, 2)
+    assert server.paused and not future.done()
+    engine.resume()
+    completion = future.result(20)
+    assert not server.paused and set(completion.weight_versions) == {1, 2}
+    Subject(engine, log_probs=Bigram.log_probs).check(completion, [1], models)
 
 
 def test_engine_that_was_killed_leaves_no_paused_server(server, engine_of):
@@ -301,7 +349,7 @@ def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
     with pytest.raises(RolloutError, match="asleep"):
         engine.generate([[1]], SamplingParams(2), [0])
     engine.wake_up()
-    assert not server.asleep and len(future.result(20).token_ids) == 400
+    assert not server.asleep and len(future.result(20).token_ids) == 200
     server.faults["/sleep"] = 500
     with pytest.raises(RolloutError, match=r"POST /sleep.* with 500"):
         engine.sleep()
@@ -357,7 +405,7 @@ def test_folder_of_an_update_is_removed(server, engine_of, tmp_path):
     assert engine.generate([[1]], SamplingParams(1), [0])[0].weight_versions == [3]
 
 
-def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch):
+def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch, caplog):
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
     engine = engine_of()
     load(engine)
@@ -369,6 +417,9 @@ def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch
         engine.generate([[1]], SamplingParams(1), [0])
     load(engine, version=2)
     engine.generate([[1]], SamplingParams(1), [0])
+    with caplog.at_level("WARNING"):
+        engine_of()
+    assert "of an earlier update; update them again" in caplog.text
 
 
 def test_names_of_weights_are_those_of_transformers(server, engine_of, tmp_path):

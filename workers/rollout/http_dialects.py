@@ -61,6 +61,7 @@ class OpenAI:
         path: of the requests for completions.
         positional_seeds: whether a request for the rest of a completion draws, with the same seed, what the whole one
             would have drawn.
+        own_stops: whether a request with stop tokens may also end at the model's own end tokens.
         coldest: the server raises lower temperatures to this one, except 0.
         pauses: whether the server has `pause` and `resume`.
         no_updates: why the server cannot take weights, and what to do; empty if it can.
@@ -69,6 +70,7 @@ class OpenAI:
 
     path = "/v1/completions"
     positional_seeds = False
+    own_stops = False
     coldest = 0.0
     pauses = False
     no_updates = (
@@ -253,6 +255,7 @@ class SGLang(OpenAI):
 
     path = "/generate"
     positional_seeds = True  # what is drawn depends on the seed and the position, in deterministic mode
+    own_stops = True
     pauses = True
     no_updates = ""
     modes = "start SGLang without the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -270,8 +273,8 @@ class SGLang(OpenAI):
         return Served(listed.name, info.get("model_path"), listed.positions)
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
-        """See `OpenAI.body`. With ``ignore_eos`` SGLang ignores the stop tokens, too: the engine stops there itself.
-        Without it, SGLang would stop at the model's end tokens, whichever are asked for."""
+        """See `OpenAI.body`. With ``ignore_eos`` SGLang ignores the stop tokens, too. Without it, it also stops at the
+        model's end tokens."""
         return {
             "input_ids": list(prompt),
             "stream": True,
@@ -286,7 +289,8 @@ class SGLang(OpenAI):
                 "frequency_penalty": 0.0,
                 "presence_penalty": 0.0,
                 "repetition_penalty": 1.0,
-                "ignore_eos": True,
+                "stop_token_ids": list(how.stop_token_ids),
+                "ignore_eos": not how.stop_token_ids,
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
                 "sampling_seed": seed,
@@ -333,11 +337,14 @@ class SGLang(OpenAI):
 
     def sleep(self) -> None:
         """See `OpenAI.sleep`. SGLang must run with --enable-memory-saver and --enable-weights-cpu-backup."""
+        # SGLang's scheduler dies if it has requests now. It aborts those of closed streams only after two seconds.
+        self.server.post("/pause_generation", {"mode": "abort"})
         self.server.post("/release_memory_occupation", {})
 
     def wake_up(self) -> None:
         """See `OpenAI.wake_up`."""
         self.server.post("/resume_memory_occupation", {})
+        self.resume()
 
     def cache_usage(self) -> float | None:
         """See `EngineLoad.cache_usage`. It needs SGLang's --enable-metrics."""

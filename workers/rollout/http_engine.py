@@ -90,8 +90,8 @@ class HTTPEngine(RequestEngine):
             token ids; that one cannot take weights.
         model: name of the model in requests; by default the first that the server has.
         config: of the model: a Hugging Face config, the dict of one, a folder with ``config.json``, or a name on the
-            hub. By default the folder that the server names, if it exists on this host. Needed for updates; without it,
-            the server alone checks the prompts' tokens.
+            hub. By default the folder that the server names, if it exists on this host. Needed for updates, and to
+            refuse prompts with tokens outside the vocabulary.
         weights_dir: a folder that the server sees under the same path. By default the one for temporary files, if
             ``url`` is of this host. The files of an update are deleted when the server has read them.
         api_key: of the server.
@@ -141,6 +141,12 @@ class HTTPEngine(RequestEngine):
         fields = _fields_of(config, trust_remote_code)
         text = fields.get("text_config") or fields
         self._vocabulary: int | None = text.get("vocab_size")
+        if self._vocabulary is None:
+            logger.warning(
+                "the vocabulary of the model at %s is not known; a prompt with a token outside it may end the server, "
+                "as it ends vLLM's with --skip-tokenizer-init. Pass config=",
+                url,
+            )
         self._positions: int | None = served.positions or text.get("max_position_embeddings")
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         if weights_dir is None and self._server.host in ("localhost", "127.0.0.1", "::1"):
@@ -151,11 +157,15 @@ class HTTPEngine(RequestEngine):
         self._file_of: dict[str, str] = {}
         self._readers: dict[Request, _Reader] = {}
         """The requests that are at the server. Only the engine's thread changes it."""
+        self._waiting: deque[Request] = deque()
+        """Those that are not there yet, or no longer. Used by the engine's thread alone."""
         self._looked = 0.0
         """When the engine's thread last looked for streams that are silent."""
         self._server_paused = False
         self._stamp = self._dialect.version()
         """What the server says that its version is, while its weights are those that this engine knows of."""
+        if self._stamp not in (None, "default"):  # what vLLM and SGLang say of the weights that they began with
+            logger.warning("the server at %s has weights %r of an earlier update; update them again", url, self._stamp)
         self._asked = time.monotonic()
         self._usage: tuple[float, float | None] = (-math.inf, None)
         self._log_probs = self._probe()
@@ -194,7 +204,8 @@ class HTTPEngine(RequestEngine):
     def serve(self) -> None:
         """See `RequestEngine.serve`."""
         parts: queue.SimpleQueue[tuple[_Reader, Any]] = queue.SimpleQueue()
-        waiting: deque[Request] = deque()
+        waiting = self._waiting
+        waiting.clear()  # what a step that failed has left
         try:
             while (changes := self.next_step()) is not None:
                 waiting += changes.added
@@ -229,7 +240,7 @@ class HTTPEngine(RequestEngine):
                     self._close(reader)
                     self._fail([reader.request], error)
         now = time.monotonic()
-        if now > self._looked + 1:
+        if now > self._looked + min(1.0, self._server.timeout / 4):
             self._looked, late = now, now - self._server.timeout
             for reader in [reader for reader in self._readers.values() if reader.heard < late]:
                 self._close(reader)
@@ -260,7 +271,9 @@ class HTTPEngine(RequestEngine):
             ended = "length"
         elif part.ended == "abort":  # somebody else told the server
             ended = "abort"
-        if ended is None and part.ended is not None:
+        if ended is None and part.ended == "stop" and end and self._dialect.own_stops:
+            self._waiting.append(self._close(reader))  # the rest is still to come
+        elif ended is None and part.ended is not None:
             raise RolloutError(
                 f"the server at {self.url} ended a completion after {len(request.token_ids) + end} of "
                 f"{how.max_new_tokens} tokens (finish_reason {part.ended!r}) at a token that is not in stop_token_ids. "
