@@ -29,8 +29,8 @@ CONFIG = LlamaConfig(
 
 
 def _die_with_parent():
-    """No server is left when the tests are killed; vLLM's own children end when it does."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    """No server is left when the tests are killed. It must not be killed itself: its children would go on."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 class VLLMServer:
