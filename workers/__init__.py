@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from workers.rollout.engine import Completion, EngineLoad, RolloutEngine, SamplingParams
     from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
     from workers.rollout.hf_engine import HFEngine
+    from workers.rollout.http_engine import HTTPEngine
     from workers.rollout.manager import RolloutManager
     from workers.rollout.requests import RequestEngine
     from workers.rollout.vllm_engine import VLLMEngine
@@ -49,6 +50,7 @@ __all__ = [
     "FSDPTrainModel",
     "FSDPTrainWorker",
     "HFEngine",
+    "HTTPEngine",
     "MegatronLMWorker",
     "MegatronTrainModel",
     "MegatronTrainWorker",
@@ -93,6 +95,7 @@ _HOMES = {
     "FSDPTrainModel": "workers.fsdp.train_model",
     "FSDPTrainWorker": "workers.fsdp.worker",
     "HFEngine": "workers.rollout.hf_engine",
+    "HTTPEngine": "workers.rollout.http_engine",
     "MegatronLMWorker": "workers.megatron.lm",
     "MegatronTrainModel": "workers.megatron.train_model",
     "MegatronTrainWorker": "workers.megatron.train_worker",

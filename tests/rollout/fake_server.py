@@ -1,0 +1,368 @@
+"""A server that speaks as vLLM's or SGLang's does, for the requests that an engine makes, in front of a toy model.
+
+The model is that of `rollout_helpers.Bigram`. Requests and answers have the fields that vLLM 0.32 and SGLang 0.5.23
+document. Only the standard library is needed, so that it also starts quickly as a process: ``python fake_server.py``
+writes its port.
+"""
+
+import json
+import math
+import random
+import struct
+import sys
+import threading
+import time
+from array import array
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+VOCABULARY = 32
+POSITIONS = 512
+NEVER = -9999.0  # what vLLM sends for minus infinity
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Begins to serve at once.
+
+    Attributes:
+        log_probs: what they are: "raw" or "processed", as by vLLM's --logprobs-mode, "tempered" or "logits".
+        shift: is added to them.
+        training: whether the endpoints of vLLM's development mode are there.
+        api_key: the key that requests must have.
+        incremental: SGLang's --incremental-streaming-output.
+        delay: seconds per token.
+        end: the model's own end token.
+        faults: path -> what goes wrong there next: a status code, or a function of the request's handler.
+        seen: (path, body) of all requests.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, delay=0.001, port=0):
+        super().__init__(("127.0.0.1", port), Handler)
+        draw = random.Random(0)
+        self.following = [[draw.gauss(0, 2) for _ in range(VOCABULARY)] for _ in range(VOCABULARY)]
+        self.bias = [0.0] * VOCABULARY
+        self.log_probs, self.shift, self.training, self.api_key = "raw", 0.0, True, None
+        self.incremental, self.delay, self.end, self.faults, self.seen = True, delay, 7, {}, []
+        self.version = "default"
+        self.paused = self.asleep = False
+        self.running = self.aborted = 0
+        self.changed = threading.Condition()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        pass  # clients that go away
+
+    def close(self):
+        self.shutdown()
+        self.server_close()
+
+    def load(self, folder):
+        index = json.loads(Path(folder, "model.safetensors.index.json").read_text())["weight_map"]
+        for name, file in index.items():
+            data = Path(folder, file).read_bytes()
+            (size,) = struct.unpack("<Q", data[:8])
+            about = json.loads(data[8 : 8 + size])[name]
+            start, end = (8 + size + offset for offset in about["data_offsets"])
+            numbers = array("f", data[start:end]).tolist()
+            rows = [numbers[k : k + VOCABULARY] for k in range(0, len(numbers), VOCABULARY)]
+            setattr(self, name, rows if name == "following" else rows[0])
+
+    def tokens(self, prompt, count, temperature, top_p, top_k, draw, stops=()):
+        """Yield (token, its log-probability, log-probabilities of all tokens) at temperature 1 or as configured."""
+        last, aborted = prompt[-1], self.aborted
+        for _ in range(count):
+            with self.changed:
+                while self.paused and self.aborted == aborted:
+                    self.changed.wait()
+                if self.aborted != aborted:
+                    return
+                logits = [a + b for a, b in zip(self.following[last], self.bias, strict=True)]
+            raw, tempered = log_softmax(logits), log_softmax([one / (temperature or 1.0) for one in logits])
+            kept = truncated(tempered, top_p, 1 if temperature == 0 else top_k)
+            weights = [math.exp(one) for one in kept]
+            token = draw(weights)
+            whole = {
+                "raw": raw,
+                "processed": tempered if temperature == 0 else kept,
+                "tempered": [NEVER if of == NEVER else one for one, of in zip(tempered, kept, strict=True)],
+                "logits": [one / (temperature or 1.0) for one in logits],
+            }[self.log_probs]
+            yield token, whole[token] + self.shift, whole
+            last = token
+            if token in stops:
+                return
+            time.sleep(self.delay)
+
+
+def log_softmax(logits):
+    highest = max(logits)
+    total = highest + math.log(math.fsum(math.exp(one - highest) for one in logits))
+    return [one - total for one in logits]
+
+
+def truncated(log_probs, top_p, top_k):
+    order = sorted(range(len(log_probs)), key=lambda token: -log_probs[token])
+    kept, mass = [], 0.0
+    for token in order[: top_k if top_k > 0 else None]:
+        if mass < top_p:
+            kept.append(token)
+            mass += math.exp(log_probs[token])
+    total = math.log(sum(math.exp(log_probs[token]) for token in kept))
+    return [log_probs[token] - total if token in kept else NEVER for token in range(len(log_probs))]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.handled(None)
+
+    def do_POST(self):
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.handled(json.loads(data) if data else None)
+
+    def handled(self, body):
+        server = self.server
+        parts = urlsplit(self.path)
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        server.seen.append((parts.path, body))
+        fault = server.faults.pop(parts.path, None)
+        if callable(fault):
+            return fault(self)
+        if fault is not None:
+            return self.error(fault, "this was asked for")
+        if server.api_key is not None and self.headers.get("Authorization") != f"Bearer {server.api_key}":
+            return self.answer({"error": "Unauthorized"}, 401)
+        method = ROUTES.get((self.command, parts.path))
+        if method is None or (parts.path in TRAINING and not server.training):
+            return self.answer({"detail": "Not Found"}, 404)
+        method(self, body or {}, query)
+
+    def answer(self, content, status=200):
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def error(self, status, message):
+        self.answer({"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}, status)
+
+    def begin_stream(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def event(self, content):
+        text = f"data: {content if isinstance(content, str) else json.dumps(content)}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text))
+
+    def end_stream(self):
+        self.event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def streamed(self, events):
+        with self.server.changed:
+            self.server.running += 1
+        try:
+            self.begin_stream()
+            with suppress(OSError):  # the client has gone
+                for event in events:
+                    self.event(event)
+                self.end_stream()
+        finally:
+            with self.server.changed:
+                self.server.running -= 1
+                self.server.changed.notify_all()
+
+    # --- vLLM -----------------------------------------------------------------------------------------------------
+
+    def models(self, body, query):
+        self.answer({"object": "list", "data": [{"id": "toy", "root": "/models/toy", "max_model_len": POSITIONS}]})
+
+    def completions(self, body, query):
+        server, top = self.server, body["logprobs"]
+        assert body["stream"] and body["return_token_ids"] and body["ignore_eos"]
+        if not all(token < VOCABULARY for token in body["prompt"]):
+            return self.error(400, "Token id 99 is out of vocabulary")
+        state = random.Random(body["seed"])  # the state goes on through a pause
+        length = min(body["max_tokens"], POSITIONS - len(body["prompt"]))
+
+        def events():
+            stops = body["stop_token_ids"]
+            tokens = server.tokens(
+                body["prompt"],
+                length,
+                body["temperature"],
+                body["top_p"],
+                body.get("top_k", 0),
+                lambda weights: state.choices(range(VOCABULARY), weights)[0],
+                stops,
+            )
+            for number, (token, log_prob, whole) in enumerate(tokens, 1):
+                order = sorted(range(VOCABULARY), key=lambda one: -whole[one])[:top]
+                reason = "stop" if token in stops else "length" if number == length else None
+                found = {
+                    "text_offset": [0],
+                    "token_logprobs": [log_prob],
+                    "tokens": [f"token_id:{token}"],
+                    "top_logprobs": [{f"token_id:{one}": whole[one] for one in dict.fromkeys([token, *order])}],
+                }
+                choice = {"index": 0, "text": "", "logprobs": found, "finish_reason": reason, "token_ids": [token]}
+                yield {"id": "cmpl-0", "object": "text_completion", "model": "toy", "choices": [choice]}
+
+        self.streamed(events())
+
+    def pause(self, body, query):
+        server = self.server
+        with server.changed:
+            server.paused = True
+            if body.get("mode") == "abort":
+                server.aborted += 1
+                server.changed.notify_all()
+                assert server.changed.wait_for(lambda: not server.running, 5)
+        self.answer({"status": "paused"})
+
+    def resume(self, body, query):
+        with self.server.changed:
+            self.server.paused = False
+            self.server.changed.notify_all()
+        self.answer({"status": "resumed"})
+
+    def is_paused(self, body, query):
+        self.answer({"is_paused": self.server.paused})
+
+    def collective_rpc(self, body, query):
+        assert body["method"] == "reload_weights" and self.server.paused
+        self.server.load(body["kwargs"]["weights_path"])
+        self.answer({"results": [None]})
+
+    def reset_prefix_cache(self, body, query):
+        self.answer({"success": query["reset_running_requests"] == "true"})
+
+    def update_weight_version(self, body, query):
+        self.server.version = body["new_version"]
+        self.answer({"success": True, "new_version": self.server.version})
+
+    def weight_info(self, body, query):
+        self.answer({"weight_version": self.server.version})
+
+    def metrics(self, body, query):
+        self.answer(
+            "# HELP vllm:kv_cache_usage_perc KV-cache usage.\n"
+            'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25\nsglang:token_usage{model="toy"} 0.5\n'
+        )
+
+    def sleep(self, body, query):
+        if self.path == "/release_memory_occupation" and self.server.running:
+            return self.error(500, "release_memory_occupation should be called only when server is idle.")
+        self.server.asleep = True
+        self.answer({"status": "sleeping"})
+
+    def wake_up(self, body, query):
+        self.server.asleep = False
+        self.answer({"status": "awake"})
+
+    # --- SGLang ---------------------------------------------------------------------------------------------------
+
+    def model_info(self, body, query):
+        self.answer({"model_path": "/models/toy", "is_generation": True, "weight_version": self.server.version})
+
+    def server_info(self, body, query):
+        self.answer({"enable_deterministic_inference": True, "incremental_streaming_output": self.server.incremental})
+
+    def generate(self, body, query):
+        server, how, top = self.server, body["sampling_params"], body["top_logprobs_num"]
+        assert body["stream"] and body["return_logprob"]
+        stops = () if how["ignore_eos"] else {*how["stop_token_ids"], server.end}  # ignore_eos ignores both
+        place = iter(range(len(body["input_ids"]), POSITIONS))
+
+        def draw(weights):  # by seed and position
+            return random.Random(how["sampling_seed"] * 1_000_003 + next(place)).choices(range(VOCABULARY), weights)[0]
+
+        def events():
+            length = how["max_new_tokens"]
+            drawn = server.tokens(
+                body["input_ids"], length, how["temperature"], how["top_p"], how["top_k"], draw, stops
+            )
+            found, tops = [], []
+            for number, (token, log_prob, whole) in enumerate(drawn, 1):
+                reason = {"type": "length", "length": length} if number == length else None
+                reason = {"type": "stop", "matched": token} if token in stops else reason
+                found.append([log_prob, token, None])
+                tops.append([[one, k, None] for k, one in sorted(enumerate(whole), key=lambda pair: -pair[1])[:top]])
+                first = number - 1 if server.incremental else 0
+                yield {
+                    "text": "",
+                    "output_ids": [one for _, one, _ in found[first:]],
+                    "meta_info": {
+                        "id": "0",
+                        "finish_reason": reason,
+                        "completion_tokens": number,
+                        "weight_version": server.version,
+                        "output_token_logprobs": found[first:],
+                        "output_top_logprobs": tops[first:] if top else [],
+                    },
+                }
+
+        self.streamed(events())
+
+    def update_weights_from_disk(self, body, query):
+        assert self.server.paused and body["flush_cache"]
+        self.server.load(body["model_path"])
+        self.server.version = body["weight_version"]
+        self.answer({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+
+ROUTES = {
+    ("GET", "/v1/models"): Handler.models,
+    ("POST", "/v1/completions"): Handler.completions,
+    ("POST", "/pause"): Handler.pause,
+    ("POST", "/resume"): Handler.resume,
+    ("GET", "/is_paused"): Handler.is_paused,
+    ("POST", "/collective_rpc"): Handler.collective_rpc,
+    ("POST", "/reset_prefix_cache"): Handler.reset_prefix_cache,
+    ("POST", "/update_weight_version"): Handler.update_weight_version,
+    ("GET", "/weight_info"): Handler.weight_info,
+    ("GET", "/metrics"): Handler.metrics,
+    ("POST", "/sleep"): Handler.sleep,
+    ("POST", "/wake_up"): Handler.wake_up,
+    ("GET", "/model_info"): Handler.model_info,
+    ("GET", "/server_info"): Handler.server_info,
+    ("POST", "/generate"): Handler.generate,
+    ("POST", "/pause_generation"): Handler.pause,
+    ("POST", "/continue_generation"): Handler.resume,
+    ("POST", "/update_weights_from_disk"): Handler.update_weights_from_disk,
+    ("POST", "/release_memory_occupation"): Handler.sleep,
+    ("POST", "/resume_memory_occupation"): Handler.wake_up,
+}
+TRAINING = {
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+    "/weight_info",
+    "/sleep",
+    "/wake_up",
+}
+
+if __name__ == "__main__":
+    serving = FakeServer(port=int(sys.argv[1]) if sys.argv[1:] else 0)
+    print(serving.server_port, flush=True)
+    threading.Event().wait()

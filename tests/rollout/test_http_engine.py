@@ -1,0 +1,548 @@
+"""HTTPEngine in front of a server with a toy model: the contract of all engines in two dialects, and what goes wrong.
+
+tests/with_vllm runs the same against vLLM's own server. SGLang's has never run here.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import fake_server
+import pytest
+import torch
+from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
+from fake_server import FakeServer
+from rollout_helpers import LLAMA, TIED, Bigram, plain_model
+
+from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
+from workers import HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
+from workers.rollout import http_client, http_engine
+
+CONFIG = {"vocab_size": 32}
+SHAPES = {"following": (32, 32), "bias": (32,)}
+LONG = SamplingParams(200)
+
+
+class Both(EngineContract):
+    updates = 5
+    long = 60
+
+
+@pytest.fixture
+def server():
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def engine_of(server, tmp_path):
+    """Make an engine of the server; its weights are those of the toy model."""
+    made = []
+
+    def make(**options):
+        if options.get("dialect") == "sglang":
+            server.log_probs = "tempered"
+        engine = HTTPEngine(options.pop("url", server.url), **{"config": CONFIG, "weights_dir": tmp_path, **options})
+        engine._shapes = SHAPES  # transformers has no such model
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def contract_subject(tmp_path_factory, dialect, log_probs):
+    server = FakeServer(delay=0.002)
+    server.log_probs = log_probs
+    engine = HTTPEngine(server.url, dialect=dialect, config=CONFIG, weights_dir=tmp_path_factory.mktemp("weights"))
+    engine._shapes = SHAPES
+    yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=fake_server.POSITIONS)
+    engine.close()
+    server.close()
+
+
+class TestVLLM(Both):
+    seeded_continuation = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory):
+        yield from contract_subject(tmp_path_factory, "vllm", "tempered")
+
+
+@pytest.mark.full("the contract of all engines in SGLang's dialect")
+class TestSGLang(Both):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory):
+        yield from contract_subject(tmp_path_factory, "sglang", "tempered")
+
+
+def load(engine, seed=3, version=1):
+    model = Bigram(seed)
+    engine.begin_update()
+    engine.load_weights(model.state_dict().items())
+    engine.finish_update(version)
+    return model
+
+
+def begun(engine, count=1):
+    end = time.monotonic() + 10
+    while engine.load().running < count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+# --- what is sent ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "openai"])
+def test_request_has_the_documented_fields(server, engine_of, dialect):
+    engine = engine_of(dialect=dialect, request_fields={"stream_interval": 4})
+    how = SamplingParams(5, top_p=0.9, top_k=7, stop_token_ids=(31,))
+    engine.generate([[1, 2]], how, [-1])  # vLLM takes -1 for "no seed"
+    body = dict(server.seen[-1][1])
+    wanted = {
+        **{"model": "toy", "prompt": [1, 2], "max_tokens": 5, "temperature": 1.0, "top_p": 0.9, "top_k": 7},
+        **{"seed": 2**63 - 1, "stop_token_ids": [31], "ignore_eos": True, "logprobs": 0, "stream": True},
+        **{"return_token_ids": True, "stream_interval": 4},
+    }
+    assert body | wanted == body
+    assert ("repetition_penalty" in body) == (dialect == "vllm")  # others may not know it
+
+
+def test_key_is_sent_and_missing_one_is_named(server, engine_of):
+    server.api_key = "secret"
+    with pytest.raises(RolloutError, match=r"GET /v1/models with 401: Unauthorized; pass its key as api_key="):
+        engine_of()
+    assert engine_of(api_key="secret").generate([[1]], SamplingParams(2), [0])[0].finish_reason == "length"
+
+
+def test_token_ids_are_read_from_the_tokens_if_need_be(server, engine_of, monkeypatch):
+    expected = engine_of().generate([[1]], SamplingParams(4), [0])
+    sent = fake_server.Handler.event
+
+    def without_ids(self, content):
+        if isinstance(content, dict):
+            del content["choices"][0]["token_ids"]
+        sent(self, content)
+
+    monkeypatch.setattr(fake_server.Handler, "event", without_ids)
+    assert engine_of(dialect="openai").generate([[1]], SamplingParams(4), [0]) == expected
+
+    def with_text(self, content):
+        if isinstance(content, dict):
+            content["choices"][0]["logprobs"]["tokens"] = ["the"]
+        without_ids(self, content)
+
+    monkeypatch.setattr(fake_server.Handler, "event", with_text)
+    with pytest.raises(RolloutError, match=r"'the' as a token; completions need token ids.*return_token_ids"):
+        engine_of(dialect="openai")
+
+
+def test_sglang_in_short(server, engine_of):
+    """What `TestSGLang` tests in full."""
+    engine = engine_of(dialect="sglang")
+    models = {1: load(engine)}
+    futures = [engine.submit(prompt, LONG, str(k), seed=k) for k, prompt in enumerate(PROMPTS)]
+    begun(engine, 8)
+    models[2] = load(engine, 4, 2)
+    assert server.version.startswith("2.") and not server.paused
+    for prompt, future in zip(PROMPTS, futures, strict=True):
+        completion = future.result(20)
+        assert len(completion.token_ids) == 200 and set(completion.weight_versions) == {1, 2}
+        Subject(engine, log_probs=Bigram.log_probs).check(completion, prompt, models)
+    free = engine.generate(PROMPTS, SamplingParams(12, temperature=0.7, top_k=20), SEEDS)
+    for prompt, completion in zip(PROMPTS, free, strict=True):
+        Subject(engine, log_probs=Bigram.log_probs).check(completion, prompt, models, 0.7)
+    stops = (free[0].token_ids[4],)
+    server.end = next(token for token in free[1].token_ids if token not in stops)
+    stopped = engine.generate(PROMPTS, SamplingParams(12, temperature=0.7, top_k=20, stop_token_ids=stops), SEEDS)
+    for whole, completion in zip(free, stopped, strict=True):
+        end = next((k + 1 for k, token in enumerate(whole.token_ids) if token in stops), None)
+        assert completion.token_ids == whole.token_ids[:end]
+        assert completion.finish_reason == ("length" if end is None else "stop")
+    assert server.end in {token for one in stopped for token in one.token_ids}  # where SGLang stopped, too
+    futures = [engine.submit(prompt, LONG, str(k), seed=k) for k, prompt in enumerate(PROMPTS)]
+    begun(engine, 8)
+    engine.sleep()
+    assert server.asleep and server.running == 0 and not any(future.done() for future in futures)
+    engine.wake_up()
+    assert not server.asleep and not server.paused
+    assert all(len(future.result(20).token_ids) == 200 for future in futures)
+
+
+def test_sglang_may_repeat_all_tokens_in_each_event(server, engine_of):
+    expected = engine_of(dialect="sglang").generate(PROMPTS, SamplingParams(9), SEEDS)
+    server.incremental = False
+    assert engine_of(dialect="sglang").generate(PROMPTS, SamplingParams(9), SEEDS) == expected
+
+
+# --- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("meaning", "allowed", "refused"),
+    [
+        ("raw", [{"top_k": 5}, {"temperature": 0}], [{"temperature": 0.7}, {"temperature": 2, "top_p": 0.9}]),
+        ("processed", [{"temperature": 0.7}, {"temperature": 0, "top_k": 5}], [{"top_k": 5}, {"top_p": 0.9}]),
+        ("tempered", [{"temperature": 0.7, "top_p": 0.5, "top_k": 9}, {"temperature": 0, "top_k": 5}], []),
+    ],
+)
+def test_log_probs_that_mean_something_else_are_refused(server, engine_of, meaning, allowed, refused):
+    server.log_probs = meaning
+    engine = engine_of()
+    model = load(engine)
+    for options in allowed:
+        how = SamplingParams(8, **options)
+        (completion,) = engine.generate([[1]], how, [0])
+        expected = model.log_probs([1], completion.token_ids, how.temperature or 1.0)
+        torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=1e-4, rtol=0)
+        if not how.temperature:
+            last = torch.tensor([1, *completion.token_ids[:-1]])
+            assert completion.token_ids == (model.following[last] + model.bias).argmax(-1).tolist()
+    sent = len(server.seen)
+    for options in refused:
+        with pytest.raises(RolloutError, match=r"not those that a trainer computes. Change .*--logprobs-mode"):
+            engine.submit([1], SamplingParams(8, **options), "a", seed=0)
+    assert len(server.seen) == sent
+    with pytest.raises(ValueError, match=r"temperature=0.005; .* has 0, and from 0.01 on"):
+        engine.generate([[1]], SamplingParams(4, temperature=0.005), [0])
+
+
+def test_numbers_that_are_not_log_probabilities_are_refused(server, engine_of):
+    engine = engine_of()
+    for shift, why in ((9.0, r"not log-probabilities \(vLLM's --logprobs-mode\)"), (-9990.0, "not finite")):
+        server.shift = shift
+        with pytest.raises(RolloutError, match=why):
+            engine.generate([[1]], SamplingParams(4), [0])
+    server.shift, server.log_probs = 0.0, "logits"
+    with pytest.raises(RolloutError, match="returns logits instead of log-probabilities; start vLLM with"):
+        engine_of()
+
+
+# --- stops ----------------------------------------------------------------------------------------------------------
+
+
+def test_server_that_stops_at_its_own_tokens_is_an_error(server, engine_of):
+    engine = engine_of(config=None)
+    with pytest.raises(RolloutError, match=r"ended a completion after 12 of 200 tokens \(finish_reason 'length'\)"):
+        engine._positions = None
+        engine.generate([[1] * 500], LONG, [0])
+
+
+def test_server_checks_the_tokens_where_the_vocabulary_is_not_known(engine_of, caplog):
+    engine = engine_of(config=None)
+    assert "the vocabulary of the model at" in caplog.text
+    with pytest.raises(RolloutError, match=r"POST /v1/completions with 400: Token id 99 is out of vocabulary"):
+        engine.generate([[1], [99]], SamplingParams(4), [0, 0])
+    with pytest.raises(PromptError, match=r"prompt 0 has 500 tokens.*the server's 512 positions"):
+        engine.generate([[1] * 500], SamplingParams(16), [0])
+
+
+def test_server_forgets_requests_that_end_here(server, engine_of):
+    engine = engine_of()
+    futures = [engine.submit([1], LONG, str(k), seed=k) for k in range(4)]
+    begun(engine, 4)
+    engine.abort(["1"])
+    assert futures[1].result(10).finish_reason == "abort"
+    until(lambda: server.running == 3)
+    engine.pause("abort")  # its streams end although the engine takes no steps
+    until(lambda: server.paused)
+    engine.resume()
+    until(lambda: server.running == 0)
+
+
+def test_only_so_many_requests_are_at_the_server(server, engine_of):
+    engine = engine_of(max_running=2)
+    futures = [engine.submit([1], SamplingParams(30), str(k), seed=k) for k in range(12)]
+    begun(engine, 2)
+    assert engine.load().waiting >= 8
+    most = 0
+    while not all(future.done() for future in futures):
+        most = max(most, server.running)
+        time.sleep(0.001)
+    assert 2 <= most < 8  # the server may see the end of one after the beginning of the next
+    assert all(len(future.result().token_ids) == 30 for future in futures)
+
+
+# --- pauses, without and with the server's help ---------------------------------------------------------------------
+
+
+def test_server_without_pause_is_asked_for_the_rest(server, engine_of):
+    engine = engine_of(dialect="openai")
+    model = Bigram(0)
+    with torch.no_grad():
+        model.following.copy_(torch.tensor(server.following))
+        model.bias.zero_()
+    future = engine.submit([1], LONG, "a", seed=5)
+    begun(engine)
+    engine.pause()
+    until(lambda: server.running == 0)
+    assert not future.done() and not server.paused
+    engine.resume()
+    completion = future.result(20)
+    assert len(completion.token_ids) == 200
+    expected = model.log_probs([1], completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=1e-4, rtol=0)
+    rest = server.seen[-1][1]
+    done = 200 - rest["max_tokens"]
+    assert done > 0 and rest["prompt"] == [1, *completion.token_ids[:done]]
+    assert rest["seed"] != 5  # would draw the same numbers once more
+
+
+def test_paused_request_is_not_late(server, engine_of):
+    engine = engine_of(timeout=0.3)
+    future = engine.submit([1], SamplingParams(50), "a", seed=0)
+    begun(engine)
+    engine.pause()
+    engine._looked = 0.0
+    time.sleep(0.5)
+    engine.resume()
+    assert len(future.result(10).token_ids) == 50
+
+
+def test_update_of_a_paused_server_leaves_it_paused(server, engine_of):
+    engine = engine_of()
+    models = {1: load(engine)}
+    future = engine.submit([1], LONG, "a", seed=0)
+    begun(engine)
+    engine.pause()
+    models[2] = load(engine, 4, 2)
+    assert server.paused and not future.done()
+    engine.resume()
+    completion = future.result(20)
+    assert not server.paused and set(completion.weight_versions) == {1, 2}
+    Subject(engine, log_probs=Bigram.log_probs).check(completion, [1], models)
+
+
+def test_engine_that_was_killed_leaves_no_paused_server(server, engine_of):
+    server.paused = True
+    assert len(engine_of().generate([[1]], SamplingParams(3), [0])[0].token_ids) == 3
+    engine = engine_of()
+    engine.pause()
+    assert server.paused
+    engine.close()
+    assert not server.paused
+
+
+def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
+    engine = engine_of()
+    future = engine.submit([1], LONG, "a", seed=0)
+    begun(engine)
+    engine.sleep()
+    assert server.asleep and engine.keeps_weights
+    until(lambda: server.running == 0)
+    with pytest.raises(RolloutError, match="asleep"):
+        engine.generate([[1]], SamplingParams(2), [0])
+    engine.wake_up()
+    assert not server.asleep and len(future.result(20).token_ids) == 200
+    server.faults["/sleep"] = 500
+    with pytest.raises(RolloutError, match=r"POST /sleep.* with 500"):
+        engine.sleep()
+    engine.generate([[1]], SamplingParams(2), [0])
+    with pytest.raises(RolloutError, match=r"no endpoint for sleep\(\) \(dialect 'openai'\)"):
+        engine_of(dialect="openai").sleep()
+
+
+def test_load_has_the_use_of_the_servers_cache(engine_of):
+    assert engine_of().load().cache_usage == 0.25
+    assert engine_of(dialect="sglang").load().cache_usage == 0.5
+    assert engine_of(dialect="openai").load().cache_usage is None
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+def test_server_that_cannot_take_weights_says_so_before_any_are_sent(server, engine_of):
+    for engine, why in (
+        (engine_of(dialect="openai"), "an OpenAI-compatible server has no endpoint for weights"),
+        (engine_of(config=None), r"pass config="),
+    ):
+        sent = len(server.seen)
+        for call in (engine.weight_shapes, lambda engine=engine: engine.load_weights([("bias", torch.zeros(32))])):
+            with pytest.raises(RolloutError, match=f"cannot take weights: {why}"):
+                call()
+        assert len(server.seen) == sent
+    server.training = False
+    with pytest.raises(RolloutError, match="start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"):
+        engine_of().weight_shapes()
+    engine = engine_of(weights_dir=None)
+    engine._server.host, engine._weights_dir, engine._dialect.no_updates = "far", None, ""
+    with pytest.raises(RolloutError, match=r"pass weights_dir=, a folder that this worker and the server both see"):
+        engine.weight_shapes()
+
+
+def test_folder_of_an_update_is_removed(server, engine_of, tmp_path):
+    engine = engine_of()
+    load(engine)
+    engine.begin_update()
+    engine.load_weights([("bias", torch.ones(32))])
+    (folder,) = tmp_path.iterdir()
+    engine.abandon_update()
+    assert not folder.exists() and server.bias != [1.0] * 32  # it never got them
+    engine.begin_update()
+    engine.load_weights(Bigram(1).state_dict().items())
+    server.faults["/collective_rpc"] = 500
+    with pytest.raises(RolloutError, match=r"POST /collective_rpc with 500: this was asked for"):
+        engine.finish_update(2)
+    engine.abandon_update()
+    assert list(tmp_path.iterdir()) == [] and not server.paused
+    load(engine, version=3)
+    assert engine.generate([[1]], SamplingParams(1), [0])[0].weight_versions == [3]
+
+
+def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch, caplog):
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    engine = engine_of()
+    load(engine)
+    engine.generate([[1]], SamplingParams(1), [0])
+    server.version = "default"  # as after a restart
+    with pytest.raises(RolloutError, match=r"has weights 'default' instead of '1\.\w+': it was restarted"):
+        engine.generate([[1]], SamplingParams(1), [0])
+    with pytest.raises(RolloutError, match="no complete weights"):
+        engine.generate([[1]], SamplingParams(1), [0])
+    load(engine, version=2)
+    engine.generate([[1]], SamplingParams(1), [0])
+    with caplog.at_level("WARNING"):
+        engine_of()
+    assert "of an earlier update; update them again" in caplog.text
+
+
+def test_names_of_weights_are_those_of_transformers(server, engine_of, tmp_path):
+    for config, given in ((LLAMA, LLAMA), (TIED, TIED), (TIED, TIED.to_dict())):
+        engine = engine_of(config=given)
+        engine._shapes = None
+        state = plain_model(config, 0).state_dict()
+        shapes = engine.weight_shapes()
+        assert shapes == {name: tuple(state[name].shape) for name in shapes}
+        assert {tensor.data_ptr() for tensor in state.values()} == {state[name].data_ptr() for name in shapes}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    assert engine_of(config=tmp_path)._vocabulary == 32
+    with pytest.raises(ValueError, match=r"config=17; expected a Hugging Face config"):
+        engine_of(config=17)
+
+
+def test_worker_with_a_server(server, tmp_path):
+    wanted = RayClassWithInitArgs(RolloutWorker, HTTPEngine, server.url, dialect="openai", config=CONFIG)
+    with LocalWorkerGroup(1, wanted) as group:
+        assert group.current_weight_version() == [0]
+        (generated,) = group.generate([[1, 2]], Broadcast(SamplingParams(3)), [0])
+        assert generated.completion.weight_versions == [0] * 3
+        with pytest.raises(Exception, match="cannot take weights"):
+            group.begin_weights("key", 1, "sender")
+
+
+# --- servers that fail ----------------------------------------------------------------------------------------------
+
+
+def test_server_that_is_not_there():
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match=r"cannot reach the server at http://127\.0\.0\.1:9: ConnectionRefused.*URL"):
+        HTTPEngine("http://127.0.0.1:9")
+    assert time.monotonic() - start < 5
+    with pytest.raises(ValueError, match="expected an address such as"):
+        HTTPEngine("localhost:8000")
+    with pytest.raises(ValueError, match="dialect='llama'"):
+        HTTPEngine("http://127.0.0.1:9", dialect="llama")
+
+
+def test_killed_server_fails_its_requests_at_once():
+    process = subprocess.Popen(
+        [sys.executable, fake_server.__file__], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""}
+    )
+    try:
+        engine = HTTPEngine(f"http://127.0.0.1:{int(process.stdout.readline())}", config=CONFIG)
+        futures = [engine.submit([1], LONG, str(k), seed=k) for k in range(3)]
+        begun(engine, 3)
+        killed = time.monotonic()
+        process.send_signal(signal.SIGKILL)
+        for future in futures:
+            with pytest.raises(RolloutError, match=r"closed the connection during POST.*probably died|cannot reach"):
+                future.result(10)
+        assert time.monotonic() - killed < 5
+        with pytest.raises(RolloutError, match="cannot reach the server"):
+            engine.generate([[1]], SamplingParams(2), [0])
+    finally:
+        process.kill()
+        process.wait()
+    engine.close()
+
+
+def test_errors_carry_the_servers_message(server, engine_of):
+    engine = engine_of()
+    server.faults["/v1/completions"] = 500
+    with pytest.raises(RolloutError, match=r"answered POST /v1/completions with 500: this was asked for") as caught:
+        engine.generate([[1]], SamplingParams(2), [0])
+    assert caught.value.status == 500
+
+    def in_the_middle(handler):
+        handler.begin_stream()
+        handler.event({"error": {"message": "EngineCore died", "code": 503}})
+        handler.end_stream()
+
+    server.faults["/v1/completions"] = in_the_middle
+    with pytest.raises(RolloutError, match=r"in the middle of POST /v1/completions: EngineCore died"):
+        engine.generate([[1]], SamplingParams(2), [0])
+
+    def truncated(handler):
+        handler.begin_stream()
+        handler.wfile.flush()
+        handler.connection.close()
+        handler.close_connection = True
+
+    server.faults["/v1/completions"] = truncated
+    with pytest.raises(RolloutError, match="closed the connection"):
+        engine.generate([[1]], SamplingParams(2), [0])
+    server.faults["/v1/models"] = lambda handler: handler.answer({"data": []})
+    with pytest.raises(RolloutError, match="names no model"):
+        engine_of()
+    with pytest.raises(RolloutError, match="has no model 'other'; it has toy"):
+        engine_of(model="other")
+
+
+def test_request_that_was_turned_away_is_sent_again(server, engine_of, monkeypatch):
+    monkeypatch.setattr(http_client, "RETRY_SECONDS", (0.01, 0.01))
+    engine = engine_of()
+    sent = len(server.seen)
+    server.faults["/v1/completions"] = 429
+    assert len(engine.generate([[1]], SamplingParams(2), [0])[0].token_ids) == 2
+    assert len(server.seen) == sent + 2
+
+    def always(handler):
+        server.faults["/v1/completions"] = always
+        handler.error(503, "no room")
+
+    server.faults["/v1/completions"] = always
+    with pytest.raises(RolloutError, match="503: no room"):
+        engine.generate([[1]], SamplingParams(2), [0])
+    assert len(server.seen) == sent + 5
+
+
+def test_silent_server_is_an_error(server, engine_of):
+    engine = engine_of(timeout=0.3)
+    held = threading.Event()
+    server.faults["/v1/completions"] = lambda handler: (handler.begin_stream(), handler.wfile.flush(), held.wait(10))
+    with pytest.raises(RolloutError, match=r"did not answer a request for tokens within 0.3 s; it is overloaded or"):
+        engine.generate([[1]], SamplingParams(2), [0])
+    server.faults["/metrics"] = lambda handler: held.wait(10)
+    with pytest.raises(RolloutError, match=r"did not answer GET /metrics within 0.3 s"):
+        engine.load()
+    held.set()
+
+
+def test_url_may_have_a_path(server):
+    assert http_client.Server(f"{server.url}/prefix/")._prefix == "/prefix"
