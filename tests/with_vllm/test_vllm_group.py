@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
 
+import psutil
 import torch
 from rollout_helpers import plain_log_probs, plain_model
 from transformers import LlamaConfig
@@ -23,6 +24,8 @@ from single_controller import (
     register,
 )
 from workers import RolloutManager, RolloutWorker, SamplingParams, VLLMEngine
+
+pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
 
 FIELDS = {
     "model_type": "llama",
@@ -44,12 +47,21 @@ class Rollout(RolloutWorker):
     def pid(self):
         return os.getpid()
 
+    @register(Dispatch.RANK_ZERO)
+    def processes(self):
+        return [one.pid for one in psutil.Process().children() if "VLLM::Worker" in str(one.cmdline())]
+
 
 @pytest.fixture(scope="module")
-def group(ray_cluster):
+def pool(ray_cluster):
     with RayResourcePool([1], use_gpu=False) as pool:
-        with RayWorkerGroup(pool, RayClassWithInitArgs(Rollout, VLLMEngine, FIELDS)) as group:
-            yield group
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def group(pool):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Rollout, VLLMEngine, FIELDS)) as group:
+        yield group
 
 
 def update(group, model, version):
@@ -89,3 +101,22 @@ def test_killed_worker_is_told_and_restarted(group):
     assert group.pid() != [pid]
     (made,) = group.generate([[1]], Broadcast(SamplingParams(4)), [0])
     assert made.weight_version == 0 and len(made.completion.token_ids) == 4
+
+
+def test_worker_with_two_processes_leaves_none(pool):
+    """Neither when it is closed nor when it is killed."""
+    fields = {**FIELDS, "num_key_value_heads": 2}
+    made = RayClassWithInitArgs(Rollout, VLLMEngine, fields, tensor_parallel_size=2)
+    model = plain_model(LlamaConfig(**fields), 1)
+    for end in (lambda group: group.close(), lambda group: os.kill(group.pid()[0], signal.SIGKILL)):
+        with RayWorkerGroup(pool, made) as group:
+            update(group, model, 1)
+            (generated,) = group.generate([[5, 9, 2]], Broadcast(SamplingParams(12)), [0])
+            expected = plain_log_probs(model, [5, 9, 2], generated.completion.token_ids)
+            found = torch.tensor(generated.completion.log_probs).double()
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+            processes = [psutil.Process(pid) for pid in group.processes()]
+            assert len(processes) == 2
+            end(group)
+            _, left = psutil.wait_procs(processes, 20)
+            assert not left

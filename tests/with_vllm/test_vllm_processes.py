@@ -20,6 +20,8 @@ from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import RolloutError
 from workers.rollout.vllm_engine import VLLMEngine
 
+pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
+
 FIELDS = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -43,8 +45,8 @@ def wait_until(condition):
 
 
 def ranks_of(pid):
-    """vLLM's processes."""
-    return [one for one in psutil.Process(pid).children(recursive=True) if "resource_tracker" not in str(one.cmdline())]
+    """vLLM's processes, which have set their titles."""
+    return [one for one in psutil.Process(pid).children() if "VLLM::Worker" in str(one.cmdline())]
 
 
 class TestTwoProcesses(EngineContract):

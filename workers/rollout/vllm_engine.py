@@ -288,10 +288,12 @@ class VLLMEngine(RequestEngine):
         Raises:
             WeightsError: the model has no tensor of that name, or has another shape, or it came before. No tensor of
                 the call was loaded.
-            RolloutError: no update has begun, or vLLM failed.
+            RolloutError: no update has begun, the engine sleeps, or vLLM failed.
         """
         if "update" not in self._holds:
             raise RolloutError("VLLMEngine.load_weights(): no update has begun; call begin_update() first")
+        if self._sleeps and "sleep" in self._holds:
+            raise RolloutError("VLLMEngine.load_weights(): the weights are not on the device; call wake_up() first")
         left = dict.fromkeys(self._shapes if self._parts is None else self._parts)
         pairs = []
         for name, tensor in weights:
