@@ -103,6 +103,7 @@ def test_killed_worker_is_told_and_restarted(group):
     assert made.weight_version == 0 and len(made.completion.token_ids) == 4
 
 
+@pytest.mark.timeout(600)
 def test_worker_with_two_processes_leaves_none(pool):
     """Neither when it is closed nor when it is killed."""
     fields = {**FIELDS, "num_key_value_heads": 2}
