@@ -43,12 +43,13 @@ del sys.path[0]
 needed = json.loads(sys.argv[1])
 found = {{"python": "%d.%d" % sys.version_info[:2]}}
 try:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import distributions
     for name in ("ray", "{_OURS}"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            pass
+        versions = [one.version for one in distributions(name=name)]
+        if versions:
+            found[name] = versions[0]
+    # The driver's own copy may be found first, and a child process then finds the other one.
+    found.update({{"{_OURS}": one for one in versions if one != needed.get("{_OURS}", one)}})
     if "ray" in found and all(needed.get(name, found[name]) == found[name] for name in found):
         import single_controller.ray.actor
 except BaseException as error:
