@@ -5,6 +5,7 @@ With ``tensor_parallel_size=1`` the only worker is the process of the engine its
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,10 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+# It warns at every update of layers that have no tensors, such as rotary embeddings. `VLLMEngine` itself checks that
+# all tensors have come.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 def missing_names(of: Any, called: str, names: Sequence[str]) -> list[str]:
