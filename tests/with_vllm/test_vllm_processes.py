@@ -78,7 +78,9 @@ def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
     for future in futures:
         assert "vLLM" in str(future.exception(SECONDS)) and isinstance(future.exception(), RolloutError)
     assert time.monotonic() - begin < 20
-    assert "died unexpectedly (exit code: -9)" in str(futures[0].exception())
+    told = str(futures[0].exception())
+    assert "died unexpectedly (exit code: " in told  # -9, or None if vLLM looks before the process has been reaped
+    assert max(map(len, told.splitlines())) <= 1000  # vLLM also logs its whole configuration
     for _ in range(2):
         with pytest.raises(RolloutError, match="died unexpectedly"):
             engine.generate([[1]], SamplingParams(4), [0])

@@ -512,6 +512,10 @@ def _seed(request: Request) -> int:
     return random.Random(f"{request.seed} {len(request.token_ids)}").getrandbits(32)
 
 
+LINE = 500
+"""How much of each of vLLM's errors is kept. When a step fails, it logs its whole configuration as one."""
+
+
 class _LastLines(logging.Handler):
     """Keeps the last errors that vLLM has logged in this process."""
 
