@@ -200,6 +200,7 @@ class Stream:
 
     def close(self) -> None:
         """End the iteration now. The server notices that nobody listens."""
+        # First, so that the reading thread either finds this set before it sends, or has left a socket to shut down.
         self._closed.set()
         with self._lock:
             if self._socket is not None:
@@ -226,6 +227,7 @@ class Stream:
                 self._closed.wait(wait)
 
     def _events(self) -> Iterator[Any]:
+        # No limit for a read: a request may wait long at a busy server. `HTTPEngine` looks for streams that are silent.
         connection = self._server.connect(None)
         with self._lock:
             self._socket = connection.sock
@@ -248,6 +250,7 @@ class Stream:
                 raise self._server.broken(f"POST {self._path}", error) from error
         finally:
             with self._lock:
+                # Before it is closed: `close` must not shut down another connection that got the same number.
                 self._socket = None
             connection.close()
 
