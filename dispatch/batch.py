@@ -143,10 +143,10 @@ def batch_type(value: Any) -> BatchType | None:
     if isinstance(value, (list, tuple)):
         return None if fields_of(value) else _SEQUENCE
     torch, numpy, tensordict = (sys.modules.get(name) for name in ("torch", "numpy", "tensordict"))
+    if jagged.is_jagged(value):
+        return _JAGGED
     if torch is not None and isinstance(value, torch.Tensor):
-        if not value.is_nested:
-            return _TENSOR
-        return _JAGGED if value.layout is torch.jagged else _NESTED
+        return _NESTED if value.is_nested else _TENSOR
     if numpy is not None and isinstance(value, numpy.ndarray):
         return _NDARRAY
     if tensordict is not None and (isinstance(value, tensordict.TensorDictBase) or tensordict.is_tensorclass(value)):
@@ -161,6 +161,8 @@ def goes_whole(value: Any) -> bool:
     if value is None or isinstance(value, (str, bytes, numbers.Number, enum.Enum, Broadcast)):
         return True
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if jagged.is_jagged(value):
+        return False
     if torch is not None:
         if isinstance(value, torch.Tensor):
             return value.ndim == 0
@@ -342,9 +344,10 @@ def joins_into_new_memory(value: Any) -> bool:
     """Whether `join` copies the rows of the value or of a part of it, even of a single value. True for tensors, arrays,
     and dicts and TensorDicts with one."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if jagged.is_jagged(value):
+        return True
     if torch is not None and isinstance(value, torch.Tensor):
-        dense = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
-        return value.layout is torch.jagged or (dense and value.ndim > 0)
+        return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and value.ndim > 0
     if numpy is not None and isinstance(value, numpy.ndarray):
         return type(value) is numpy.ndarray and value.ndim > 0 and not value.dtype.hasobject
     return any(joins_into_new_memory(part) for _, part in _parts_of(value) or ())
@@ -542,7 +545,7 @@ def _chunked_rows(value: Any, start: int, stop: int) -> Any:
 
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
 _TENSOR = BatchType(len, _slice, _join_tensors)
-_JAGGED = BatchType(len, cut, join)
+_JAGGED = BatchType(jagged.length, cut, join)
 _NESTED = BatchType(_refuse_nested, _refuse_nested, _refuse_nested)
 _NDARRAY = BatchType(len, _slice, _join_ndarrays)
 _TENSORDICT = BatchType(_tensordict_rows, _slice, join)

@@ -11,8 +11,11 @@ it made. A caller passes the same dict for all tensors of one batch, and for not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
@@ -20,19 +23,60 @@ from dispatch.errors import BatchError
 Made = dict[tuple[Any, ...], Any]
 """What was done to which ragged dims -> the offsets that it gave."""
 
+_ATTRIBUTES = frozenset(
+    {"_ragged_idx", "_size", "_strides", "_values", "_offsets", "_lengths", "_metadata_cache"}
+    | {"_dynamo_propagated_dynamic_indices"}
+)
+"""What torch itself keeps on a jagged tensor."""
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _without_torch_function(function: F) -> F:
+    """Have attributes of jagged tensors read directly. Otherwise each access takes 5 to 10 microseconds in the tensors'
+    ``__torch_function__``, which has nothing to do for those that are read here."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def is_jagged(value: Any) -> bool:
+    """Whether a value is a jagged tensor."""
+    nested = _nested()
+    return nested is not None and isinstance(value, nested.NestedTensor)
+
+
+def length(value: Any) -> int:
+    """Number of rows."""
+    return int(value._size[0])
+
+
+@_without_torch_function
 def split(value: Any, ranges: Sequence[tuple[int, int]], made: Made) -> list[Any]:
     """Return the rows ``start:stop`` of each range, as views."""
     value = compact(value, made)
-    values, dim = _values(value), value._ragged_idx - 1
-    key = ("split", _ragged_size(value), *ranges)
+    values, dim, extremes = _values(value), value._ragged_idx - 1, _extremes(value)
+    key = ("split", _ragged_size(value), extremes, *ranges)
     if key not in made:
         offsets = value.offsets()
         starts = offsets.tolist()  # on a device, one transfer for all ranges
-        made[key] = [(offsets[a : b + 1] - starts[a], starts[a], starts[b] - starts[a]) for a, b in ranges]
-    return [_build(values.narrow(dim, start, size), offsets, dim) for offsets, start, size in made[key]]
+        made[key] = [
+            (
+                offsets[a : b + 1] - starts[a],
+                starts[a],
+                starts[b] - starts[a],
+                extremes and _extremes_of(starts[a : b + 1]),
+            )
+            for a, b in ranges
+        ]
+    return [_build(values.narrow(dim, start, size), offsets, dim, own) for offsets, start, size, own in made[key]]
 
 
+@_without_torch_function
 def join(tensors: Sequence[Any], made: Made) -> Any:
     """Return the rows of all tensors in order, in new memory.
 
@@ -50,9 +94,13 @@ def join(tensors: Sequence[Any], made: Made) -> Any:
     key = ("join", *map(_ragged_size, tensors))
     if key not in made:
         made[key] = _offsets(torch.cat([tensor.offsets().diff() for tensor in tensors]))
-    return _build(cat_tensors([_values(tensor) for tensor in tensors], dim), made[key], dim)
+    extremes = [_extremes(tensor) for tensor in tensors if len(tensor.offsets()) > 1]
+    shortest, longest = zip(*extremes, strict=True) if extremes and None not in extremes else ((), ())
+    values = cat_tensors([_values(tensor) for tensor in tensors], dim)
+    return _build(values, made[key], dim, (min(shortest), max(longest)) if shortest else None)
 
 
+@_without_torch_function
 def compact(value: Any, made: Made) -> Any:
     """Return the tensor without the values that belong to no row: between rows, as ``torch.nested.narrow`` leaves them,
     before the first or behind the last. Return the tensor itself if there are none."""
@@ -62,28 +110,51 @@ def compact(value: Any, made: Made) -> Any:
     key, span = ("compact", _ragged_size(value)), ("span", _ragged_size(value))
     if lengths is None:
         if span not in made:
-            made[span] = offsets[[0, -1]].tolist()  # on a device, one transfer
-        start, stop = made[span]
+            made[span] = offsets[:: max(len(offsets) - 1, 1)].tolist()  # the ends; on a device, one transfer
+        start, stop = made[span][0], made[span][-1]
         if start == 0 and stop == values.shape[dim]:
             return value
         if key not in made:
             made[key] = offsets - start if start else offsets
-        return _build(values.narrow(dim, start, stop - start), made[key], dim)
+        return _build(values.narrow(dim, start, stop - start), made[key], dim, _extremes(value))
     if key not in made:
         made[key] = _offsets(lengths)
     starts, total = made[key], int(made[key][-1])
     shift = torch.repeat_interleave(offsets[: len(lengths)] - starts[:-1], lengths, output_size=total)
-    return _build(values.index_select(dim, torch.arange(total, device=values.device) + shift), starts, dim)
+    return _build(
+        values.index_select(dim, torch.arange(total, device=values.device) + shift), starts, dim, _extremes(value)
+    )
 
 
-def to_send(value: Any, made: Made) -> Any:
-    """Return the tensor to be pickled instead of a tensor: a compact one, with the same ``offsets`` object as others of
-    its ragged size. Tensors that were moved to another device still have one size, but each an object of its own."""
+@_without_torch_function
+def reduce(value: Any, made: Made) -> tuple[Any, ...] | None:
+    """Return what pickle is to make of a tensor: a function and its arguments. None for what torch is to reduce, which
+    takes several times as long: a subclass, and a tensor with a gradient, with a user's attributes or on other devices.
+
+    What is unpickled is compact, and has the same ``offsets`` object as other tensors of its ragged size. Tensors that
+    were moved to another device still have one size, but each an object of its own.
+    """
+    if value.device.type not in ("cpu", "cuda"):
+        return None
     value = compact(value, made)
     offsets = made.setdefault(("send", _ragged_size(value)), value.offsets())
-    if offsets is value.offsets() or offsets.device != value.device:
-        return value
-    return _build(_values(value), offsets, value._ragged_idx - 1)
+    if offsets.device != value.device:
+        offsets = value.offsets()
+    if type(value) is _nested().NestedTensor and not value.requires_grad and vars(value).keys() <= _ATTRIBUTES:
+        # Without detach(), an attribute that torch has set on the values would be pickled, too.
+        return _build, (value._values.detach(), offsets, value._ragged_idx - 1, _extremes(value))
+    if offsets is value.offsets():
+        return None
+    return _itself, (_build(_values(value), offsets, value._ragged_idx - 1, _extremes(value)),)
+
+
+def _nested() -> Any:
+    """Torch's module of jagged tensors, which `import torch` loads; None before."""
+    return sys.modules.get("torch.nested._internal.nested_tensor")
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _ragged_size(value: Any) -> Any:
@@ -101,10 +172,36 @@ def _offsets(lengths: Any) -> Any:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
 
 
-def _build(values: Any, offsets: Any, dim: int) -> Any:
+Extremes = tuple[int, int] | None
+"""Length of the shortest and of the longest row, if torch knows them. It then pads rows to the longest; otherwise, to
+the sum of all lengths."""
+
+
+def _extremes(value: Any) -> Extremes:
+    shortest, longest = value._maybe_min_seqlen, value._maybe_max_seqlen
+    return None if shortest is None or longest is None else (shortest, longest)
+
+
+def _extremes_of(offsets: list[int]) -> Extremes:
+    lengths = [end - start for start, end in itertools.pairwise(offsets)]
+    return (min(lengths), max(lengths)) if lengths else None
+
+
+def _build(values: Any, offsets: Any, dim: int, extremes: Extremes = None) -> Any:
     # Not the public nested_tensor_from_jagged(), which logs a warning about tracing in each process.
+    import torch
     from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets
 
     if values.requires_grad:
-        return nested_view_from_values_offsets(values, offsets, ragged_idx=dim + 1)
-    return NestedTensor(values, offsets, _ragged_idx=dim + 1)
+        shortest, longest = extremes or (None, None)
+        return nested_view_from_values_offsets(
+            values, offsets, ragged_idx=dim + 1, min_seqlen=shortest, max_seqlen=longest
+        )
+    made = NestedTensor(values, offsets, _ragged_idx=dim + 1)
+    if extremes is not None:
+        # The constructor would import torch._dynamo, which takes a second, to mark these sizes as dynamic.
+        made._metadata_cache = {
+            "min_seqlen": torch.zeros(extremes[0], 0),
+            "max_seqlen": torch.zeros(extremes[1], 0),
+        }
+    return made

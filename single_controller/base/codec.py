@@ -186,6 +186,8 @@ class _Reducers:
         if isinstance(obj, self.reference_types):
             self.references.append(obj)
             return _nth_reference, (len(self.references) - 1,)
+        if jagged.is_jagged(obj):
+            return jagged.reduce(obj, self.made) or super().reducer_override(obj)  # type: ignore[misc]
         # A value of these libraries exists only after somebody has imported them.
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(numpy, obj):
@@ -205,10 +207,6 @@ class _Reducers:
             )
             first = self.seen.setdefault(view, obj) if obj.numel() and not vars(obj) else obj
             return _reduce_tensor(torch, obj) if first is obj else (_identity, (first,))
-        jagged_layout = torch is not None and isinstance(obj, torch.Tensor) and obj.layout is torch.jagged
-        if jagged_layout and obj.device.type in ("cpu", "cuda"):
-            sent = jagged.to_send(obj, self.made)
-            return super().reducer_override(obj) if sent is obj else (_identity, (sent,))  # type: ignore[misc]
         tensordict = sys.modules.get("tensordict")
         if tensordict is not None and isinstance(obj, tensordict.TensorDictBase) and _on_cuda(obj.device):
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so

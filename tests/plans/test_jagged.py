@@ -11,7 +11,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dispatch.batch import cut, describe, join, length, shard, trim
 from dispatch.errors import BatchError
-from dispatch.jagged import to_send
 from dispatch.move import move
 from dispatch.rows import share_rows
 from single_controller.base.codec import encode
@@ -257,4 +256,28 @@ class TestRejected:
 
     def test_description(self):
         assert "Nested" in describe(jagged([1, 2])[0])
-        assert to_send(x := jagged([1, 2])[0], {}) is x
+
+    @pytest.mark.parametrize("own", ["attribute", "gradient", "lengths in the cache"])
+    def test_what_torch_keeps_on_a_tensor_arrives(self, own):
+        value = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(3, 2)], layout=torch.jagged)
+        if own == "attribute":
+            value.note = "mine"
+        elif own == "gradient":
+            value.requires_grad_()
+        arrived = encode(value, in_process=True).decode()
+        assert getattr(arrived, "note", None) == getattr(value, "note", None)
+        assert arrived.requires_grad == value.requires_grad
+        assert arrived.is_leaf
+        assert torch.equal(arrived.to_padded_tensor(0.0), value.to_padded_tensor(0.0))
+
+    def test_padded_cuts_are_as_wide_as_their_longest_row(self):
+        rows = [torch.full((n, 2), float(n)) for n in (1, 5, 2, 3)]
+        value = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        first, second = shard(value, share_rows(4, 2, "error"))
+        for made, longest in ((first, 5), (second, 3), (encode(second).decode(), 3), (join([second, first]), 5)):
+            assert made.to_padded_tensor(0.0).shape == (len(made), longest, 2)
+
+    def test_same_rows_in_two_entries_are_sent_once(self):
+        value, _ = jagged([1, 2, 3])
+        twice = shard({"a": value, "b": value}, share_rows(3, 1, "error"))[0]
+        assert len(encode(twice).buffers) == len(encode(value).buffers)
