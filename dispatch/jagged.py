@@ -23,6 +23,10 @@ from dispatch.errors import BatchError
 Made = dict[tuple[Any, ...], Any]
 """What was done to which ragged dims -> the offsets that it gave."""
 
+Extremes = tuple[int, int] | None
+"""Length of the shortest and of the longest row, if torch knows them. It then pads rows to the longest; otherwise, to
+the sum of all lengths."""
+
 _ATTRIBUTES = frozenset(
     {"_ragged_idx", "_size", "_strides", "_values", "_offsets", "_lengths", "_metadata_cache"}
     | {"_dynamo_propagated_dynamic_indices"}
@@ -128,33 +132,50 @@ def compact(value: Any, made: Made) -> Any:
 
 @_without_torch_function
 def reduce(value: Any, made: Made) -> tuple[Any, ...] | None:
-    """Return what pickle is to make of a tensor: a function and its arguments. None for what torch is to reduce, which
-    takes several times as long: a subclass, and a tensor with a gradient, with a user's attributes or on other devices.
+    """Return what pickle is to make of a tensor: a function, its arguments, and attributes to set or None. The result
+    of unpickling is compact, on the CPU, and shares its ``offsets`` object with other tensors of its ragged size.
 
-    What is unpickled is compact, and has the same ``offsets`` object as other tensors of its ragged size. Tensors that
-    were moved to another device still have one size, but each an object of its own.
+    None for subclasses and other devices, whose own reduction is used. It would be right for all, but takes several
+    times as long, and tensors that were moved to another device one by one have an ``offsets`` object each.
     """
-    if value.device.type not in ("cpu", "cuda"):
+    if type(value) is not _nested().NestedTensor or value.device.type not in ("cpu", "cuda"):
         return None
     value = compact(value, made)
-    offsets = made.setdefault(("send", _ragged_size(value)), value.offsets())
-    if offsets.device != value.device:
-        offsets = value.offsets()
-    if type(value) is _nested().NestedTensor and not value.requires_grad and vars(value).keys() <= _ATTRIBUTES:
-        # Without detach(), an attribute that torch has set on the values would be pickled, too.
-        return _build, (value._values.detach(), offsets, value._ragged_idx - 1, _extremes(value))
-    if offsets is value.offsets():
-        return None
-    return _itself, (_build(_values(value), offsets, value._ragged_idx - 1, _extremes(value)),)
+    size = ("send", _ragged_size(value))
+    if size not in made:
+        made[size] = _SentOffsets(value.offsets())
+    value._clear_non_serializable_cached_data()  # as torch does before it pickles: capsules among the attributes
+    attributes = {name: own for name, own in vars(value).items() if name not in _ATTRIBUTES}
+    # Without detach(), an attribute that torch has set on the values would be pickled, too.
+    values = value._values.detach().cpu()
+    args = (values, made[size], value._ragged_idx - 1, _extremes(value), value.requires_grad)
+    return _rebuild, args, attributes or None
+
+
+class _SentOffsets:
+    """Offsets inside a pickle, which has one object only once. A buffer of their own would cost more than the copy."""
+
+    def __init__(self, offsets: Any) -> None:
+        self._offsets = offsets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_offsets, (self._offsets.cpu().numpy().tobytes(), self._offsets.dtype)
+
+
+def _read_offsets(data: bytes, dtype: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def _rebuild(values: Any, offsets: Any, dim: int, extremes: Extremes, requires_grad: bool) -> Any:
+    value = _build(values, offsets, dim, extremes)
+    return value.requires_grad_() if requires_grad else value
 
 
 def _nested() -> Any:
     """Torch's module of jagged tensors, which `import torch` loads; None before."""
     return sys.modules.get("torch.nested._internal.nested_tensor")
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _ragged_size(value: Any) -> Any:
@@ -170,11 +191,6 @@ def _offsets(lengths: Any) -> Any:
     import torch
 
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
-
-
-Extremes = tuple[int, int] | None
-"""Length of the shortest and of the longest row, if torch knows them. It then pads rows to the longest; otherwise, to
-the sum of all lengths."""
 
 
 def _extremes(value: Any) -> Extremes:

@@ -186,8 +186,8 @@ class _Reducers:
         if isinstance(obj, self.reference_types):
             self.references.append(obj)
             return _nth_reference, (len(self.references) - 1,)
-        if jagged.is_jagged(obj):
-            return jagged.reduce(obj, self.made) or super().reducer_override(obj)  # type: ignore[misc]
+        if jagged.is_jagged(obj) and (reduced := jagged.reduce(obj, self.made)):
+            return *reduced, None, None, _set_attributes
         # A value of these libraries exists only after somebody has imported them.
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(numpy, obj):
