@@ -71,11 +71,11 @@ class Model:
         return number, self.partial.pop(number, None)
 
     def drop(self, number):
+        if number in self.undecided():
+            del self.flat[number]
         self.state[number], self.born[number] = "pending", None
         self.partial.pop(number, None)
         self.dropped.append(number)
-        if number in self.undecided():
-            del self.flat[number]
 
     def arrive(self, number, born, flat):
         self.state[number], self.born[number] = "ready", born
@@ -233,8 +233,8 @@ class History:
         return self.model.updates_until(self.model.batches)
 
     def update(self, late=False):
-        """Also where none is due, if the history is not regular."""
-        if self.due() if self.regular else self.draw.random() < 0.3 or late:
+        """If the history is not regular, also where none is due, and not always where one is."""
+        if self.due() if self.regular else self.draw.random() < (0.7 if late else 0.3):
             if self.draw.random() < 0.3:  # interrupts everything
                 for number in sorted(self.flying):
                     version = self.flying.pop(number)

@@ -171,7 +171,7 @@ def test_window_lets_ready_groups_overtake_within_its_limit():
 
 
 def test_wait_leaves_no_group_behind_that_would_become_too_old():
-    buffer = buffer_with(1, 2, max_staleness=1, order="window")
+    buffer = buffer_with(1, 2, max_staleness=1, order="window", window=100)
     assert begun(buffer) == [0, 1, 2, 3]
     ready(buffer, 1, 2, 3)
     assert taken(buffer) == [1, 2]  # 0 can be in batch 1, with staleness 1
@@ -347,6 +347,18 @@ def test_a_flat_group_is_filtered_before_lower_numbers_arrive_if_that_is_certain
     assert filter.arrive(2, False) == [3]  # only 0 may be
 
 
+def test_a_flat_group_that_is_dropped_and_generated_again():
+    filter = FlatFilter(2, 1)
+    assert filter.arrive(1, True) == [] and filter.undecided == {1}
+    filter.drop(1)
+    assert filter.arrive(1, False) == [] and not filter.undecided  # with other rewards
+    filter.drop(1)
+    assert filter.arrive(1, True) == []  # others were decided on the ground that it is not flat
+    assert filter.arrive(2, True) == [] and filter.undecided == {2}
+    assert filter.arrive(0, True) == [0] and not filter.undecided
+    assert filter.arrive(0, True) == []
+
+
 # --- Errors, timeouts, threads ---------------------------------------------------------------------------------------
 
 
@@ -475,6 +487,33 @@ def test_resume_from_before_the_batch_that_was_taken_last_was_trained():
             other.state_dict(trained=wrong)
 
 
+def test_resume_keeps_the_order_of_numbers():
+    buffer = buffer_with(1, 1, max_staleness=1, order="window", on_stale="train")
+    begun(buffer)
+    ready(buffer, 1)
+    assert taken(buffer) == [1]
+    other = SampleBuffer(1, max_staleness=1)
+    other.load_state_dict(buffer.state_dict(trained=0))
+    assert begun(other) == [0, 1]
+    ready(other, 0, 1)
+    assert taken(other) == [0] and taken(other) == [1]
+
+
+def test_a_partial_completion_that_cannot_be_trained_in_time_is_not_continued():
+    buffer = buffer_with(1, 1, max_staleness=1, order="window", window=3, on_stale="drop")
+    begun(buffer)
+    ready(buffer, 1)
+    taken(buffer)
+    buffer.set_version(2)
+    begun(buffer)
+    ready(buffer, 2)
+    taken(buffer)
+    assert buffer.expired() == []
+    buffer.give_back(0, "of version 1")  # and version 3 comes before the next batch
+    assert buffer.begin() == (0, None)
+    assert buffer.metrics()["buffer/dropped"] == 1
+
+
 def test_resume_with_a_lower_max_staleness_drops_what_is_too_old():
     buffer = buffer_with(1, 1, max_staleness=2)
     begun(buffer)
@@ -500,7 +539,7 @@ def test_states_that_cannot_be_loaded():
 # --- Random histories ------------------------------------------------------------------------------------------------
 
 
-@examples(150, 3000)
+@examples(150, 1500)
 @given(how=settings_of_a_buffer(), regular=st.booleans(), seed=st.integers(0, 2**32), length=st.integers(0, 150))
 @example(
     how={"groups_per_batch": 3, "max_staleness": 1, "order": "window", "num_batches": 8},
