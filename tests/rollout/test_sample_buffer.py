@@ -298,6 +298,18 @@ def test_flat_groups_are_kept_once_the_limit_is_reached():
     assert taken(buffer) == [2, 3]
 
 
+def test_a_flat_group_that_is_dropped_comes_back_with_other_rewards():
+    buffer = buffer_with(1, 2, max_filtered=1)
+    begun(buffer)
+    ready(buffer, 1, flat=True)  # kept if 0 is flat, too
+    buffer.set_version(2)  # an update that was not declared: 1 is dropped
+    buffer.give_back(0)
+    assert begun(buffer) == [0, 1]
+    ready(buffer, 0)
+    ready(buffer, 1)
+    assert taken(buffer) == [0, 1]
+
+
 def decisions(flat, order, size, limit):
     """Feed groups in an order; number -> the step at which it was filtered."""
     filter, found = FlatFilter(size, limit), {}
