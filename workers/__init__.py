@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workers.rollout.http_engine import HTTPEngine
     from workers.rollout.manager import RolloutManager
     from workers.rollout.requests import RequestEngine
+    from workers.rollout.sample_buffer import SampleBuffer
     from workers.rollout.vllm_engine import VLLMEngine
     from workers.rollout.worker import RolloutWorker
     from workers.train.args import TrainArgs, TrainArgsError, read_args
@@ -68,6 +69,7 @@ __all__ = [
     "RolloutManager",
     "RolloutWorker",
     "RunLog",
+    "SampleBuffer",
     "SamplingParams",
     "TrainArgs",
     "TrainArgsError",
@@ -113,6 +115,7 @@ _HOMES = {
     "RolloutManager": "workers.rollout.manager",
     "RolloutWorker": "workers.rollout.worker",
     "RunLog": "workers.train.tracking",
+    "SampleBuffer": "workers.rollout.sample_buffer",
     "SamplingParams": "workers.rollout.engine",
     "TrainArgs": "workers.train.args",
     "TrainArgsError": "workers.train.args",

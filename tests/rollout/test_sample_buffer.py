@@ -1,0 +1,606 @@
+"""SampleBuffer: each edge and policy, threads, and random histories against the model in sample_buffer_model.py."""
+
+import pickle
+import random
+import threading
+import time
+
+import pytest
+from depth import examples
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sample_buffer_model import History, settings_of_a_buffer
+
+from workers import SampleBuffer
+from workers.rollout.flat_filter import FlatFilter
+
+V1 = (1, 1)
+
+
+def begun(buffer):
+    """Begin all groups that may begin; their numbers."""
+    return [group.number for group in iter(buffer.begin, None)]
+
+
+def ready(buffer, *numbers, **about):
+    version = buffer.version
+    for number in numbers:
+        buffer.put(number, f"payload {number}", **{"versions": (version, version), **about})
+
+
+def taken(buffer, timeout=0):
+    return [group.number for group in buffer.take(timeout)]
+
+
+def buffer_with(version, *args, **kwargs):
+    buffer = SampleBuffer(*args, **kwargs)
+    buffer.set_version(version)
+    return buffer
+
+
+# --- Begin, and admission --------------------------------------------------------------------------------------------
+
+
+def test_nothing_begins_before_there_are_weights():
+    buffer = SampleBuffer(2)
+    assert buffer.begin() is None
+    with pytest.raises(ValueError, match="before the first set_version"):
+        buffer.take(0)
+    buffer.set_version(1)
+    assert buffer.begin() == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "interval", "first", "after_take", "after_update"),
+    [
+        # With staleness 0, the next batch begins after the update. With 1, while the batch before it is trained.
+        (0, 1, 2, 0, 2),
+        (1, 1, 4, 0, 2),
+        (2, 1, 6, 0, 2),
+        # With an update every two batches, two batches have the same weights.
+        (0, 2, 4, 0, 0),
+        (1, 2, 8, 0, 0),
+    ],
+)
+def test_how_many_groups_begin(staleness, interval, first, after_take, after_update):
+    buffer = buffer_with(1, 2, max_staleness=staleness, update_interval=interval)
+    numbers = begun(buffer)
+    assert numbers == list(range(first))
+    ready(buffer, *numbers)
+    assert [group.number for group in buffer.take(0)] == [0, 1]
+    assert len(begun(buffer)) == after_take
+    if buffer.batches % interval == 0:
+        buffer.set_version(2)
+    assert len(begun(buffer)) == after_update
+
+
+def test_no_group_begins_for_a_batch_after_the_last():
+    buffer = buffer_with(1, 2, max_staleness=5, num_batches=2)
+    assert begun(buffer) == [0, 1, 2, 3]
+    ready(buffer, 0, 1, 2, 3)
+    assert taken(buffer) == [0, 1] and taken(buffer) == [2, 3]
+    assert begun(buffer) == []
+    with pytest.raises(ValueError, match="all 2 batches were taken"):
+        buffer.take(0)
+
+
+def test_groups_that_were_given_back_begin_first_and_keep_their_partial_completions():
+    buffer = buffer_with(1, 4, max_staleness=1)
+    begun(buffer)
+    buffer.give_back(5, "half of 5", tokens=3)
+    buffer.give_back(2)
+    assert buffer.begin() == (2, None) and buffer.begin() == (5, "half of 5") and buffer.begin() is None
+    counts = buffer.metrics()
+    assert counts["buffer/given_back"] == 1 and counts["buffer/interrupted"] == 1 and counts["buffer/in_flight"] == 8
+
+
+@pytest.mark.parametrize("edge", [lambda b, n: b.put(n, None, versions=V1), lambda b, n: b.give_back(n)])
+def test_a_number_that_is_not_in_flight_is_an_error(edge):
+    buffer = buffer_with(1, 2)
+    begun(buffer)
+    ready(buffer, 0)
+    with pytest.raises(ValueError, match="group 0 is not in flight: it is ready"):
+        edge(buffer, 0)
+    with pytest.raises(ValueError, match="group 7 is not in flight"):
+        edge(buffer, 7)
+    ready(buffer, 1)
+    taken(buffer)
+    with pytest.raises(ValueError, match="group 0 is not in flight"):
+        edge(buffer, 0)
+
+
+@pytest.mark.parametrize("versions", [(2, 1), (-1, 1)])
+def test_versions_that_are_none_are_an_error_and_change_nothing(versions):
+    buffer = buffer_with(1, 1)
+    begun(buffer)
+    with pytest.raises(ValueError, match="group 0: versions"):
+        buffer.put(0, None, versions=versions)
+    ready(buffer, 0)
+    assert taken(buffer) == [0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"groups_per_batch": 0},
+        {"groups_per_batch": None},
+        {"max_staleness": -1},
+        {"max_staleness": 0.5},
+        {"update_interval": 0},
+        {"num_batches": True},
+        {"max_filtered": -1},
+        {"on_stale": "keep"},
+        {"order": "lifo"},
+        {"window": 4},
+        {"window": 0, "order": "window"},
+    ],
+)
+def test_arguments_out_of_range(wrong):
+    with pytest.raises(ValueError, match=rf"SampleBuffer: {next(iter(wrong))}="):
+        SampleBuffer(**{"groups_per_batch": 2, **wrong})
+
+
+# --- Take: order, window, waiting ------------------------------------------------------------------------------------
+
+
+def test_fifo_waits_for_the_lowest_numbers():
+    buffer = buffer_with(1, 2, max_staleness=1)
+    begun(buffer)
+    ready(buffer, 3, 2, 1)
+    with pytest.raises(
+        TimeoutError, match="batch 0 is not complete after 0 s; groups: 0 pending, 1 in flight, 3 ready"
+    ):
+        buffer.take(0)
+    ready(buffer, 0)
+    assert [tuple(group) for group in buffer.take(0)] == [(0, "payload 0"), (1, "payload 1")]
+
+
+def test_window_lets_ready_groups_overtake_within_its_limit():
+    buffer = buffer_with(1, 2, max_staleness=3, order="window", window=3, on_stale="train")
+    begun(buffer)
+    ready(buffer, 3, 2)  # 3 is three numbers after 0, which is not ready
+    with pytest.raises(TimeoutError):
+        buffer.take(0)
+    ready(buffer, 1)
+    assert taken(buffer) == [1, 2]
+    ready(buffer, 4, 5)
+    with pytest.raises(TimeoutError):
+        buffer.take(0)  # however many are ready, they wait for 0: it cannot starve
+    ready(buffer, 0)
+    assert taken(buffer) == [0, 3]
+
+
+def test_wait_leaves_no_group_behind_that_would_become_too_old():
+    buffer = buffer_with(1, 2, max_staleness=1, order="window", window=100)
+    assert begun(buffer) == [0, 1, 2, 3]
+    ready(buffer, 1, 2, 3)
+    assert taken(buffer) == [1, 2]  # 0 can be in batch 1, with staleness 1
+    buffer.set_version(2)
+    assert begun(buffer) == [4, 5]
+    ready(buffer, 4, 5)
+    with pytest.raises(TimeoutError):
+        buffer.take(0)  # 3 and 4 are ready, but in batch 2 group 0 would have staleness 2
+    ready(buffer, 0, versions=V1)
+    assert taken(buffer) == [0, 3]
+    assert buffer.metrics()["buffer/dropped"] == 0
+
+
+def test_drop_begins_groups_again_that_have_become_too_old():
+    buffer = buffer_with(1, 2, max_staleness=1, order="window", window=5, on_stale="drop")
+    begun(buffer)
+    ready(buffer, 1, 2)
+    assert taken(buffer) == [1, 2]
+    buffer.set_version(2)
+    begun(buffer)
+    ready(buffer, 4, 5)
+    ready(buffer, 3, versions=V1, tokens=7)
+    assert taken(buffer) == [3, 4]
+    buffer.set_version(3)
+    assert buffer.expired() == [0]
+    buffer.give_back(0, "too old to go on", tokens=9)
+    assert buffer.expired() == []
+    assert buffer.begin() == (0, None)
+    counts = buffer.metrics()
+    assert counts["buffer/dropped"] == 1 and counts["buffer/dropped_tokens"] == 9
+    assert counts["buffer/taken"] == 4 and counts["buffer/taken_tokens"] == 7
+    assert counts["buffer/interrupted"] == 0
+
+
+def test_drop_drops_what_arrives_too_late_and_what_is_ready_too_long():
+    buffer = buffer_with(1, 1, max_staleness=1, order="window", on_stale="drop")
+    assert begun(buffer) == [0, 1]
+    ready(buffer, 1)
+    assert taken(buffer) == [1]
+    buffer.set_version(2)
+    assert begun(buffer) == [2]
+    ready(buffer, 2)
+    buffer.set_version(3)  # an update without a batch
+    buffer.put(0, "late", versions=(1, 3))  # its oldest token counts
+    assert buffer.metrics()["buffer/dropped"] == 1
+    assert buffer.begin() == (0, None)
+    buffer.set_version(4)
+    assert buffer.metrics()["buffer/dropped"] == 1  # number 2
+    assert buffer.begin() == (2, None)
+
+
+def test_train_takes_groups_however_old():
+    buffer = buffer_with(1, 1, max_staleness=0, on_stale="train")
+    begun(buffer)
+    for version in (2, 3, 4):
+        buffer.set_version(version)
+    assert buffer.expired() == []
+    ready(buffer, 0, versions=V1)
+    assert taken(buffer) == [0]
+
+
+def test_wait_begins_again_what_is_too_old_if_updates_come_more_often_than_declared():
+    buffer = buffer_with(1, 1, update_interval=2)
+    assert begun(buffer) == [0, 1]
+    ready(buffer, 0, 1)
+    assert taken(buffer) == [0]
+    buffer.set_version(2)
+    assert begun(buffer) == [1]
+    ready(buffer, 1)
+    assert taken(buffer) == [1]
+
+
+def test_an_update_that_does_not_come_does_not_stop_the_run():
+    buffer = buffer_with(1, 1)
+    for number in range(3):
+        begun(buffer)
+        if number:
+            with pytest.raises(TimeoutError):
+                buffer.take(0)  # whoever takes will not update first
+            assert begun(buffer) == [number]
+        ready(buffer, number)
+        assert taken(buffer) == [number]
+
+
+# --- Versions --------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_weights_sent_again_make_nothing_older():
+    buffer = buffer_with(3, 1, max_staleness=0)
+    begun(buffer)
+    buffer.set_version(4, same_weights=True)
+    buffer.put(0, None, versions=(3, 4))
+    assert buffer.staleness(3) == buffer.staleness(4) == 0
+    assert taken(buffer) == [0]
+    buffer.set_version(5)
+    assert buffer.staleness(3) == buffer.staleness(4) == 1 and buffer.staleness(5) == 0
+
+
+def test_versions_only_grow():
+    buffer = buffer_with(3, 1)
+    buffer.set_version(3)
+    with pytest.raises(ValueError, match="version 3 is in force"):
+        buffer.set_version(2)
+
+
+# --- Dynamic sampling ------------------------------------------------------------------------------------------------
+
+
+def test_flat_groups_are_replaced():
+    buffer = buffer_with(1, 2)
+    assert begun(buffer) == [0, 1]
+    ready(buffer, 1, flat=True)
+    assert begun(buffer) == [2]
+    ready(buffer, 0, 2)
+    assert taken(buffer) == [0, 2]
+    assert buffer.metrics()["buffer/filtered"] == 1
+
+
+def test_flat_groups_are_kept_once_the_limit_is_reached():
+    buffer = buffer_with(1, 2, max_filtered=2)
+    ready(buffer, *begun(buffer), flat=True)
+    ready(buffer, *begun(buffer), flat=True)
+    assert begun(buffer) == []
+    assert taken(buffer) == [2, 3]
+
+
+def test_a_flat_group_that_is_dropped_comes_back_with_other_rewards():
+    buffer = buffer_with(1, 2, max_filtered=1)
+    begun(buffer)
+    ready(buffer, 1, flat=True)  # kept if 0 is flat, too
+    buffer.set_version(2)  # an update that was not declared: 1 is dropped
+    buffer.give_back(0)
+    assert begun(buffer) == [0, 1]
+    ready(buffer, 0)
+    ready(buffer, 1)
+    assert taken(buffer) == [0, 1]
+
+
+def decisions(flat, order, size, limit):
+    """Feed groups in an order; number -> the step at which it was filtered."""
+    filter, found = FlatFilter(size, limit), {}
+    for step, number in enumerate(order):
+        for filtered in filter.arrive(number, flat[number]):
+            assert found.setdefault(filtered, step) == step and number <= max(order[: step + 1])
+        filter = restored(filter, size, limit) if step % 3 == 0 else filter
+    assert not filter.undecided
+    return found
+
+
+def restored(filter, size, limit):
+    other = FlatFilter(size, limit)
+    other.load_state_dict(pickle.loads(pickle.dumps(filter.state_dict())))
+    return other
+
+
+@examples(100, 2000)
+@given(
+    flat=st.lists(st.booleans(), max_size=20),
+    size=st.integers(1, 4),
+    limit=st.none() | st.integers(0, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_which_flat_groups_are_filtered_does_not_depend_on_the_order_of_arrival(flat, size, limit, seed):
+    expected, kept, filtered = set(), 0, 0
+    for number, is_flat in enumerate(flat):
+        if is_flat and (limit is None or filtered < limit):
+            expected.add(number)
+            filtered += 1
+        else:
+            kept += 1
+            if kept % size == 0:
+                filtered = 0
+    order = list(range(len(flat)))
+    random.Random(seed).shuffle(order)
+    found = decisions(flat, order, size, limit)
+    assert set(found) == expected
+    if limit is None:
+        assert all(order[step] == number for number, step in found.items())  # at once
+
+
+def test_a_flat_group_is_filtered_before_lower_numbers_arrive_if_that_is_certain():
+    filter = FlatFilter(4, 2)
+    assert filter.arrive(3, True) == []  # 0, 1 and 2 may all be flat
+    assert filter.arrive(1, False) == []
+    assert filter.arrive(2, False) == [3]  # only 0 may be
+
+
+def test_a_flat_group_that_is_dropped_and_generated_again():
+    filter = FlatFilter(2, 1)
+    assert filter.arrive(1, True) == [] and filter.undecided == {1}
+    filter.drop(1)
+    assert filter.arrive(1, False) == [] and not filter.undecided  # with other rewards
+    filter.drop(1)
+    assert filter.arrive(1, True) == []  # others were decided on the ground that it is not flat
+    assert filter.arrive(2, True) == [] and filter.undecided == {2}
+    assert filter.arrive(0, True) == [0] and not filter.undecided
+    assert filter.arrive(0, True) == []
+
+
+# --- Errors, timeouts, threads ---------------------------------------------------------------------------------------
+
+
+def test_fail_wakes_take_and_each_raise_is_a_copy():
+    buffer = buffer_with(1, 1)
+    error = RuntimeError("the reward function failed")
+    threading.Timer(0.05, buffer.fail, [error]).start()
+    raised = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the reward function failed") as caught:
+            buffer.take(30)
+        raised.append(caught.value)
+    assert raised[0] is not raised[1] and error not in raised and error.__traceback__ is None
+    assert buffer.begin() is None
+    buffer.fail(ValueError("a later error"))
+    with pytest.raises(RuntimeError):
+        buffer.take(0)
+
+
+def test_time_in_take_is_counted():
+    buffer = buffer_with(1, 1)
+    with pytest.raises(TimeoutError, match=r"after 0\.05 s"):
+        buffer.take(0.05)
+    assert 0.05 <= buffer.metrics()["buffer/wait_seconds"] < 5
+    assert buffer.metrics()["buffer/wait_seconds"] == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", [{}, {"order": "window"}, {"order": "window", "on_stale": "drop"}])
+def test_several_producers_and_one_consumer(how):
+    """Four threads generate, die, interrupt and abort; the trainer takes 60 batches and updates in between."""
+    batches, seen, failed, done = 60, [], [], threading.Event()
+    buffer = SampleBuffer(4, max_staleness=1, num_batches=batches, **how)
+
+    def produce(seed):
+        try:
+            draw = random.Random(seed)
+            while not done.is_set():
+                version = buffer.version
+                group = buffer.begin()
+                if group is None:
+                    time.sleep(0.0005)
+                    continue
+                born = version if group.partial is None else group.partial
+                if draw.random() < 0.1:
+                    time.sleep(0.003)
+                fate = draw.random()
+                if fate < 0.1 or group.number in buffer.expired():
+                    buffer.give_back(group.number)
+                elif fate < 0.2:
+                    buffer.give_back(group.number, born)
+                else:
+                    buffer.put(group.number, born, versions=(born, buffer.version), flat=fate < 0.3)
+        except BaseException as error:
+            failed.append(error)
+            buffer.fail(error)
+
+    threads = [threading.Thread(target=produce, args=(seed,), daemon=True) for seed in range(4)]
+    buffer.set_version(1)
+    for thread in threads:
+        thread.start()
+    try:
+        for batch in range(batches):
+            groups = buffer.take(timeout=20)
+            assert all(buffer.version - group.payload <= 1 for group in groups)
+            seen += [group.number for group in groups]
+            state = pickle.loads(pickle.dumps(buffer.state_dict()))
+            assert not set(state["groups"]) & set(seen)
+            buffer.set_version(batch + 2)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(10)
+    assert not failed
+    assert len(set(seen)) == len(seen) == 4 * batches
+    assert how or seen == sorted(seen)
+
+
+# --- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_resume():
+    """Ready groups keep their payload, pending ones their partial completions, those in flight begin again."""
+    buffer = buffer_with(1, 2, max_staleness=2)
+    begun(buffer)
+    ready(buffer, 0, 1, 4)
+    buffer.give_back(3, "half of 3", tokens=1)
+    assert taken(buffer) == [0, 1]
+    state = pickle.loads(pickle.dumps(buffer.state_dict(materialize=lambda data: ["saved", data])))
+    other = SampleBuffer(2, max_staleness=2)
+    other.load_state_dict(state, restore=lambda data: data[1])
+    assert other.version == 2 and other.batches == 1  # the update after batch 0 was due
+    assert other.begin() == (2, None) and other.begin() == (3, "half of 3") and other.begin() == (5, None)
+    ready(other, 2, 3)
+    assert taken(other) == [2, 3]
+    other.set_version(3)
+    begun(other)
+    ready(other, 5)
+    assert [group.payload for group in other.take(0)] == ["payload 4", "payload 5"]
+
+
+def test_resume_with_other_version_numbers():
+    buffer = buffer_with(7, 1, max_staleness=1)
+    begun(buffer)
+    ready(buffer, 0)
+    buffer.set_version(8, same_weights=True)
+    other = SampleBuffer(1, max_staleness=1)
+    other.load_state_dict(buffer.state_dict(), 2)
+    assert other.version == 2 and other.staleness(1) == other.staleness(2) == 0 and other.staleness(0) == 1
+    assert taken(other) == [0]
+
+
+def test_resume_from_before_the_batch_that_was_taken_last_was_trained():
+    buffer = buffer_with(1, 2, max_staleness=1)
+    begun(buffer)
+    ready(buffer, 0, 1, 2)
+    assert taken(buffer) == [0, 1]
+    other = SampleBuffer(2, max_staleness=1)
+    other.load_state_dict(buffer.state_dict(trained=0))
+    assert other.version == 1 and other.batches == 0
+    assert begun(other) == [0, 1, 3]
+    ready(other, 0, 1)
+    assert taken(other) == [0, 1]
+    for wrong in (-1, 2):
+        with pytest.raises(ValueError, match="1 batches were taken"):
+            other.state_dict(trained=wrong)
+
+
+def test_resume_keeps_the_order_of_numbers():
+    buffer = buffer_with(1, 1, max_staleness=1, order="window", on_stale="train")
+    begun(buffer)
+    ready(buffer, 1)
+    assert taken(buffer) == [1]
+    other = SampleBuffer(1, max_staleness=1)
+    other.load_state_dict(buffer.state_dict(trained=0))
+    assert begun(other) == [0, 1]
+    ready(other, 0, 1)
+    assert taken(other) == [0] and taken(other) == [1]
+
+
+def test_a_partial_completion_that_cannot_be_trained_in_time_is_not_continued():
+    buffer = buffer_with(1, 1, max_staleness=1, order="window", window=3, on_stale="drop")
+    begun(buffer)
+    ready(buffer, 1)
+    taken(buffer)
+    buffer.set_version(2)
+    begun(buffer)
+    ready(buffer, 2)
+    taken(buffer)
+    assert buffer.expired() == []
+    buffer.give_back(0, "of version 1")  # and version 3 comes before the next batch
+    assert buffer.begin() == (0, None)
+    assert buffer.metrics()["buffer/dropped"] == 1
+
+
+def test_resume_with_a_lower_max_staleness_drops_what_is_too_old():
+    buffer = buffer_with(1, 1, max_staleness=2)
+    begun(buffer)
+    ready(buffer, 0, 1, 2)
+    taken(buffer)
+    other = SampleBuffer(1, max_staleness=0)
+    other.load_state_dict(buffer.state_dict())
+    assert begun(other) == [1]
+    ready(other, 1)
+    assert taken(other) == [1]
+
+
+def test_states_that_cannot_be_loaded():
+    buffer = buffer_with(1, 2)
+    state = buffer.state_dict()
+    with pytest.raises(ValueError, match="the state has 2 groups per batch, and the buffer 3"):
+        SampleBuffer(3).load_state_dict(state)
+    buffer.begin()
+    with pytest.raises(ValueError, match="1 groups are in flight"):
+        buffer.load_state_dict(state)
+
+
+# --- Random histories ------------------------------------------------------------------------------------------------
+
+
+@examples(150, 1500)
+@given(how=settings_of_a_buffer(), regular=st.booleans(), seed=st.integers(0, 2**32), length=st.integers(0, 150))
+@example(
+    how={"groups_per_batch": 3, "max_staleness": 1, "order": "window", "num_batches": 8},
+    regular=True,
+    seed=0,
+    length=150,
+)
+def test_random_histories(how, regular, seed, length):
+    """Arrivals, deaths, interruptions, updates, takes, saves and kills in any order, then to the end of the run.
+
+    Every return value is that of the model, and `History` asserts what must hold after each step.
+    """
+    history = History(how, random.Random(seed), regular)
+    for _ in range(length):
+        history.step()
+    history.finish()
+
+
+@examples(40, 1000)
+@given(
+    seeds=st.tuples(st.integers(0, 2**32), st.integers(0, 2**32)),
+    limit=st.none() | st.integers(0, 3),
+    interval=st.integers(1, 2),
+)
+def test_fifo_with_staleness_0_does_not_depend_on_when_groups_arrive(seeds, limit, interval):
+    """Which groups are in each batch, and the version of each, are the same for any two histories."""
+
+    def run(seed):
+        draw, record = random.Random(seed), []
+        buffer = buffer_with(1, 3, update_interval=interval, max_filtered=limit)
+        for batch in range(6):
+            flying = []
+            while True:
+                flying += [(number, buffer.version) for number in begun(buffer)]
+                if not flying:
+                    break
+                number, version = flying.pop(draw.randrange(len(flying)))
+                if draw.random() < 0.2:
+                    buffer.give_back(number)
+                    continue
+                flat = random.Random(number).random() < 0.5  # a property of the prompt and the weights
+                buffer.put(number, version, versions=(version, version), flat=flat)
+            record.append([tuple(group) for group in buffer.take(0)])
+            if (batch + 1) % interval == 0:
+                buffer.set_version(batch + 2)
+        return record
+
+    first, second = map(run, seeds)
+    assert first == second
+    assert all(
+        version == 1 + batch // interval * interval for batch, groups in enumerate(first) for _, version in groups
+    )
