@@ -345,7 +345,7 @@ def test_offload_frees_all_memory_and_onload_restores_it(start, data, way, optio
 
 WRONG = [
     (lambda data: data.exclude("loss_mask"), "rollout data has no 'loss_mask'"),
-    (lambda data: data.exclude("group_ids"), "GRPO needs rewards and group_ids"),
+    (lambda data: data.exclude("group_ids"), "no 'group_ids', which advantage_estimator='grpo' needs"),
     (lambda data: data.clone().set("input_ids", data["input_ids"] + 30), "but vocab_size is 32"),
     (lambda data: data.clone().set("rewards", data["input_ids"].float()), "rewards is .*one number per row"),
     (lambda data: data.clone().set("loss_mask", torch.ones_like(data["loss_mask"])), "loss_mask of row 0 counts"),
