@@ -2,11 +2,11 @@
 tests state, and registered by a user."""
 
 import math
-import sys
 import threading
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import own_algorithms as own
 import plain_losses
 import pytest
 import torch
@@ -188,45 +188,24 @@ def test_missing_entry_is_named():
 # --- a user's own --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own():
-    """A user's module, which registers a loss and an advantage."""
-    module = ModuleType("own_algorithms")
-    sys.modules["own_algorithms"] = module
-    source = """
-from workers import register_advantage, register_policy_loss
-
-@register_policy_loss("own_reinforce")
-def reinforce(tokens, args):
-    return -tokens.advantages * tokens.log_probs, {"log_prob": tokens.log_probs.detach()}
-
-@register_advantage("own_reward")
-def reward(rows, args):
-    return rows["rewards"] * args.user.scale
-
-def unregistered(tokens, args):
-    return tokens.log_probs[:, 1:], {}
-"""
-    exec(source, vars(module))
-    yield module
-    del sys.modules["own_algorithms"]
-
-
-def test_registered_name_and_dotted_path_choose_a_function(own):
-    given = {"policy_loss_type": "own_reinforce", "advantage_estimator": "own_reward", "user": {"scale": 2.0}}
+def test_registered_name_and_dotted_path_choose_a_function():
+    given = {"policy_loss_type": "own_reinforce", "advantage_estimator": "own_advantage", "user": {"scale": 2.0}}
     args = read_args(given)
     # What the ranks read: they import the module themselves.
-    assert args.policy_loss_type == "own_algorithms.reinforce" and args.advantage_estimator == "own_algorithms.reward"
+    assert (
+        args.policy_loss_type == "own_algorithms.reinforce" and args.advantage_estimator == "own_algorithms.above_mean"
+    )
     assert read_args(args) == args
     assert function_of(args, "policy_loss_type") is own.reinforce
     data = made()
-    assert torch.equal(own.reward(AdvantageRows(data), args), data["rewards"] * 2)
+    expected = 2 * (data["rewards"] - data["rewards"].mean())
+    torch.testing.assert_close(torch.cat(on_ranks(own.above_mean, data, args, 2)), expected)
     by_path = read_args({"policy_loss_type": "own_algorithms.unregistered"})
     assert function_of(by_path, "policy_loss_type") is own.unregistered
     register_policy_loss("own_reinforce")(own.reinforce)  # once more is no error, as when a module is imported again
 
 
-def test_loss_of_the_wrong_shape_is_an_error(own):
+def test_loss_of_the_wrong_shape_is_an_error():
     batch = {**made(), "loss_weights": torch.ones(ROWS, TOKENS), "advantages": torch.ones(ROWS, TOKENS)}
     (part,) = cut_by_tokens(batch, 1000)
     log_probs = torch.zeros(part.input_ids.shape)
@@ -234,7 +213,7 @@ def test_loss_of_the_wrong_shape_is_an_error(own):
         policy_loss(partial(own.unregistered, args=None))(TokenOutputs(log_probs=log_probs), part)
 
 
-def test_registering_is_refused_with_a_reason(own):
+def test_registering_is_refused_with_a_reason(monkeypatch):
     def inside(tokens, args):
         return tokens.log_probs, {}
 
@@ -245,10 +224,10 @@ def test_registering_is_refused_with_a_reason(own):
     ):
         register_policy_loss("own_reinforce")(own.unregistered)
     with pytest.raises(ValueError, match="'grpo' is already the advantage_estimator of workers"):
-        register_advantage("grpo")(own.reward)
+        register_advantage("grpo")(own.above_mean)
     with pytest.raises(ValueError, match=r"'a\.b' cannot be a name"):
         register_advantage("a.b")
-    own.reward.__module__ = "__main__"
-    register_advantage("of_the_script")(own.reward)
+    monkeypatch.setattr(own.above_mean, "__module__", "__main__")
+    register_advantage("of_the_script")(own.above_mean)
     with pytest.raises(TrainArgsError, match="'of_the_script': the function is in __main__, which the ranks cannot"):
         read_args({"advantage_estimator": "of_the_script"})

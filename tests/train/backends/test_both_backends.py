@@ -51,9 +51,9 @@ TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 FSDP1, FSDP2, FSDP4 = (Way("fsdp", ranks) for ranks in (1, 2, 4))
 HSDP = Way("fsdp", 4, {"fsdp_shard_size": 2})
-TP2, PP2, DP2 = Way("megatron", 2, TP), Way("megatron", 2, PP), Way("megatron", 2)
+TP2, PP2, DP2, DP4 = Way("megatron", 2, TP), Way("megatron", 2, PP), Way("megatron", 2), Way("megatron", 4)
 TP2_DP2, TP2_PP2 = Way("megatron", 4, TP), Way("megatron", 4, TP | PP)
-NAMES = {"FSDP1": FSDP1, "FSDP2": FSDP2, "FSDP4": FSDP4, "HSDP": HSDP, "TP2": TP2, "PP2": PP2, "DP2": DP2,
+NAMES = {"FSDP1": FSDP1, "FSDP2": FSDP2, "FSDP4": FSDP4, "HSDP": HSDP, "TP2": TP2, "PP2": PP2, "DP2": DP2, "DP4": DP4,
          "TP2_DP2": TP2_DP2, "TP2_PP2": TP2_PP2}  # fmt: skip
 
 
