@@ -45,6 +45,7 @@ BUDGETS: dict[str, int] = {
     "tests/train/backends/test_actor_critic.py": 180,
     "tests/train/backends/test_both_backends.py": 510,
     "tests/train/backends/test_fsdp.py": 120,
+    "tests/train/backends/test_gradients.py": 120,
     "tests/train/backends/test_megatron_group.py": 50,
     "tests/train/backends/test_weights_reach_rollout.py": 220,
     "tests/train/test_reference.py": 40,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from workers.train.hf_files import ModelFilesError
     from workers.train.model import TrainModel
     from workers.train.placement import RolePlacement, place
+    from workers.train.registry import register_advantage, register_policy_loss
     from workers.train.rollout_data import RolloutDataError
     from workers.train.tracking import RunLog
     from workers.train.weight_backup import BackupError, WeightBackup
@@ -86,6 +87,8 @@ __all__ = [
     "own_rows",
     "place",
     "read_args",
+    "register_advantage",
+    "register_policy_loss",
     "transformer_config",
 ]
 
@@ -132,6 +135,8 @@ _HOMES = {
     "own_rows": "workers.train.worker",
     "place": "workers.train.placement",
     "read_args": "workers.train.args",
+    "register_advantage": "workers.train.registry",
+    "register_policy_loss": "workers.train.registry",
     "transformer_config": "workers.megatron.config",
 }
 

@@ -9,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from workers.train.args import TrainArgs, TrainArgsError, function_at, read_args, role_args, table, update_seconds
+from workers.train.args import TrainArgs, TrainArgsError, read_args, role_args, table, update_seconds
+from workers.train.args_checks import function_at
 
 PAGE = Path(__file__).resolve().parents[2] / "workers" / "train" / "ARGUMENTS.md"
 
@@ -65,7 +66,25 @@ def test_defaults_and_given_values():
         ({"save_keep_every": 5}, "save_keep_every needs save_keep"),
         ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: expected a number above 0"),
         ({"param_dtype": "fp16"}, "use 'bf16' or 'fp32' with fsdp"),
-        ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae'"),
+        ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae' or 'reinforce_plus_plus'"),
+        ({"advantage_estimator": "grop"}, "'grpo', 'rloo', .* or the dotted path of a function; did you mean 'grpo'?"),
+        ({"policy_loss_type": "ppo"}, "policy_loss_type='ppo': expected one of 'ppo_clip', 'gspo', 'cispo'"),
+        ({"policy_loss_type": "os.path.jion"}, "policy_loss_type='os.path.jion' cannot be imported"),
+        ({"policy_loss_type": "os.sep"}, "is a str, not a function"),
+        ({"eps_clip_dual": 1.0}, "eps_clip_dual=1.0: expected a number above 1"),
+        ({"overlong_buffer_len": 17}, "overlong_buffer_len=17 is more than rollout_max_response_len=16"),
+        (
+            {"rollout_correction": "tis"},
+            "rollout_correction='tis': 'tis' is no correction; expected one of report, tok",
+        ),
+        ({"rollout_correction": "seq_rs+geo_rs"}, "only one \\*_rs and one weighting can be joined"),
+        ({"rollout_correction": "geo_rs", "rollout_correction_high": 2}, "'geo_rs' has no bound 'high'"),
+        (
+            {"rollout_correction": "token_tis", "rollout_correction_high": 0.5},
+            "high=0.5: expected a number of at least 1",
+        ),
+        ({"rollout_rejection_low": 0.5}, "args.rollout_rejection_low needs rollout_correction"),
+        ({"rollout_correction": "icepop", "use_rollout_logprobs": True}, "set only one of them"),
         ({"advantage_estimator": "gae", "critic_num_nodes": 2}, "is 4, but actor_num_nodes .* is 2"),
         ({"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_iters": 5}, "less than lr_warmup_iters=5"),
         ({"lr_decay_style": "cosine", "lr_decay_iters": 3, "critic_lr_warmup_iters": 5}, "than critic_lr_warmup_iters"),

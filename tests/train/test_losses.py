@@ -2,15 +2,30 @@
 
 import math
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from workers.train.losses import clipped_value_loss, kl_estimate, policy_loss, ppo_clip, token_weights, value_loss
+from workers.train.losses import (
+    clipped_value_loss,
+    kl_estimate,
+    policy_loss,
+    ppo_clip,
+    ppo_clip_loss,
+    token_weights,
+    value_loss,
+)
 from workers.train.micro_batches import cut_by_tokens
 from workers.train.model import TokenOutputs
 
 ROWS, TOKENS = 5, 9
+
+
+def ppo(eps_clip=0.2, eps_clip_high=None):
+    args = SimpleNamespace(eps_clip=eps_clip, eps_clip_high=eps_clip_high, eps_clip_dual=None)
+    return partial(ppo_clip_loss, args=args)
 
 
 def data(**changes):
@@ -61,7 +76,7 @@ def mean(batch, token):
 def test_policy_loss_matches_a_loop(max_tokens):
     batch = data()
     batch["log_probs"] = batch["log_probs"].requires_grad_()
-    loss = policy_loss(eps_clip=0.2, eps_clip_high=0.5, kl_coef=0.3, entropy_coef=0.1)
+    loss = policy_loss(ppo(0.2, 0.5), kl_coef=0.3, entropy_coef=0.1)
     total, sums = run(loss, batch, max_tokens, outputs={"log_probs": "log_probs", "entropy": "entropy"})
 
     def surrogate(e):
@@ -108,7 +123,7 @@ def test_without_old_log_probs_the_gradient_is_that_of_reinforce():
     batch = data()
     del batch["old_log_probs"], batch["ref_log_probs"]
     batch["log_probs"] = batch["log_probs"].requires_grad_()
-    total, sums = run(policy_loss(), batch, 20, outputs={"log_probs": "log_probs"})
+    total, sums = run(policy_loss(ppo()), batch, 20, outputs={"log_probs": "log_probs"})
     assert sums == pytest.approx(
         {"policy_loss": mean(batch, lambda e: -e["advantages"]), "ratio": 1, "clip_fraction": 0}, rel=1e-5
     )
@@ -120,7 +135,7 @@ def test_micro_batch_with_only_a_filler_has_a_graph():
     batch = {name: value[:0] for name, value in data().items()}
     (filler,) = cut_by_tokens(batch, 8, at_least=1)
     log_probs = torch.full((1, 2), -math.inf, requires_grad=True)
-    total, _ = policy_loss(kl_coef=0.1)(TokenOutputs(log_probs=log_probs), filler)
+    total, _ = policy_loss(ppo(), kl_coef=0.1)(TokenOutputs(log_probs=log_probs), filler)
     total.backward()
     assert float(total.detach()) == 0 and log_probs.grad.tolist() == [[0.0, 0.0]]
 
@@ -207,15 +222,15 @@ def test_clipped_value_loss():
     ("loss", "outputs", "without", "message"),
     [
         (
-            policy_loss(),
+            policy_loss(ppo()),
             {"log_probs": "log_probs"},
             "loss_weights",
             "policy_loss: the micro-batch has no 'loss_weights'",
         ),
-        (policy_loss(), {"log_probs": "log_probs"}, "advantages", "no 'advantages', only entropy, log_probs"),
-        (policy_loss(kl_coef=0.1), {"log_probs": "log_probs"}, "ref_log_probs", "no 'ref_log_probs'"),
-        (policy_loss(), {"values": "values"}, "new", "the model returned no log_probs"),
-        (policy_loss(entropy_coef=0.1), {"log_probs": "log_probs"}, "new", "the model returned no entropy"),
+        (policy_loss(ppo()), {"log_probs": "log_probs"}, "advantages", "no 'advantages', only entropy, log_probs"),
+        (policy_loss(ppo(), kl_coef=0.1), {"log_probs": "log_probs"}, "ref_log_probs", "no 'ref_log_probs'"),
+        (policy_loss(ppo()), {"values": "values"}, "new", "the model returned no log_probs"),
+        (policy_loss(ppo(), entropy_coef=0.1), {"log_probs": "log_probs"}, "new", "the model returned no entropy"),
         (value_loss(), {"values": "new"}, "values", "value_loss: the micro-batch has no 'values'"),
         (value_loss(), {"values": "new"}, "returns", "no 'returns'"),
     ],
@@ -229,19 +244,17 @@ def test_error_names_the_missing_entry(loss, outputs, without, message):
 
 def test_error_names_an_entry_of_the_wrong_shape():
     with pytest.raises(ValueError, match=re.escape("advantages has shape (5,); expected one number per token, (5, 9)")):
-        run(policy_loss(), data(advantages=torch.zeros(ROWS)), 100, outputs={"log_probs": "log_probs"})
+        run(policy_loss(ppo()), data(advantages=torch.zeros(ROWS)), 100, outputs={"log_probs": "log_probs"})
 
 
 def test_invalid_options():
-    with pytest.raises(ValueError, match="eps_clip=-1"):
-        policy_loss(eps_clip=-1)
     with pytest.raises(ValueError, match="kl_coef=nan"):
-        policy_loss(kl_coef=math.nan)
+        policy_loss(ppo(), kl_coef=math.nan)
     with pytest.raises(ValueError, match="kl_estimator='k4'"):
-        policy_loss(kl_estimator="k4")
+        policy_loss(ppo(), kl_estimator="k4")
     with pytest.raises(ValueError, match="estimator='k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
     with pytest.raises(ValueError, match=r"eps_clip=-0\.1"):
         value_loss(eps_clip=-0.1)
-    with pytest.raises(ValueError, match="aggregation='row'; expected one of token, sequence"):
+    with pytest.raises(ValueError, match="aggregation='row'; expected one of token, sequence, constant"):
         token_weights(torch.ones(1, 1), "row")

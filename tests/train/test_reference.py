@@ -1,13 +1,15 @@
 """The reference itself, and the shared math against it: the same steps, split into micro-batches and over ranks."""
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from reference import ReferenceGRPO, random_prompts, sample, small_llama
 
 from workers.train.advantages import group_advantages
-from workers.train.losses import policy_loss, token_weights
+from workers.train.losses import policy_loss, ppo_clip_loss, token_weights
 from workers.train.micro_batches import cut_by_tokens, restore
 from workers.train.model import TokenOutputs
 from workers.train.rollout_data import check_rollout_data
@@ -55,7 +57,8 @@ def test_three_steps_match_the_reference_weights(rollout, ranks, aggregation):
     reference = ReferenceGRPO(small_llama(), lr=3e-3, eps_clip=0.05, aggregation=aggregation, **options)
     old_model, model = small_llama(), small_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    loss_of = policy_loss(eps_clip=0.05, **options)
+    clip = SimpleNamespace(eps_clip=0.05, eps_clip_high=None, eps_clip_dual=None)
+    loss_of = policy_loss(partial(ppo_clip_loss, args=clip), **options)
 
     data = dict(rollout)
     weights, count = token_weights(data["loss_mask"], aggregation)

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from unittest import mock
 
 import ray
@@ -53,6 +54,29 @@ def distance(one, other):
     names = one.keys() & other.keys()
     assert (one.keys() | other.keys()) - names <= {"lm_head.weight"}
     return max((one[name].float() - other[name].float()).abs().max().item() for name in names)
+
+
+def gradients(worker, data, cases, most):
+    """Case -> (metrics, gradients by name) of a step on this rank's rows. The weights are as before afterwards."""
+    rows = data[worker._dp_rank :: worker.get_parallel_config()["dp_size"]]  # groups are spread over the ranks
+    if worker.args.train_backend == "fsdp":
+        worker.model.options = replace(worker.model.options, max_tokens_per_micro_batch=most)
+    else:
+        worker.model.max_tokens = most
+    usual = worker.args.copy()
+    worker.backup.copy("before")
+    before = {name: tensor.detach().cpu().clone() for name, tensor in worker.model.hf_weights()}
+    found = {}
+    for name, changes in cases.items():
+        worker.args = usual.copy()
+        for key, value in changes.items():
+            worker.args[key] = value
+        metrics = worker.train(0, rows)
+        after = {name: tensor.detach().cpu().clone() for name, tensor in worker.model.hf_weights()}
+        worker.backup.restore("before")
+        found[name] = metrics, {name: before[name] - after[name] for name in after}
+    worker.args = usual
+    return found
 
 
 class HostReads(TorchDispatchMode):
@@ -114,6 +138,7 @@ __all__ = [
     "HostReads",
     "begin",
     "distance",
+    "gradients",
     "learn",
     "lucky",
     "rollout",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from workers.device import every_backend
 from workers.megatron.train_model import MegatronTrainModel
 from workers.megatron.worker import MegatronWorker
@@ -82,6 +84,18 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_group()
+
+    def of_last_stage(self, value: Any) -> Any:
+        """See `ModelWorker.of_last_stage`."""
+        from megatron.core import parallel_state
+
+        values = [value]
+        dist.broadcast_object_list(
+            values,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        )
+        return values[0]
 
     def get_parallel_config(self) -> dict[str, int]:
         """See `TrainWorker.get_parallel_config`."""

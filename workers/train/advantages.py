@@ -24,21 +24,60 @@ def group_advantages(
     Raises:
         ValueError: the shapes are not (B,) both.
     """
+    advantages, sizes, of_row = _above_mean("group_advantages", rewards, group_ids)
+    if divide_by_std:
+        variances = torch.zeros_like(sizes).index_add(0, of_row, advantages.square()) / (sizes - 1).clamp(min=1)
+        advantages = advantages / (variances.sqrt() + eps)[of_row]
+    return advantages.float()
+
+
+def leave_one_out_advantages(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """RLOO: a completion's reward minus the mean reward of the other completions of the same prompt (Ahmadian et al.
+    2024, arXiv 2402.14740). A group must be complete, as in `group_advantages`.
+
+    Args:
+        rewards: (B,), of whole completions.
+        group_ids: (B,) integers, in any order.
+
+    Returns:
+        (B,) float32; 0 in groups of one.
+
+    Raises:
+        ValueError: the shapes are not (B,) both.
+    """
+    advantages, sizes, of_row = _above_mean("leave_one_out_advantages", rewards, group_ids)
+    return (advantages * (sizes / (sizes - 1).clamp(min=1))[of_row]).float()
+
+
+def _above_mean(
+    name: str, rewards: torch.Tensor, group_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rewards minus their group's mean, (B,) float64; the size of each group; and the group of each row."""
     if rewards.dim() != 1 or group_ids.shape != rewards.shape:
         raise ValueError(
-            f"group_advantages: rewards is {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)}; expected "
-            "(rows,) for both"
+            f"{name}: rewards is {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)}; expected (rows,) for "
+            "both"
         )
     # In float64, rounding errors in groups of equal rewards stay negligible even after the division.
     rewards = rewards.double()
     groups, of_row = group_ids.unique(return_inverse=True)
     zeros = rewards.new_zeros(len(groups))
     sizes = zeros.index_add(0, of_row, torch.ones_like(rewards))
-    advantages = rewards - (zeros.index_add(0, of_row, rewards) / sizes)[of_row]
-    if divide_by_std:
-        variances = zeros.index_add(0, of_row, advantages.square()) / (sizes - 1).clamp(min=1)
-        advantages = advantages / (variances.sqrt() + eps)[of_row]
-    return advantages.float()
+    return rewards - (zeros.index_add(0, of_row, rewards) / sizes)[of_row], sizes, of_row
+
+
+def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), to be added to the rewards.
+
+    Args:
+        lengths: (B,), of the completions, in tokens.
+        max_length: of a completion.
+        buffer: the last tokens before ``max_length``, over which the penalty grows from 0 to -1; at least 1.
+
+    Returns:
+        (B,) float32, from -1 to 0.
+    """
+    return ((max_length - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
 
 
 def token_rewards(

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import math
-import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from single_controller import SingleControllerError
+from workers.train.args_checks import TrainArgsError, check_algorithm, check_value
 
 ROLES = ("actor", "critic")
 
@@ -95,30 +93,69 @@ class TrainArgs:
 
     # algorithm
     advantage_estimator: str = _key(
-        "grpo", "grpo: rewards relative to their group; gae: with a critic (PPO)", choices=("grpo", "gae")
+        "grpo",
+        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline or gae (PPO with a critic); or a name that you "
+        "have registered, or the dotted path of a function",
     )
     grpo_std_normalization: bool = _key(True, "grpo: divide advantages by the group's standard deviation")
-    normalize_advantages: bool = _key(True, "gae: whiten advantages over all tokens of a rollout")
-    gamma: float = _key(1.0, "gae: discount per token", least=0, most=1)
+    normalize_advantages: bool = _key(
+        True, "gae and reinforce_plus_plus(_baseline): whiten advantages over all tokens of a rollout"
+    )
+    gamma: float = _key(1.0, "gae and reinforce_plus_plus: discount per token", least=0, most=1)
     gae_lambda: float = _key(0.95, "gae: lambda", least=0, most=1)
-    eps_clip: float = _key(0.2, "PPO clip of the policy ratio below 1", least=0)
-    eps_clip_high: float | None = _key(None, "PPO clip of the policy ratio above 1; by default eps_clip", least=0)
+    overlong_buffer_len: int = _key(
+        0, "last tokens before rollout_max_response_len in which the overlong penalty grows; 0 for no penalty", least=0
+    )
+    overlong_penalty_factor: float = _key(1.0, "reward that a completion of the maximum length loses", least=0)
+    policy_loss_type: str = _key(
+        "ppo_clip",
+        "ppo_clip, gspo or cispo; or a name that you have registered, or the dotted path of a function",
+    )
+    eps_clip: float = _key(0.2, "clip of the policy ratio below 1", least=0)
+    eps_clip_high: float | None = _key(None, "clip of the policy ratio above 1; by default eps_clip", least=0)
+    eps_clip_dual: float | None = _key(
+        None, "ppo_clip: clip of the policy ratio at negative advantages (dual clip); by default none", above=1
+    )
     value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
     kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
     kl_loss_type: str = _key("k3", "estimator of the KL divergence in the loss", choices=("k1", "k2", "k3"))
     kl_coef: float = _key(
-        0.0, "gae: weight of the KL divergence (k1) that is subtracted from each token's reward", least=0
+        0.0,
+        "gae and reinforce_plus_plus: weight of the KL divergence (k1) that is subtracted from each token's reward",
+        least=0,
     )
     entropy_coef: float = _key(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = _key(False, "report the metric entropy also if entropy_coef is 0")
     loss_aggregation: str = _key(
         "token",
-        "token: mean over all tokens; sequence: mean over the completions' means",
-        choices=("token", "sequence"),
+        "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
+        "sums over loss_constant_length (Dr. GRPO)",
+        choices=("token", "sequence", "constant"),
+    )
+    loss_constant_length: int | None = _key(
+        None, "loss_aggregation=constant: number of tokens; by default rollout_max_response_len", least=1
     )
     num_steps_per_rollout: int = _key(1, "optimizer steps per rollout; each gets a part of the rows", least=1)
     ppo_epochs: int = _key(1, "passes over each rollout", least=1)
     use_rollout_logprobs: bool = _key(False, "take old log-probabilities from the rollout instead of computing them")
+    rollout_correction: str | None = _key(
+        None,
+        "correction for tokens that another policy or engine generated: token_tis, seq_tis, geo_tis, token_mis, "
+        "seq_mis, geo_mis, icepop, token_rs, seq_rs, geo_rs; one *_rs and another, joined by '+'; report for metrics "
+        "alone",
+    )
+    rollout_correction_low: float | None = _key(
+        None, "lower bound of the importance weights; by default the preset's", least=0, most=1
+    )
+    rollout_correction_high: float | None = _key(
+        None, "upper bound of the importance weights; by default the preset's", least=1
+    )
+    rollout_rejection_low: float | None = _key(
+        None, "*_rs: completions with a lower ratio are rejected; by default the preset's", least=0, most=1
+    )
+    rollout_rejection_high: float | None = _key(
+        None, "*_rs: completions with a higher ratio are rejected; by default the preset's", least=1
+    )
     temperature: float = _key(1.0, "sampling temperature, in training and in rollouts", above=0)
     keep_old_actor: bool = _key(
         False, "keep the weights that the rollout workers have, and compute old log-probabilities with them"
@@ -232,10 +269,6 @@ class TrainArgs:
     user: dict[str, Any] = _key({}, "your own keys")
 
 
-class TrainArgsError(SingleControllerError, ValueError):
-    """A key of the configuration does not exist, or its value has the wrong type or is out of range."""
-
-
 def read_args(given: Any = None) -> Any:
     """Complete and check a configuration.
 
@@ -267,7 +300,8 @@ def read_args(given: Any = None) -> Any:
                 f"args.{name}={value!r}: expected {type_name(wanted)} ({_first_line(error)})"
             ) from None
     for name, item in known.items():
-        _check_value(name, item, args[name])
+        check_value(name, item, args[name])
+    check_algorithm(args)
     _check_together(args)
     made = DictConfig({**{name: args._get_node(name) for name in known}}, flags={"allow_objects": True})
     for name, value in extras.items():
@@ -354,23 +388,6 @@ def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return {name: value for name, value in plain.items() if name in known}, extras
 
 
-_WITHIN = {"of at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
-
-
-def _check_value(name: str, item: dataclasses.Field[Any], value: Any) -> None:
-    choices = item.metadata["choices"]
-    if value is None:
-        return
-    if choices and value not in choices:
-        close = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise TrainArgsError(f"args.{name}={value!r}: expected one of {', '.join(map(repr, choices))}{hint}")
-    limits = {word: limit for word, limit in item.metadata["limits"].items() if limit is not None}
-    if not all(_WITHIN[word](value, limit) for word, limit in limits.items()):
-        said = " and ".join(f"{word} {limit}" for word, limit in limits.items())
-        raise TrainArgsError(f"args.{name}={value!r}: expected a number {said}")
-
-
 def _check_together(args: Any) -> None:
     if args.hf_checkpoint is not None and args.hf_config is not None:
         raise TrainArgsError("args.hf_checkpoint and args.hf_config are both set; set only one of them")
@@ -414,11 +431,6 @@ def _check_together(args: Any) -> None:
             )
     if args.train_backend == "fsdp" and args.param_dtype == "fp16":
         raise TrainArgsError("args.param_dtype='fp16': use 'bf16' or 'fp32' with fsdp, which does not scale the loss")
-    if args.kl_coef and args.advantage_estimator != "gae":
-        raise TrainArgsError(
-            f"args.kl_coef={args.kl_coef} needs advantage_estimator='gae'. To add the KL divergence to the "
-            "loss, set kl_loss_coef"
-        )
     actor, critic = actor_size(args), critic_size(args)
     if args.advantage_estimator == "gae" and math.prod(actor) != math.prod(critic):
         raise TrainArgsError(
@@ -431,29 +443,6 @@ def _check_together(args: Any) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
-
-
-def function_at(path: str, key: str) -> Callable[..., Any]:
-    """Import the function ``package.module.name``.
-
-    Args:
-        path: its dotted path.
-        key: the configuration's key, for the message.
-
-    Raises:
-        TrainArgsError: there is no such module or function.
-    """
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise TrainArgsError(f"args.{key}={path!r}: expected a dotted path such as 'my_package.my_module.my_function'")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise TrainArgsError(f"args.{key}={path!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise TrainArgsError(f"args.{key}={path!r} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
-    return function
 
 
 def table() -> str:

@@ -6,31 +6,36 @@ over micro-batches and ranks is the requested mean, however the rows are split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 
 from workers.train.micro_batches import MicroBatch
 from workers.train.model import TokenLoss, TokenOutputs
 
-Aggregation = Literal["token", "sequence"]
+Aggregation = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 _LARGEST_LOG_RATIO = 20.0  # e**20 is far outside any trust region, and still far from overflow
 
 
-def token_weights(loss_mask: torch.Tensor, aggregation: Aggregation = "token") -> tuple[torch.Tensor, torch.Tensor]:
+def token_weights(
+    loss_mask: torch.Tensor, aggregation: Aggregation = "token", length: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weight of each token's loss, and the normalizer, to be summed over all ranks.
 
     Args:
         loss_mask: (B, T), 1 for tokens that count; a float mask may have fractions.
-        aggregation: "token" for the mean over all tokens; "sequence" for the mean over rows of each row's mean. Rows
-            without a counted token do not count.
+        aggregation: "token" for the mean over all tokens; "sequence" for the mean over rows of each row's mean;
+            "constant" for the mean over rows of each row's sum over ``length``, as in Dr. GRPO (Liu et al. 2025, arXiv
+            2503.20783). Rows without a counted token do not count.
+        length: for "constant": the same for all rows, such as the maximum number of tokens of a completion.
 
     Returns:
-        (B, T) float32 weights, and their sum as a float64 scalar. Sum it over the ranks and divide the weights by it:
-        that is the entry ``loss_weights`` of the losses.
+        (B, T) float32 weights, and the normalizer as a float64 scalar. Sum it over the ranks and divide the weights by
+        it: that is the entry ``loss_weights`` of the losses.
 
     Raises:
         ValueError: unknown aggregation.
@@ -43,6 +48,8 @@ def token_weights(loss_mask: torch.Tensor, aggregation: Aggregation = "token") -
     if aggregation == "token":
         return weights, weights.double().sum()
     sums = weights.sum(1, keepdim=True)
+    if aggregation == "constant":
+        return weights / length, (sums > 0).double().sum()
     return torch.where(sums > 0, weights / sums.clamp(min=1e-30), 0.0), (sums > 0).double().sum()
 
 
@@ -80,6 +87,7 @@ def ppo_clip(
     *,
     eps_clip: float = 0.2,
     eps_clip_high: float | None = None,
+    eps_clip_dual: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """PPO's clipped loss per token (Schulman et al. 2017, arXiv 1707.06347).
 
@@ -88,7 +96,9 @@ def ppo_clip(
         old_log_probs: under the old policy, the denominator of the ratio.
         advantages: of the tokens.
         eps_clip: the ratio is clipped below 1 - eps_clip.
-        eps_clip_high: and above 1 + eps_clip_high; None means eps_clip.
+        eps_clip_high: and above 1 + eps_clip_high; None means eps_clip. DAPO's clip-higher (arXiv 2503.14476).
+        eps_clip_dual: at negative advantages, the ratio is also clipped above this number (Ye et al. 2020, arXiv
+            1912.09729); above 1, None disables it.
 
     Returns:
         The loss, the ratio, and whether the clip was active (the token has no gradient then).
@@ -97,7 +107,12 @@ def ppo_clip(
     ratio = _bounded(log_probs - old_log_probs).exp()
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - eps_clip, 1 + high)
-    return torch.maximum(free, clipped), ratio, clipped > free
+    loss, active = torch.maximum(free, clipped), clipped > free
+    if eps_clip_dual is not None:
+        most = -advantages * eps_clip_dual
+        dual = (advantages < 0) & (most < loss)
+        loss, active = torch.where(dual, most, loss), active | dual
+    return loss, ratio, active
 
 
 def clipped_value_loss(
@@ -121,43 +136,103 @@ def clipped_value_loss(
     return torch.maximum(free, clipped) / 2, clipped > free
 
 
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What a policy loss is computed from: whole sequences, each (b, s). Values at tokens that do not count are 0.
+
+    Attributes:
+        log_probs: under the policy in training, with gradients.
+        old_log_probs: under the old policy; equal to ``log_probs`` in the first step of a rollout.
+        advantages: of the tokens.
+        mask: bool, the tokens that count.
+        others: further entries of the rollout data, in the micro-batch's rows and tokens.
+    """
+
+    log_probs: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    others: Mapping[str, torch.Tensor]
+
+
+PolicyLoss = Callable[[PolicyTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""tokens -> (each token's loss, metrics), (b, s) each. Called once per micro-batch, fillers included, and must report
+the same metrics each time."""
+
+
+def ppo_clip_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`ppo_clip`, with ``args.eps_clip``, ``eps_clip_high`` and ``eps_clip_dual``."""
+    loss, ratio, clipped = ppo_clip(
+        tokens.log_probs,
+        tokens.old_log_probs,
+        tokens.advantages,
+        eps_clip=args.eps_clip,
+        eps_clip_high=args.eps_clip_high,
+        eps_clip_dual=args.eps_clip_dual,
+    )
+    return loss, {"ratio": ratio, "clip_fraction": clipped}
+
+
+def gspo_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071), in its form for advantages per token (equation 14): the ratio of a
+    token, and so the clip, is that of its whole sequence: the geometric mean of the ratios of the tokens that count.
+    With one advantage per sequence this is GSPO itself. ``args.eps_clip`` and ``eps_clip_high`` are as for PPO, but
+    much smaller: 3e-4 and 4e-4 in the paper."""
+    logs = torch.where(tokens.mask, tokens.log_probs - tokens.old_log_probs, 0.0)
+    of_sequence = logs.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True).clamp(min=1)
+    # The value is the sequence's, the gradient is the token's.
+    own = of_sequence.detach() + (tokens.log_probs - tokens.log_probs.detach())
+    loss, ratio, clipped = ppo_clip(
+        own, torch.zeros_like(own), tokens.advantages, eps_clip=args.eps_clip, eps_clip_high=args.eps_clip_high
+    )
+    return loss, {"ratio": ratio, "clip_fraction": clipped}
+
+
+def cispo_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """CISPO (MiniMax 2025, arXiv 2506.13585): REINFORCE with the clipped ratio as a constant factor, so that no token
+    loses its gradient. The bounds are 1 - ``args.eps_clip``, where 1 means no bound, as in the paper, and 1 +
+    ``eps_clip_high``."""
+    high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    ratio = _bounded(tokens.log_probs - tokens.old_log_probs).exp().detach()
+    clipped = ratio.clamp(1 - args.eps_clip, 1 + high)
+    return -clipped * tokens.advantages * tokens.log_probs, {"ratio": ratio, "clip_fraction": clipped != ratio}
+
+
 def policy_loss(
+    of_tokens: PolicyLoss,
     *,
-    eps_clip: float = 0.2,
-    eps_clip_high: float | None = None,
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> TokenLoss:
-    """The policy loss: PPO-clip + kl_coef * KL to the reference - entropy_coef * entropy.
+    """The policy loss + kl_coef * KL to the reference - entropy_coef * entropy.
 
     It reads these entries of ``MicroBatch.others``, all (b, s):
 
     - ``loss_weights`` and ``advantages`` (required);
     - ``old_log_probs``: without them the ratio is 1, which is right for one step per batch;
+    - ``correction_weights``: if given, factors of each token's policy loss, see `workers.train.corrections`;
     - ``ref_log_probs``: required if kl_coef is not 0; if given, the KL divergence is reported;
     - ``rollout_log_probs``: if given, their difference from the policy's log-probabilities is reported.
 
     Values at tokens of weight 0 are ignored, NaN included.
 
     Args:
-        eps_clip: see `ppo_clip`.
-        eps_clip_high: see `ppo_clip`.
+        of_tokens: each token's loss.
         kl_coef: penalty per nat of KL divergence, in units of advantage.
         kl_estimator: see `kl_estimate`.
         entropy_coef: bonus per nat of entropy; if not 0, `TrainModel.train_step` needs ``entropy=True``.
 
     Returns:
-        A `TokenLoss` that reports ``policy_loss``, ``ratio``, ``clip_fraction``, and ``kl``, ``entropy`` and
+        A `TokenLoss` that reports ``policy_loss``, the metrics of ``of_tokens``, and ``kl``, ``entropy`` and
         ``rollout_log_prob_diff`` if they are known. Each is a weighted sum over tokens, so the sum over a step is a
-        mean. It raises a ValueError if a required entry is missing.
+        mean. It raises a ValueError if a required entry is missing, or ``of_tokens`` returns another shape.
 
     Raises:
         ValueError: a number is negative, or the estimator is unknown.
     """
-    for name, value in (("eps_clip", eps_clip), ("eps_clip_high", eps_clip_high), ("kl_coef", kl_coef)):
-        if value is not None and not value >= 0:
-            raise ValueError(f"policy_loss: {name}={value!r}; expected at least 0")
+    if not kl_coef >= 0:
+        raise ValueError(f"policy_loss: kl_coef={kl_coef!r}; expected at least 0")
     if kl_estimator not in get_args(KLEstimator):
         raise ValueError(
             f"policy_loss: kl_estimator={kl_estimator!r}; expected one of {', '.join(get_args(KLEstimator))}"
@@ -167,11 +242,17 @@ def policy_loss(
         weights, entry = _entries("policy_loss", micro_batch)
         log_probs = _where(weights, _output("policy_loss", "log_probs", outputs.log_probs))
         old = entry("old_log_probs") if "old_log_probs" in micro_batch.others else log_probs.detach()
-        surrogate, ratio, clipped = ppo_clip(
-            log_probs, old, entry("advantages"), eps_clip=eps_clip, eps_clip_high=eps_clip_high
-        )
-        total = (weights * surrogate).sum()
-        sums = {"policy_loss": total, "ratio": (weights * ratio).sum(), "clip_fraction": (weights * clipped).sum()}
+        tokens = PolicyTokens(log_probs, old, entry("advantages"), weights != 0, micro_batch.others)
+        surrogate, metrics = of_tokens(tokens)
+        for name, value in {"loss": surrogate, **metrics}.items():
+            if value.shape != weights.shape:
+                raise ValueError(
+                    f"policy_loss: the {name} has shape {tuple(value.shape)}; expected one number per token, "
+                    f"{tuple(weights.shape)}"
+                )
+        factors = weights * entry("correction_weights") if "correction_weights" in micro_batch.others else weights
+        total = (factors * surrogate).sum()
+        sums = {"policy_loss": total, **{name: (weights * value).sum() for name, value in metrics.items()}}
         if kl_coef or "ref_log_probs" in micro_batch.others:
             sums["kl"] = (weights * kl_estimate(log_probs, entry("ref_log_probs"), kl_estimator)).sum()
             if kl_coef:

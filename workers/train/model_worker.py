@@ -80,6 +80,11 @@ class ModelWorker(TrainWorker):
     def dp_group(self) -> Any:
         """Process group of the data-parallel ranks that hold the same shard of the model as this rank."""
 
+    def of_last_stage(self, value: Any) -> Any:
+        """Return the value of the rank of this pipeline that has the model's outputs. All its ranks call this. By
+        default there is only one stage."""
+        return value
+
     # --- life -------------------------------------------------------------------------------------------
 
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:

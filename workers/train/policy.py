@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from dispatch.rows import share_rows
 from single_controller import Dispatch, register
 from workers.seeds import mixed_seed
-from workers.train.advantages import gae, group_advantages, moments, token_rewards, whiten
-from workers.train.args import function_at
+from workers.train.advantages import overlong_penalty
+from workers.train.args_checks import function_at, function_of
+from workers.train.corrections import Correction, correct, correction_metrics, correction_of
+from workers.train.estimators import AdvantageRows, advantages_and_returns
 from workers.train.hf_files import tokens_of
-from workers.train.losses import kl_estimate, policy_loss, token_weights, value_loss
+from workers.train.losses import policy_loss, token_weights, value_loss
 from workers.train.model import StepReport, TokenLoss
 from workers.train.model_worker import ModelWorker
 from workers.train.rollout_data import RolloutDataError, check_rollout_data
@@ -85,7 +88,7 @@ class PolicyTrainWorker(ModelWorker):
 
     def _train_actor(self, data: Data) -> dict[str, float]:
         args = self.args
-        metrics = self._about(data)
+        metrics = {**self._about(data), **self._penalize_length(data)}
         if "ref_log_probs" not in data and "ref" in self.backup.names:
             with self.backup.swapped("ref"):
                 self._set(data, "ref_log_probs", self.model.log_probs(data, args.temperature))
@@ -97,11 +100,11 @@ class PolicyTrainWorker(ModelWorker):
             self._old_log_probs(data)
         if "advantages" not in data:
             data["advantages"] = self._advantages(data)
-        elif data["advantages"].dim() == 1:
+        if data["advantages"].dim() == 1:
             data["advantages"] = data["advantages"][:, None] * (data["loss_mask"] != 0)
+        metrics |= self._correct(data)
         loss = policy_loss(
-            eps_clip=args.eps_clip,
-            eps_clip_high=args.eps_clip_high,
+            partial(function_of(args, "policy_loss_type"), args=args),
             kl_coef=args.kl_loss_coef,
             kl_estimator=args.kl_loss_type,
             entropy_coef=args.entropy_coef,
@@ -109,22 +112,23 @@ class PolicyTrainWorker(ModelWorker):
         return {**metrics, **self._steps(data, loss)}
 
     def _train_critic(self, data: Data) -> dict[str, float]:
-        metrics = self._about(data)
+        metrics = {**self._about(data), **self._penalize_length(data)}
         if "values" not in data:
             self._set(data, "values", self.model.values(data))
-        _, data["returns"] = self._gae(data)
+        _, data["returns"] = advantages_and_returns(self._advantage_rows(data), self.args)
         return {**metrics, **self._steps(data, value_loss(eps_clip=self.args.value_clip or None))}
 
     def _steps(self, data: Data, loss: TokenLoss) -> dict[str, float]:
         """Take optimizer steps over the rows. Returns the mean of the steps' reports."""
         args = self.args
+        length = args.loss_constant_length or args.rollout_max_response_len
         reports: list[StepReport] = []
         lr = 0.0
         for _ in range(args.ppo_epochs):
             for share in share_rows(len(data["input_ids"]), args.num_steps_per_rollout, "ragged"):
                 rows = slice(*share.ranges[0])
                 part = {name: value[rows] for name, value in data.items()}
-                weights, count = token_weights(part["loss_mask"], args.loss_aggregation)
+                weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length)
                 total = sum(self._over_dp(float(count)))
                 if not total:
                     continue  # no token of any rank counts
@@ -153,48 +157,52 @@ class PolicyTrainWorker(ModelWorker):
         )
 
     def _advantages(self, data: Data) -> torch.Tensor:
-        """Compute advantages (B, T) from rewards."""
-        args = self.args
-        counts = data["loss_mask"] != 0
-        if args.advantage_estimator == "gae":
-            advantages, _ = self._gae(data)
-            if not args.normalize_advantages:
-                return advantages
-            sums = torch.stack(self._over_dp(moments(advantages, counts))).sum(0)
-            return whiten(advantages, counts, sums)
-        for name in ("rewards", "group_ids"):
-            if name not in data:
-                raise RolloutDataError(
-                    f"rollout data has no {name!r}: GRPO needs rewards and group_ids, or the advantages themselves"
-                )
-        # The completions of a group may be on several ranks.
-        gathered = self._over_dp((data["rewards"].float(), data["group_ids"]))
-        own = self._dp_rank
-        rewards, groups = (torch.cat([part[k] for part in gathered]) for k in (0, 1))
-        before = sum(len(part[0]) for part in gathered[:own])
-        of_rows = group_advantages(rewards, groups, divide_by_std=args.grpo_std_normalization)
-        return of_rows[before : before + len(counts), None] * counts
+        """Compute advantages, (B,) or (B, T)."""
+        estimator = function_of(self.args, "advantage_estimator")
+        made: torch.Tensor = estimator(self._advantage_rows(data), self.args)
+        rows, tokens = data["input_ids"].shape
+        if made.shape not in ((rows,), (rows, tokens)):
+            raise ValueError(
+                f"advantage_estimator={self.args.advantage_estimator!r} returned shape {tuple(made.shape)}; expected "
+                f"({rows},) or ({rows}, {tokens}), for this dp rank's rows"
+            )
+        return made
 
-    def _gae(self, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute advantages and returns, (B, T) each."""
+    def _advantage_rows(self, data: Data) -> AdvantageRows:
+        return AdvantageRows(data, self._dp_rank, self._over_dp, self.args.advantage_estimator)
+
+    def _penalize_length(self, data: Data) -> dict[str, float]:
+        """Subtract the overlong penalty from the rewards. Returns its metric."""
         args = self.args
-        for name in ("rewards", "values"):
-            if name not in data:
-                raise RolloutDataError(
-                    f"rollout data has no {name!r}: advantage_estimator='gae' needs rewards, and values of a critic. "
-                    "Call connect() with the critic's group, or add the entry"
-                )
-        kl = None
-        if args.kl_coef:
-            old = data.get("old_log_probs")
-            if old is None or "ref_log_probs" not in data:
-                raise RolloutDataError(
-                    f"kl_coef={args.kl_coef} needs 'old_log_probs' and 'ref_log_probs' in the rollout data; call "
-                    "connect() with the critic's group, or add them"
-                )
-            kl = kl_estimate(old, data["ref_log_probs"], "k1")
-        rewards = token_rewards(data["rewards"], data["loss_mask"], kl=kl, kl_coef=args.kl_coef)
-        return gae(rewards, data["values"], data["loss_mask"], gamma=args.gamma, lam=args.gae_lambda)
+        if not args.overlong_buffer_len or "rewards" not in data:
+            return {}
+        lengths = (data["loss_mask"] != 0).sum(1)
+        penalty = overlong_penalty(lengths, args.rollout_max_response_len, args.overlong_buffer_len)
+        penalty *= args.overlong_penalty_factor
+        data["rewards"] = data["rewards"] + penalty
+        sums = self._over_dp((float(penalty.sum()), len(penalty)))
+        return {"overlong_penalty": sum(part[0] for part in sums) / max(sum(part[1] for part in sums), 1)}
+
+    def _correct(self, data: Data) -> dict[str, float]:
+        """Correct for the difference between ``rollout_log_probs`` and ``old_log_probs``: add weights, and leave out
+        rejected completions. Returns the metrics, also of a rollout that has both without a correction."""
+        correction = correction_of(self.args)
+        if "rollout_log_probs" not in data:
+            if correction is None:
+                return {}
+            raise RolloutDataError(
+                f"rollout_correction={self.args.rollout_correction!r} needs 'rollout_log_probs' in the rollout data"
+            )
+        if correction is None and ("old_log_probs" not in data or self.args.use_rollout_logprobs):
+            return {}
+        # All stages need the same loss_mask, so that they skip the same steps.
+        old = self.of_last_stage(data["old_log_probs"])
+        made = correct(old, data["rollout_log_probs"], data["loss_mask"], correction or Correction())
+        if correction is not None:
+            data["correction_weights"] = made.weights
+            data["loss_mask"] = data["loss_mask"] * ~made.rejected[:, None]
+        parts = self._over_dp((made.sums, float(made.largest)))
+        return correction_metrics(torch.stack([part[0] for part in parts]).sum(0), [part[1] for part in parts])
 
     def _old_log_probs(self, data: Data) -> bool:
         """Add ``old_log_probs``, unless they equal those of the first step. Returns whether they were added."""
@@ -208,7 +216,7 @@ class PolicyTrainWorker(ModelWorker):
             data["old_log_probs"] = data["rollout_log_probs"]
         elif args.keep_old_actor:
             self._by_version(data)
-        elif args.num_steps_per_rollout * args.ppo_epochs > 1 or args.kl_coef:
+        elif args.num_steps_per_rollout * args.ppo_epochs > 1 or args.kl_coef or args.rollout_correction:
             self._set(data, "old_log_probs", self.model.log_probs(data, args.temperature))
         return "old_log_probs" in data
 

@@ -51,9 +51,9 @@ TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 FSDP1, FSDP2, FSDP4 = (Way("fsdp", ranks) for ranks in (1, 2, 4))
 HSDP = Way("fsdp", 4, {"fsdp_shard_size": 2})
-TP2, PP2, DP2 = Way("megatron", 2, TP), Way("megatron", 2, PP), Way("megatron", 2)
+TP2, PP2, DP2, DP4 = Way("megatron", 2, TP), Way("megatron", 2, PP), Way("megatron", 2), Way("megatron", 4)
 TP2_DP2, TP2_PP2 = Way("megatron", 4, TP), Way("megatron", 4, TP | PP)
-NAMES = {"FSDP1": FSDP1, "FSDP2": FSDP2, "FSDP4": FSDP4, "HSDP": HSDP, "TP2": TP2, "PP2": PP2, "DP2": DP2,
+NAMES = {"FSDP1": FSDP1, "FSDP2": FSDP2, "FSDP4": FSDP4, "HSDP": HSDP, "TP2": TP2, "PP2": PP2, "DP2": DP2, "DP4": DP4,
          "TP2_DP2": TP2_DP2, "TP2_PP2": TP2_PP2}  # fmt: skip
 
 
@@ -345,7 +345,7 @@ def test_offload_frees_all_memory_and_onload_restores_it(start, data, way, optio
 
 WRONG = [
     (lambda data: data.exclude("loss_mask"), "rollout data has no 'loss_mask'"),
-    (lambda data: data.exclude("group_ids"), "GRPO needs rewards and group_ids"),
+    (lambda data: data.exclude("group_ids"), "no 'group_ids', which advantage_estimator='grpo' needs"),
     (lambda data: data.clone().set("input_ids", data["input_ids"] + 30), "but vocab_size is 32"),
     (lambda data: data.clone().set("rewards", data["input_ids"].float()), "rewards is .*one number per row"),
     (lambda data: data.clone().set("loss_mask", torch.ones_like(data["loss_mask"])), "loss_mask of row 0 counts"),

@@ -1,0 +1,167 @@
+"""The gradient of every policy loss, advantage and correction, against loops over tokens in one process: the same on
+any number of dp ranks, tensor and pipeline parallel ranks, and micro-batches."""
+
+import own_algorithms  # registers names
+import plain_losses
+import pytest
+import torch
+from reference import ReferenceGRPO, small_llama
+from test_both_backends import DP2, DP4, FSDP1, FSDP2, FSDP4, PP2, TP2, TP2_DP2, TP2_PP2, arguments, called
+from train_helpers import begin, distance, gradients, learn, whole_weights
+
+from single_controller import Broadcast, WorkerError
+
+pytestmark = pytest.mark.timeout(180)
+
+CASES = {
+    "grpo": {"loss_aggregation": "sequence", "eps_clip_dual": 1.3},
+    "dapo": {"eps_clip_high": 0.28, "rollout_max_response_len": 9, "overlong_buffer_len": 4},
+    "dr_grpo": {"grpo_std_normalization": False, "loss_aggregation": "constant", "loss_constant_length": 12},
+    "gspo": {"policy_loss_type": "gspo", "eps_clip": 0.02, "eps_clip_high": 0.03, "loss_aggregation": "sequence"},
+    "cispo": {"policy_loss_type": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.1},
+    "rloo": {"advantage_estimator": "rloo", "rollout_correction": "token_tis"},
+    "reinforce_plus_plus": {
+        "advantage_estimator": "reinforce_plus_plus",
+        "gamma": 0.9,
+        "kl_coef": 0.1,
+        "rollout_correction": "icepop",
+    },
+    "reinforce_plus_plus_baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "rollout_correction": "seq_rs+seq_tis",
+        "loss_aggregation": "sequence",
+    },
+    "seq_mis": {"rollout_correction": "seq_mis"},
+    "geo_mis": {"rollout_correction": "geo_mis"},
+}
+"""Each loss, advantage, aggregation, and level and kind of correction is in one of them."""
+
+# An Adam step of lr / eps * gradient, to one part in a million: whole weights show the gradient on any backend.
+EXPOSED = {"lr": 1e6, "adam_eps": 1e6, "adam_beta1": 0.0, "clip_grad": 0.0, "rollout_max_response_len": 16}
+
+
+@pytest.fixture(scope="module")
+def off_policy(data):
+    """The rollout with log-probabilities of other policies: an older one, the engine's and a reference's."""
+    g = torch.Generator().manual_seed(1)
+    now = ReferenceGRPO(small_llama()).log_probs(data)
+    made = {"old_log_probs": now + 0.2 * torch.randn(now.shape, generator=g)}
+    made["rollout_log_probs"] = made["old_log_probs"] + 0.4 * torch.randn(now.shape, generator=g)
+    made["ref_log_probs"] = now + 0.3 * torch.randn(now.shape, generator=g)
+    whole = data.clone()
+    for name, value in made.items():
+        whole[name] = torch.where(whole["loss_mask"] != 0, value, torch.nan)  # what does not count is not read
+    return whole
+
+
+@pytest.fixture(scope="module")
+def expected(off_policy):
+    """Case -> (loss, name of a parameter -> gradient), in float64."""
+    model = small_llama().double()
+    plain = ReferenceGRPO(model)
+    found = {}
+    for name, args in CASES.items():
+        model.zero_grad()
+        log_probs = []
+        for row in range(len(off_policy)):
+            tokens = plain._tokens(model, off_policy, row)
+            log_probs.append([tokens[t][0] for t in tokens if off_policy["loss_mask"][row, t]])
+        total = plain_losses.loss(log_probs, off_policy, args)
+        total.backward()
+        found[name] = float(total.detach()), {key: value.grad.clone() for key, value in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "most"),
+    [
+        (FSDP1, 1000),
+        (FSDP2, 40),
+        (TP2, 40),
+        (PP2, 40),
+        *(
+            pytest.param(way, most, marks=pytest.mark.full("gradients in every parallel configuration"))
+            for way, most in (
+                (FSDP1, 16),
+                (FSDP2, 1000),
+                (FSDP4, 40),
+                (TP2, 1000),
+                (PP2, 1000),
+                (DP2, 40),
+                (DP4, 16),
+                (TP2_DP2, 40),
+                (TP2_PP2, 40),
+            )
+        ),
+    ],
+    ids=called,
+)
+def test_gradients_match_plain_loops(fsdp_groups, megatron_groups, llama_folder, off_policy, expected, way, most):
+    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+    begin(group, arguments(way, llama_folder, **EXPOSED))
+    parts = group.worker_group.execute_with_func_generator(gradients, Broadcast(off_policy), Broadcast(CASES), most)
+    for name, (loss, of_parameters) in expected.items():
+        metrics = [part[name][0] for part in parts]
+        assert all({**other, "seconds": 0} == {**metrics[0], "seconds": 0} for other in metrics)
+        assert metrics[0]["loss"] == pytest.approx(loss, abs=1e-5), name
+        found = {key: value for part in parts for key, value in part[name][1].items()}
+        assert distance(found, of_parameters) < 1e-5, name
+        assert max(value.abs().max() for value in of_parameters.values()) > 1e-2  # so that 1e-5 says something
+
+
+@pytest.mark.parametrize("way", [FSDP2, PP2], ids=called)
+def test_corrections_change_nothing_where_engine_and_trainer_agree(
+    fsdp_groups, megatron_groups, llama_folder, data, way
+):
+    """Not a bit of the weights."""
+    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+    found = {}
+    for name in (None, "geo_rs+token_tis", "seq_mis", "report"):
+        begin(group, arguments(way, llama_folder, rollout_correction=name))
+        same = data.clone().set("rollout_log_probs", group.worker_group.compute_log_prob(data))
+        metrics = learn(group, 0, same)
+        found[name] = whole_weights(group)
+        assert distance(found[name], found[None]) == 0.0
+        if name is not None:
+            wanted = {"ratio": 1, "ratio_max": 1, "ess": 1, "outside": 0, "rejected": 0}
+            assert {key: metrics[f"correction_{key}"] for key in wanted} == wanted
+            assert metrics["mismatch_k1"] == metrics["mismatch_k3"] == metrics["mismatch_perplexity_gap"] == 0
+
+
+@pytest.mark.parametrize("way", [FSDP2, PP2], ids=called)
+def test_rollout_whose_completions_are_all_rejected_changes_nothing(
+    fsdp_groups, megatron_groups, llama_folder, data, way
+):
+    """All ranks skip the step, those of the first pipeline stage too, which have no log-probabilities."""
+    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+    begin(group, arguments(way, llama_folder, rollout_correction="geo_rs"))
+    before = whole_weights(group)
+    far = data.clone().set("rollout_log_probs", group.worker_group.compute_log_prob(data) - 1)
+    assert learn(group, 0, far)["correction_rejected"] == 1
+    assert distance(whole_weights(group), before) == 0.0
+
+
+@pytest.mark.parametrize("way", [FSDP2, PP2], ids=called)
+def test_registered_loss_and_advantage_run_on_the_ranks(fsdp_groups, megatron_groups, llama_folder, data, way):
+    """The ranks have not imported the module that registers them. In the first step REINFORCE is PPO."""
+    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+    own = {"policy_loss_type": "own_reinforce", "advantage_estimator": "own_advantage", "user": {"scale": 0.5}}
+    begin(group, arguments(way, llama_folder, **own))
+    metrics = learn(group, 0, data)
+    assert metrics["own_metric"] == pytest.approx(0.5)
+    found = whole_weights(group)
+    begin(group, arguments(way, llama_folder))
+    given = data.exclude("rewards", "group_ids").set("advantages", 0.5 * (data["rewards"] - data["rewards"].mean()))
+    assert learn(group, 0, given)["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-5)
+    assert distance(found, whole_weights(group)) < 1e-5
+
+
+@pytest.mark.parametrize("way", [FSDP2], ids=called)
+def test_error_of_a_loss_names_it(fsdp_groups, llama_folder, data, way):
+    group = fsdp_groups(way.ranks)
+    begin(group, arguments(way, llama_folder, policy_loss_type=f"{own_algorithms.__name__}.unregistered"))
+    with pytest.raises(WorkerError, match=r"the loss has shape .* expected one number per token"):
+        group.worker_group.train(0, data)
+    begin(group, arguments(way, llama_folder, rollout_correction="token_tis"))
+    with pytest.raises(WorkerError, match="rollout_correction='token_tis' needs 'rollout_log_probs'"):
+        group.worker_group.train(0, data.exclude("rollout_log_probs"))

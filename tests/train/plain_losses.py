@@ -1,0 +1,164 @@
+"""Policy losses, advantages and corrections from the papers' formulas: loops over tokens in Python's own float64.
+
+It imports nothing from this library. ``data`` is rollout data as `workers.train.rollout_data` describes it, with
+``old_log_probs``; ``args`` are keys of the configuration, all of those in `DEFAULTS`.
+"""
+
+import math
+import statistics
+
+DEFAULTS = {
+    "advantage_estimator": "grpo",
+    "grpo_std_normalization": True,
+    "gamma": 1.0,
+    "kl_coef": 0.0,
+    "overlong_buffer_len": 0,
+    "overlong_penalty_factor": 1.0,
+    "rollout_max_response_len": 16,
+    "policy_loss_type": "ppo_clip",
+    "eps_clip": 0.2,
+    "eps_clip_high": None,
+    "eps_clip_dual": None,
+    "loss_aggregation": "token",
+    "loss_constant_length": None,
+    "rollout_correction": None,
+}
+
+# name: (level, what happens outside, low, high)
+CORRECTIONS = {
+    "token_tis": ("token", "truncate", 0.0, 2.0),
+    "seq_tis": ("sequence", "truncate", 0.0, 2.0),
+    "geo_tis": ("geometric", "truncate", 0.0, 2.0),
+    "token_mis": ("token", "mask", 0.0, 2.0),
+    "seq_mis": ("sequence", "mask", 0.0, 2.0),
+    "geo_mis": ("geometric", "mask", 0.0, 2.0),
+    "icepop": ("token", "mask", 0.5, 5.0),
+    "token_rs": ("token", "reject", 1e-4, 100.0),
+    "seq_rs": ("sequence", "reject", 0.5, 2.0),
+    "geo_rs": ("geometric", "reject", 0.99, 1.01),
+}
+
+
+def counted(data, name):
+    """An entry's values at the tokens that count, a list of floats per row."""
+    return [
+        [float(value) for value, counts in zip(values, mask, strict=True) if counts]
+        for values, mask in zip(data[name].tolist(), data["loss_mask"].tolist(), strict=True)
+    ]
+
+
+def rewards(data, args):
+    """Rewards with the overlong penalty: DAPO, equation 13."""
+    found = []
+    for reward, row in zip(data["rewards"].tolist(), data["loss_mask"].tolist(), strict=True):
+        length, longest, cache = sum(map(bool, row)), args["rollout_max_response_len"], args["overlong_buffer_len"]
+        if not cache or length <= longest - cache:
+            penalty = 0.0
+        elif length <= longest:
+            penalty = ((longest - cache) - length) / cache
+        else:
+            penalty = -1.0
+        found.append(reward + args["overlong_penalty_factor"] * penalty)
+    return found
+
+
+def advantages(data, args):
+    """A list of floats per row, one per token that counts."""
+    scores, groups, kind = rewards(data, args), data["group_ids"].tolist(), args["advantage_estimator"]
+    lengths = [len(row) for row in counted(data, "loss_mask")]
+    found = []
+    for row, (score, group) in enumerate(zip(scores, groups, strict=True)):
+        members = [other for other, its in zip(scores, groups, strict=True) if its == group]
+        if kind == "rloo":
+            others = len(members) - 1
+            of_row = score - (sum(members) - score) / others if others else 0.0
+        elif kind == "reinforce_plus_plus":
+            kl = [0.0] * lengths[row]
+            if args["kl_coef"]:
+                pair = counted(data, "old_log_probs")[row], counted(data, "ref_log_probs")[row]
+                kl = [args["kl_coef"] * (old - ref) for old, ref in zip(*pair, strict=True)]
+            each = [(score if t == lengths[row] - 1 else 0.0) - kl[t] for t in range(lengths[row])]
+            found.append(
+                [sum(args["gamma"] ** (j - t) * each[j] for j in range(t, len(each))) for t in range(len(each))]
+            )
+            continue
+        else:
+            of_row = score - statistics.fmean(members)
+            if kind == "grpo" and args["grpo_std_normalization"]:
+                of_row = of_row / (statistics.stdev(members) + 1e-6) if len(members) > 1 else 0.0
+        found.append([of_row] * lengths[row])
+    if kind.startswith("reinforce_plus_plus"):
+        every = [value for row in found for value in row]
+        mean, std = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+        found = [[(value - mean) / std for value in row] for row in found]
+    return found
+
+
+def ratios(old, rollout, level):
+    """One number per token of a row."""
+    logs = [a - b for a, b in zip(old, rollout, strict=True)]
+    if level == "token" or not logs:
+        return [math.exp(log) for log in logs]
+    return [math.exp(sum(logs) / (len(logs) if level == "geometric" else 1))] * len(logs)
+
+
+def corrections(data, name):
+    """(factors of the tokens' losses, a list per row; whether each row is rejected)."""
+    old, rollout = counted(data, "old_log_probs"), counted(data, "rollout_log_probs" if name else "old_log_probs")
+    factors, rejected = [[1.0] * len(row) for row in old], [False] * len(old)
+    for part in name.split("+") if name else ():
+        level, how, low, high = CORRECTIONS[part]
+        for row in range(len(old)):
+            of_tokens = ratios(old[row], rollout[row], level)
+            if how == "reject":
+                rejected[row] = any(not low <= ratio <= high for ratio in of_tokens)
+            elif how == "mask":
+                factors[row] = [ratio if low <= ratio <= high else 0.0 for ratio in of_tokens]
+            else:
+                factors[row] = [min(max(ratio, low), high) for ratio in of_tokens]
+    return factors, rejected
+
+
+def token_losses(log_probs, old, of_tokens, args):
+    """Each token's loss, as tensors.
+
+    Args:
+        log_probs: of one row's tokens, float64 scalars with gradients.
+        old, of_tokens: old log-probabilities and advantages, floats.
+    """
+    low, high = 1 - args["eps_clip"], 1 + (args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"])
+    losses = []
+    for t, (log_prob, advantage) in enumerate(zip(log_probs, of_tokens, strict=True)):
+        ratio = (log_prob - old[t]).exp()
+        if args["policy_loss_type"] == "cispo":
+            losses.append(-min(max(float(ratio.detach()), low), high) * advantage * log_prob)
+            continue
+        if args["policy_loss_type"] == "gspo":  # the whole sequence's ratio, with its gradient
+            ratio = sum((a - b for a, b in zip(log_probs, old, strict=True)), start=0.0 * log_prob)
+            ratio = (ratio / len(log_probs)).exp()
+        gain = min(ratio * advantage, ratio.clamp(low, high) * advantage)
+        if args["eps_clip_dual"] is not None and advantage < 0:
+            gain = max(gain, args["eps_clip_dual"] * advantage + 0.0 * log_prob)
+        losses.append(-gain)
+    return losses
+
+
+def loss(log_probs, data, args):
+    """The step's loss.
+
+    Args:
+        log_probs: a list per row of float64 scalars, of the tokens that count.
+    """
+    args = {**DEFAULTS, **args}
+    old, of_tokens = counted(data, "old_log_probs"), advantages(data, args)
+    factors, rejected = corrections(data, args["rollout_correction"])
+    rows = []
+    for row in range(len(old)):
+        if old[row] and not rejected[row]:
+            losses = token_losses(log_probs[row], old[row], of_tokens[row], args)
+            rows.append([factor * value for factor, value in zip(factors[row], losses, strict=True)])
+    if args["loss_aggregation"] == "token":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    if args["loss_aggregation"] == "sequence":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    return sum(map(sum, rows)) / (args["loss_constant_length"] or args["rollout_max_response_len"]) / len(rows)

@@ -1,0 +1,222 @@
+"""Corrections compared with loops over tokens, and with numbers that other libraries' tests state."""
+
+import math
+import re
+import statistics
+from functools import partial
+from types import SimpleNamespace
+
+import plain_losses
+import pytest
+import torch
+
+from workers.train.corrections import (
+    PRESETS,
+    Correction,
+    correct,
+    correction_metrics,
+    find_correction,
+    importance_ratios,
+    masked,
+    rejected_rows,
+    truncated,
+)
+from workers.train.losses import policy_loss, ppo_clip_loss, token_weights
+from workers.train.micro_batches import cut_by_tokens
+from workers.train.model import TokenOutputs
+
+ROWS, TOKENS = 7, 11
+BOTH = ["geo_rs+token_tis", "seq_mis+token_rs"]
+
+
+def made(seed=0, spread=0.5):
+    """Rows with holes, one of them without a token that counts; what does not count is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.randint(0, 2, (ROWS, TOKENS), generator=g)
+    mask[3] = 0
+    old = torch.randn(ROWS, TOKENS, generator=g) - 2
+    rollout = old + spread * torch.randn(ROWS, TOKENS, generator=g)
+    rollout[1] = old[1] + 0.003  # within the bounds of every preset
+    hidden = mask == 0
+    return {
+        "loss_mask": mask,
+        "old_log_probs": old.masked_fill(hidden, math.nan),
+        "rollout_log_probs": rollout.masked_fill(hidden, math.nan),
+    }
+
+
+def corrected(data, name, **bounds):
+    return correct(data["old_log_probs"], data["rollout_log_probs"], data["loss_mask"], find_correction(name, **bounds))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", [*PRESETS, *BOTH])
+def test_every_preset_matches_a_loop(name, seed):
+    data = made(seed)
+    factors, rejected = plain_losses.corrections(data, "" if name == "report" else name)
+    found = corrected(data, name)
+    assert found.weights.dtype == torch.float32 and found.rejected.tolist() == rejected
+    for row in range(ROWS):
+        of_row = found.weights[row][data["loss_mask"][row] != 0].tolist()
+        assert of_row == pytest.approx(factors[row], rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", [*PRESETS, *BOTH])
+def test_metrics_match_a_loop_on_any_number_of_ranks(name, ranks):
+    data = made(5)
+    parts = [
+        corrected({key: value[rows] for key, value in data.items()}, name)
+        for rows in torch.arange(ROWS).tensor_split(ranks)
+    ]
+    found = correction_metrics(torch.stack([part.sums for part in parts]).sum(0), [float(p.largest) for p in parts])
+
+    rows = list(zip(*(plain_losses.counted(data, f"{of}_log_probs") for of in ("old", "rollout")), strict=True))
+    of_rows, rejected = plain_losses.corrections(data, "" if name == "report" else name)
+    full = [
+        (old, rollout, factors, out)
+        for (old, rollout), factors, out in zip(rows, of_rows, rejected, strict=True)
+        if old
+    ]
+    preset = find_correction(name)
+    level = preset.weight or preset.reject or "token"
+    raw = [plain_losses.ratios(old, rollout, level) for old, rollout, *_ in full]
+    used = [[0.0 if out else factor for factor in factors] for *_, factors, out in full]
+    if level != "token":  # one ratio per completion
+        raw, used = [row[:1] for row in raw], [row[:1] for row in used]
+    flat, weights = [x for row in raw for x in row], [x for row in used for x in row]
+    kept = [not out for (*_, out), row in zip(full, raw, strict=True) for _ in row]
+    outside = [keep and not preset.low <= ratio <= preset.high for ratio, keep in zip(flat, kept, strict=True)]
+    logs = [b - a for old, rollout, *_ in full for a, b in zip(old, rollout, strict=True)]
+    means = [(statistics.fmean(old), statistics.fmean(rollout)) for old, rollout, *_ in full]
+    expected = {
+        "mismatch_k1": statistics.fmean(logs),
+        "mismatch_k3": statistics.fmean(math.exp(-log) - 1 + log for log in logs),
+        "mismatch_perplexity_gap": statistics.fmean(math.exp(-old) - math.exp(-rollout) for old, rollout in means),
+        "mismatch_log_perplexity_gap": statistics.fmean(abs(rollout - old) for old, rollout in means),
+        "correction_ratio": statistics.fmean(flat),
+        "correction_ratio_max": max(flat),
+        "correction_ess": sum(weights) ** 2 / len(weights) / sum(weight**2 for weight in weights),
+        "correction_outside": sum(outside) / len(outside),
+        "correction_rejected": sum(rejected) / len(full),
+    }
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_metrics_without_a_token_that_counts():
+    data = {**made(), "loss_mask": torch.zeros(ROWS, TOKENS)}
+    found = correction_metrics(corrected(data, "token_tis").sums, [0.0])
+    assert set(found.values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *BOTH])
+def test_loss_is_the_same_bit_for_bit_where_engine_and_trainer_agree(name):
+    data = made(1)
+    found = corrected({**data, "rollout_log_probs": data["old_log_probs"]}, name)
+    assert not found.rejected.any() and bool((found.weights[data["loss_mask"] != 0] == 1).all())
+    weights, count = token_weights(data["loss_mask"])
+    log_probs = torch.nan_to_num(data["old_log_probs"]) + 0.1  # the policy has moved in an earlier step
+    results = []
+    for more in ({}, {"correction_weights": found.weights}):
+        batch = {
+            "input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.int64),
+            "attention_mask": torch.ones(ROWS, TOKENS),
+            "loss_weights": weights / count.float(),
+            "advantages": torch.linspace(-1, 1, ROWS)[:, None].expand(ROWS, TOKENS).clone(),
+            "old_log_probs": data["old_log_probs"],
+            **more,
+        }
+        (part,) = cut_by_tokens(batch, 1000)
+        own = log_probs.clone().requires_grad_()
+        args = SimpleNamespace(eps_clip=0.2, eps_clip_high=None, eps_clip_dual=None)
+        total, _ = policy_loss(partial(ppo_clip_loss, args=args))(TokenOutputs(log_probs=own), part)
+        total.backward()
+        results.append((float(total.detach()), own.grad))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+
+
+def logs(*rows):
+    return torch.tensor(rows)
+
+
+def test_numbers_of_skyrl():
+    """NovaSky-AI/SkyRL, skyrl-train/tests/cpu/algorithms/test_off_policy_correction.py."""
+    old, rollout, mask = logs([-1.0, -1.5, -0.5]), logs([-1.5, -1.0, -1.5]), torch.ones(1, 3)
+    close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4)
+    found = correct(old, rollout, mask, find_correction("token_tis", high=2.0))
+    close(found.weights, logs([1.6487, 0.6065, 2.0]))
+    assert correction_metrics(found.sums, [0.0])["correction_outside"] == pytest.approx(1 / 3)
+    close(correct(old, rollout, mask, find_correction("seq_tis", high=5.0)).weights, logs([2.7183] * 3))
+    close(importance_ratios(old, rollout, logs([1.0, 0.0, 1.0]), "sequence").float(), logs([4.4817] * 3))
+    far = -torch.ones(1, 3), -2 * torch.ones(1, 3)
+    close(correct(*far, mask, find_correction("seq_tis", high=5.0)).weights, logs([5.0] * 3))
+
+    def out(old, rollout, name, mask=mask, **bounds):
+        return bool(correct(logs(old), logs(rollout), mask, find_correction(name, **bounds)).rejected)
+
+    geometric = {"reject_low": 0.9, "reject_high": 1.1}
+    assert not out([-1.0, -1.1, -1.0], [-1.1, -1.0, -1.0], "geo_rs", **geometric)
+    assert out([-1.0] * 3, [-1.5] * 3, "geo_rs", **geometric)
+    assert not out([-1.0, -1.1, -1.2], [-1.2] * 3, "seq_rs", reject_low=0.5, reject_high=2.0)
+    assert out([-1.0] * 3, [-2.0] * 3, "seq_rs", reject_low=0.5, reject_high=2.0)
+    outlier = [-1.0] * 3, [-1.0, -1.0, -6.0]
+    assert out(*outlier, "token_rs") and not out(*outlier, "token_rs", mask=logs([1.0, 1.0, 0.0]))
+    assert not out([-1.0, -1.5, -1.0], [-1.5, -1.0, -1.0], "token_rs")
+    assert out([-1.0, -1.0, -11.0], [-1.0] * 3, "token_rs", reject_high=math.inf)
+
+
+def test_numbers_of_verl():
+    """volcengine/verl, tests/trainer/ppo/test_rollout_corr.py: the first row is rejected, half of all tokens."""
+    old, rollout, mask = logs([-2.0] * 5, [-2.0] * 5), logs([-1.0] * 5, [-2.5] * 5), torch.ones(2, 5)
+    found = correct(old, rollout, mask, find_correction("token_rs+token_tis", reject_low=0.5, reject_high=2.0))
+    torch.testing.assert_close(found.weights[:, 0], torch.tensor([0.368, 1.649]), atol=0.01, rtol=0)
+    assert found.rejected.tolist() == [True, False]
+    assert correction_metrics(found.sums, [0.0])["correction_rejected"] == 0.5
+    # tests/trainer/ppo/test_rollout_corr.py: a token 3e-7 times as likely as when it was sampled rejects its row.
+    old = torch.zeros(2, 5)
+    rollout = old.clone()
+    rollout[0, 2] = 15.0
+    assert correct(old, rollout, mask, find_correction("token_rs", reject_low=1e-4)).rejected.tolist() == [True, False]
+
+
+def test_functions_of_ratios():
+    ratios = torch.tensor([[0.25, 0.5, 1.0, 2.0, 4.0]])
+    assert truncated(ratios, 0.5, 2.0).tolist() == [[0.5, 0.5, 1.0, 2.0, 2.0]]
+    assert masked(ratios, 0.5, 2.0).tolist() == [[0.0, 0.5, 1.0, 2.0, 0.0]]
+    counts = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
+    assert rejected_rows(ratios.expand(2, 5), counts, 0.5, 2.0).tolist() == [True, False]
+    extreme = importance_ratios(logs([500.0, -500.0]), torch.zeros(1, 2), torch.ones(1, 2))
+    assert bool(extreme.isfinite().all()) and float(extreme.min()) > 0
+
+
+def test_bounds_replace_those_of_the_preset():
+    assert find_correction("icepop") == Correction("token", "mask", 0.5, 5.0)
+    both = find_correction("token_tis+geo_rs", low=0.1, reject_high=1.5)
+    assert (
+        both
+        == Correction("token", "truncate", 0.1, 2.0, "geometric", 0.99, 1.5)
+        == find_correction("geo_rs+token_tis", low=0.1, reject_high=1.5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "message"),
+    [
+        ("tis", {}, "'tis' is no correction; expected one of report, token_tis"),
+        ("token_tis+seq_tis", {}, "only one *_rs and one weighting can be joined"),
+        ("geo_rs+token_tis+icepop", {}, "only one *_rs and one weighting can be joined"),
+        ("report+token_tis", {}, "only one *_rs and one weighting can be joined"),
+        ("geo_rs", {"high": 2.0}, "'geo_rs' has no bound 'high'"),
+        ("token_tis", {"reject_low": 0.5}, "'token_tis' has no bound 'reject_low'"),
+        ("token_tis", {"high": 0.5}, "high=0.5: expected 0 <= low <= 1 <= high"),
+        ("geo_rs", {"reject_low": 1.5}, "reject_low=1.5 and reject_high=1.01: expected 0 <= reject_low <= 1"),
+    ],
+)
+def test_error_names_what_is_wrong(name, bounds, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_correction(name, **bounds)
+
+
+def test_unknown_level():
+    with pytest.raises(ValueError, match="level='row'; expected one of token, sequence, geometric"):
+        importance_ratios(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), "row")

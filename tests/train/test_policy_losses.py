@@ -1,0 +1,233 @@
+"""Policy losses and advantage estimators by name: compared with loops over tokens, with numbers that other libraries'
+tests state, and registered by a user."""
+
+import math
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import own_algorithms as own
+import plain_losses
+import pytest
+import torch
+
+from workers import register_advantage, register_policy_loss
+from workers.train.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
+from workers.train.args import read_args
+from workers.train.args_checks import TrainArgsError, function_of
+from workers.train.estimators import AdvantageRows
+from workers.train.losses import PolicyTokens, policy_loss, token_weights
+from workers.train.micro_batches import cut_by_tokens
+from workers.train.model import TokenOutputs
+from workers.train.rollout_data import RolloutDataError
+
+ROWS, TOKENS = 8, 9
+
+
+def made(seed=0):
+    """Ragged rows, one of which has no token that counts; what does not count is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    at, first = torch.arange(TOKENS), torch.tensor([0, 3, 1, 2, 0, 4, 1, 0])[:, None]
+    real = (at >= first) & (at < first + torch.tensor([9, 4, 6, 2, 7, 5, 8, 3])[:, None])
+    mask = real & (at > first + 1)
+    mask[0, 4] = False  # the output of a tool
+    data = {"attention_mask": real.long(), "loss_mask": mask.long(), "input_ids": real.long()}
+    for name in ("log_probs", "old_log_probs", "ref_log_probs"):
+        data[name] = (torch.randn(ROWS, TOKENS, generator=g) / 3 - 2).masked_fill(~mask, math.nan)
+    data["rewards"] = torch.randint(0, 3, (ROWS,), generator=g) / 2.0 + torch.arange(ROWS) / 10
+    data["group_ids"] = torch.tensor([5, 5, 9, 5, 9, 9, 9, 7])
+    return data
+
+
+LOSSES = {
+    "ppo_clip": {"eps_clip": 0.2, "eps_clip_high": 0.28},
+    "dual_clip": {"eps_clip": 0.2, "eps_clip_dual": 1.5},
+    "gspo": {"policy_loss_type": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.1},
+    "cispo": {"policy_loss_type": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.2},
+}
+
+
+@pytest.mark.parametrize("max_tokens", [9, 20, 1000])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_match_a_loop(name, aggregation, max_tokens):
+    data = made()
+    given = {**LOSSES[name], "loss_aggregation": aggregation, "loss_constant_length": 12}
+    plain = torch.nan_to_num(data["log_probs"]).double().requires_grad_()
+    counted = [[plain[b, t] for t in range(TOKENS) if data["loss_mask"][b, t]] for b in range(ROWS)]
+    expected = plain_losses.loss(counted, data, given)
+    expected.backward()
+
+    args = read_args(given)
+    weights, count = token_weights(data["loss_mask"], aggregation, 12)
+    of_rows = group_advantages(data["rewards"], data["group_ids"])
+    batch = {**data, "loss_weights": weights / count.float(), "advantages": of_rows[:, None].expand(ROWS, TOKENS)}
+    del batch["ref_log_probs"]
+    own = data["log_probs"].clone().requires_grad_()
+    batch["log_probs"] = own
+    loss = policy_loss(partial(function_of(args, "policy_loss_type"), args=args))
+    total, sums = 0.0, {}
+    for part in cut_by_tokens(batch, max_tokens, multiple_of=4):  # with fillers
+        of_part, report = loss(TokenOutputs(log_probs=part.others["log_probs"]), part)
+        total = total + of_part
+        sums = {key: sums.get(key, 0.0) + float(value) for key, value in report.items()}
+    total.backward()
+    assert float(total.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    torch.testing.assert_close(own.grad, plain.grad.float(), atol=1e-6, rtol=1e-5)
+    assert sums["policy_loss"] == pytest.approx(float(expected.detach()), abs=1e-6)
+    assert sums["clip_fraction"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"grpo_std_normalization": False},
+        {"advantage_estimator": "rloo"},
+        {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.3},
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    ],
+    ids=str,
+)
+def test_advantages_match_a_loop_on_any_number_of_ranks(given, ranks):
+    data = made(3)
+    expected = plain_losses.advantages(data, {**plain_losses.DEFAULTS, **given})
+    args = read_args(given)
+    of_rows = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, ranks))
+    for row in range(ROWS):
+        of_row = of_rows[row]
+        if of_rows.dim() == 1:
+            assert expected[row] == pytest.approx([float(of_row)] * len(expected[row]), abs=1e-6)
+        else:
+            counts = data["loss_mask"][row] != 0
+            assert of_row[counts].tolist() == pytest.approx(expected[row], abs=1e-6)
+            assert not of_row[~counts].any()
+
+
+def on_ranks(estimator, data, args, ranks):
+    """What the estimator returns on each of some dp ranks, which are threads."""
+    both, slots, found = threading.Barrier(ranks, timeout=30), [None] * ranks, [None] * ranks
+
+    def run(rank, rows):
+        def gather(value):
+            slots[rank] = value
+            both.wait()
+            said = list(slots)
+            both.wait()
+            return said
+
+        own = {name: value[rows] for name, value in data.items()}
+        found[rank] = estimator(AdvantageRows(own, rank, gather), args)
+
+    parts = torch.arange(ROWS).tensor_split(ranks)
+    threads = [threading.Thread(target=run, args=(rank, rows)) for rank, rows in enumerate(parts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def of_tokens(name, log_probs, old, advantages, mask=None, **given):
+    """The loss of each token, by the function of that name."""
+    args = SimpleNamespace(**{"eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_dual": None, **given})
+    counts = torch.ones(log_probs.shape, dtype=torch.bool) if mask is None else mask != 0
+    tokens = PolicyTokens(log_probs, old, advantages, counts, {})
+    return function_of({"policy_loss_type": name}, "policy_loss_type")(tokens, args)[0]
+
+
+def test_numbers_of_skyrl():
+    """NovaSky-AI/SkyRL: losses in skyrl-train/tests/cpu/algorithms/test_losses.py, and advantages in
+    tests/backends/skyrl_train/utils/test_ppo_utils.py."""
+    advantages = torch.tensor([[1.0, -1.0, -4.0]])
+    old = torch.tensor([[-1.0, -1.0, -3.0]])
+    new = torch.tensor([[-1.69315, -1.0, -0.69741]])
+    dual = of_tokens("ppo_clip", new, old, advantages, eps_clip_dual=3.0)
+    torch.testing.assert_close(dual, torch.tensor([[-0.5, 1.0, 12.0]]), rtol=1e-3, atol=1e-4)
+    assert float(dual.mean()) == pytest.approx(4.1667, abs=1e-4)
+    assert float(of_tokens("cispo", new, old, advantages).mean()) == pytest.approx(-0.99768266666, abs=1e-4)
+
+    groups = torch.tensor([0, 0, 1, 1, 2])
+    of_rows = leave_one_out_advantages(torch.tensor([6.0, 3.0, 9.0, 12.0, 1.0]), groups)
+    assert of_rows.tolist() == [3.0, -3.0, -3.0, 3.0, 0.0]
+    of_rows = group_advantages(torch.tensor([6.0, 3.0, 9.0, 12.0]), groups[:4], divide_by_std=False)
+    assert of_rows.tolist() == [1.5, -1.5, -1.5, 1.5]
+    rewards, values, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 1.0, 1.5]]), torch.ones(1, 3)
+    for gamma, lam, expected in ((1.0, 1.0, [6.0, 5, 3]), (0.5, 1.0, [2.75, 3.5, 3]), (1.0, 0.5, [3.625, 4.25, 3])):
+        assert gae(rewards, values, mask, gamma=gamma, lam=lam)[1].tolist() == [expected]
+    # REINFORCE++ before whitening
+    assert gae(rewards, torch.zeros(1, 3), mask, gamma=0.5, lam=1.0)[0].tolist() == [[2.75, 3.5, 3.0]]
+
+
+def test_gspo_by_hand():
+    """Ratios e^0.2, clipped at 1.2, and 1; the token that does not count has no part in them: (-1.2 + 2) / 2."""
+    new, mask = torch.tensor([[0.1, 0.3, 0.0], [-0.1, 0.1, 5.0]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    advantages = torch.tensor([[1.0] * 3, [-2.0] * 3])
+    each = of_tokens("gspo", new, torch.zeros(2, 3), advantages, mask)
+    weights, count = token_weights(mask, "sequence")
+    assert float((weights / count * each).sum()) == pytest.approx(0.4, abs=1e-6)
+
+
+def test_numbers_of_trl():
+    """huggingface/trl, tests/test_rewards.py: lengths 50, 110 and 90 of at most 100, with a buffer of 20."""
+    assert overlong_penalty(torch.tensor([50, 110, 90, 80, 100]), 100, 20).tolist() == [0.0, -1.0, -0.5, 0.0, -1.0]
+
+
+def test_missing_entry_is_named():
+    args = read_args({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1})
+    data = made()
+    del data["ref_log_probs"]
+    with pytest.raises(
+        RolloutDataError, match=r"no 'ref_log_probs', which .*='mine' needs; call init\(with_ref=True\)"
+    ):
+        function_of(args, "advantage_estimator")(AdvantageRows(data, estimator="mine"), args)
+
+
+# --- a user's own --------------------------------------------------------------------------------------------
+
+
+def test_registered_name_and_dotted_path_choose_a_function():
+    given = {"policy_loss_type": "own_reinforce", "advantage_estimator": "own_advantage", "user": {"scale": 2.0}}
+    args = read_args(given)
+    # What the ranks read: they import the module themselves.
+    assert (
+        args.policy_loss_type == "own_algorithms.reinforce" and args.advantage_estimator == "own_algorithms.above_mean"
+    )
+    assert read_args(args) == args
+    assert function_of(args, "policy_loss_type") is own.reinforce
+    data = made()
+    expected = 2 * (data["rewards"] - data["rewards"].mean())
+    torch.testing.assert_close(torch.cat(on_ranks(own.above_mean, data, args, 2)), expected)
+    by_path = read_args({"policy_loss_type": "own_algorithms.unregistered"})
+    assert function_of(by_path, "policy_loss_type") is own.unregistered
+    register_policy_loss("own_reinforce")(own.reinforce)  # once more is no error, as when a module is imported again
+
+
+def test_loss_of_the_wrong_shape_is_an_error():
+    batch = {**made(), "loss_weights": torch.ones(ROWS, TOKENS), "advantages": torch.ones(ROWS, TOKENS)}
+    (part,) = cut_by_tokens(batch, 1000)
+    log_probs = torch.zeros(part.input_ids.shape)
+    with pytest.raises(ValueError, match=r"the loss has shape \(8, 8\); expected one number per token, \(8, 9\)"):
+        policy_loss(partial(own.unregistered, args=None))(TokenOutputs(log_probs=log_probs), part)
+
+
+def test_registering_is_refused_with_a_reason(monkeypatch):
+    def inside(tokens, args):
+        return tokens.log_probs, {}
+
+    with pytest.raises(ValueError, match="inside is not at the top of its module"):
+        register_policy_loss("inside")(inside)
+    with pytest.raises(
+        ValueError, match=r"'own_reinforce' is already the policy_loss_type of own_algorithms\.reinforce"
+    ):
+        register_policy_loss("own_reinforce")(own.unregistered)
+    with pytest.raises(ValueError, match="'grpo' is already the advantage_estimator of workers"):
+        register_advantage("grpo")(own.above_mean)
+    with pytest.raises(ValueError, match=r"'a\.b' cannot be a name"):
+        register_advantage("a.b")
+    monkeypatch.setattr(own.above_mean, "__module__", "__main__")
+    register_advantage("of_the_script")(own.above_mean)
+    with pytest.raises(TrainArgsError, match="'of_the_script': the function is in __main__, which the ranks cannot"):
+        read_args({"advantage_estimator": "of_the_script"})

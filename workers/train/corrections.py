@@ -1,0 +1,293 @@
+"""Corrections for tokens that another policy generated than the one in training: an older version of the weights, or
+the same weights in another engine.
+
+The importance ratio of a token is p_old / p_rollout: its probability under the trainer's weights before the step
+(``old_log_probs``) over its probability when it was sampled (``rollout_log_probs``). The policy loss then multiplies
+each token's loss by a weight made from these ratios, as in decoupled PPO (Hilton et al. 2022, arXiv 2110.00641), or
+leaves out completions whose ratio is too far from 1. `PRESETS` names the combinations; `Correction` describes one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+Level = Literal["token", "sequence", "geometric"]
+
+_LARGEST_LOG_RATIO = 20.0  # e**20 is far outside any trust region, and still far from overflow
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How ratios become weights, and which completions are rejected. The default only reports metrics.
+
+    Attributes:
+        weight: level of the ratio that each token's loss is multiplied by; None for no weights.
+        outside: what becomes of a weight outside of [low, high]: "truncate" moves it to the bound, "mask" sets it to 0.
+        low, high: bounds of the weights.
+        reject: level of the ratio that completions are rejected by; None to keep all. A completion is rejected if the
+            ratio of any of its tokens is outside of [reject_low, reject_high].
+        reject_low, reject_high: bounds of the ratios of the completions to keep.
+
+    Raises:
+        ValueError: a bound excludes the ratio 1, at which nothing must be corrected, or is negative.
+    """
+
+    weight: Level | None = None
+    outside: Literal["truncate", "mask"] = "truncate"
+    low: float = 0.0
+    high: float = math.inf
+    reject: Level | None = None
+    reject_low: float = 0.0
+    reject_high: float = math.inf
+
+    def __post_init__(self) -> None:
+        for low, high in (("low", "high"), ("reject_low", "reject_high")):
+            if not 0 <= getattr(self, low) <= 1 <= getattr(self, high):
+                raise ValueError(
+                    f"{low}={getattr(self, low)} and {high}={getattr(self, high)}: expected 0 <= {low} <= 1 <= {high}"
+                )
+
+
+PRESETS: dict[str, Correction] = {
+    "report": Correction(),
+    "token_tis": Correction("token", "truncate", 0.0, 2.0),
+    "seq_tis": Correction("sequence", "truncate", 0.0, 2.0),
+    "geo_tis": Correction("geometric", "truncate", 0.0, 2.0),
+    "token_mis": Correction("token", "mask", 0.0, 2.0),
+    "seq_mis": Correction("sequence", "mask", 0.0, 2.0),
+    "geo_mis": Correction("geometric", "mask", 0.0, 2.0),
+    "icepop": Correction("token", "mask", 0.5, 5.0),
+    "token_rs": Correction(reject="token", reject_low=1e-4, reject_high=100.0),
+    "seq_rs": Correction(reject="sequence", reject_low=0.5, reject_high=2.0),
+    "geo_rs": Correction(reject="geometric", reject_low=0.99, reject_high=1.01),
+}
+"""tis: truncated importance sampling (Ionides 2008; V-trace, arXiv 1802.01561). mis: masked importance sampling (Liu et
+al. 2025, "When Speed Kills Stability"). icepop: arXiv 2510.18855. rs: rejection."""
+
+
+def find_correction(
+    name: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    reject_low: float | None = None,
+    reject_high: float | None = None,
+) -> Correction:
+    """Return the correction of a name.
+
+    Args:
+        name: of `PRESETS`; or a rejection and a weighting, joined by "+": "geo_rs+token_tis".
+        low, high, reject_low, reject_high: replace the preset's bounds; None keeps them.
+
+    Raises:
+        ValueError: there is no such preset, the two presets cannot be combined, or a bound is invalid, or is given for
+            a correction without it.
+    """
+    parts = name.split("+")
+    for part in parts:
+        if part not in PRESETS:
+            raise ValueError(
+                f"{part!r} is no correction; expected one of {', '.join(PRESETS)}, or two joined by '+': a *_rs and a "
+                "weighting"
+            )
+    made = PRESETS[parts[0]]
+    if len(parts) > 1:
+        rejecting = [PRESETS[part] for part in parts if PRESETS[part].reject]
+        weighting = [PRESETS[part] for part in parts if PRESETS[part].weight]
+        if len(parts) > 2 or len(rejecting) != 1 or len(weighting) != 1:
+            raise ValueError(f"{name!r}: only one *_rs and one weighting can be joined, such as 'geo_rs+token_tis'")
+        of = rejecting[0]
+        made = dataclasses.replace(weighting[0], reject=of.reject, reject_low=of.reject_low, reject_high=of.reject_high)
+    given = {"low": low, "high": high, "reject_low": reject_low, "reject_high": reject_high}
+    bounds: dict[str, Any] = {bound: value for bound, value in given.items() if value is not None}
+    for bound in bounds:
+        if (made.reject if bound.startswith("reject") else made.weight) is None:
+            raise ValueError(f"{name!r} has no bound {bound!r}")
+    return dataclasses.replace(made, **bounds)
+
+
+def correction_of(args: Any) -> Correction | None:
+    """Return the correction that the configuration names, or None.
+
+    Raises:
+        ValueError: see `find_correction`.
+    """
+    if args.rollout_correction is None:
+        return None
+    return find_correction(
+        args.rollout_correction,
+        low=args.rollout_correction_low,
+        high=args.rollout_correction_high,
+        reject_low=args.rollout_rejection_low,
+        reject_high=args.rollout_rejection_high,
+    )
+
+
+def importance_ratios(
+    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, loss_mask: torch.Tensor, level: Level = "token"
+) -> torch.Tensor:
+    """Return p_old / p_rollout of each token, or of its completion.
+
+    Args:
+        old_log_probs: (B, T), under the trainer's weights before the step.
+        rollout_log_probs: (B, T), when the tokens were sampled.
+        loss_mask: (B, T), not 0 for tokens that count.
+        level: "token": of the token. "sequence": of the completion, the product over its tokens that count.
+            "geometric": the geometric mean over them.
+
+    Returns:
+        (B, T) float64, from e**-20 to e**20. Exactly 1 where the log-probabilities are equal, and, at the level
+        "token", at tokens that do not count.
+
+    Raises:
+        ValueError: unknown level.
+    """
+    if level not in get_args(Level):
+        raise ValueError(f"importance_ratios: level={level!r}; expected one of {', '.join(get_args(Level))}")
+    counts = loss_mask != 0
+    # Sums over long completions are in float64, so that their ratios are as exact as those of tokens.
+    logs = torch.where(counts, old_log_probs.double() - rollout_log_probs.double(), 0.0)
+    if level != "token":
+        logs = logs.sum(1, keepdim=True)
+        if level == "geometric":
+            logs = logs / counts.sum(1, keepdim=True).clamp(min=1)
+        logs = logs.expand(counts.shape)
+    return logs.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+
+
+def truncated(ratios: torch.Tensor, low: float = 0.0, high: float = math.inf) -> torch.Tensor:
+    """Move ratios outside of [low, high] to the bound; of any shape."""
+    return ratios.clamp(low, high)
+
+
+def masked(ratios: torch.Tensor, low: float = 0.0, high: float = math.inf) -> torch.Tensor:
+    """Set ratios outside of [low, high] to 0; of any shape."""
+    return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
+
+
+def rejected_rows(
+    ratios: torch.Tensor, loss_mask: torch.Tensor, low: float = 0.0, high: float = math.inf
+) -> torch.Tensor:
+    """Return which completions have a token that counts with a ratio outside of [low, high].
+
+    Args:
+        ratios: (B, T), of `importance_ratios` at any level.
+        loss_mask: (B, T), not 0 for tokens that count.
+        low, high: bounds.
+
+    Returns:
+        (B,) bool.
+    """
+    return ((loss_mask != 0) & ((ratios < low) | (ratios > high))).any(1)
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction does to this rank's rows.
+
+    Attributes:
+        weights: (B, T) float32, a factor of each token's loss.
+        rejected: (B,) bool, completions to leave out, as if their loss_mask were 0.
+        sums: (names,) float64, to be summed over the ranks for `correction_metrics`.
+        largest: the largest ratio, as a float64 scalar.
+    """
+
+    weights: torch.Tensor
+    rejected: torch.Tensor
+    sums: torch.Tensor
+    largest: torch.Tensor
+
+
+def correct(
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    correction: Correction,
+) -> Corrected:
+    """Apply a correction.
+
+    Where ``old_log_probs`` equal ``rollout_log_probs``, every weight is exactly 1 and nothing is rejected, so the
+    corrected loss is the uncorrected one, bit for bit.
+
+    Args:
+        old_log_probs: (B, T), under the trainer's weights before the step.
+        rollout_log_probs: (B, T), when the tokens were sampled.
+        loss_mask: (B, T), not 0 for tokens that count. Other values at tokens that do not count are ignored.
+        correction: what to do.
+    """
+    counts = loss_mask != 0
+    level = correction.weight or correction.reject or "token"
+    ratios = importance_ratios(old_log_probs, rollout_log_probs, counts, level)
+    outside = counts & ((ratios < correction.low) | (ratios > correction.high))
+    weights = torch.ones_like(ratios)
+    if correction.weight is not None:
+        change = truncated if correction.outside == "truncate" else masked
+        weights = change(ratios, correction.low, correction.high)
+    rejected = torch.zeros(len(counts), dtype=torch.bool, device=counts.device)
+    if correction.reject is not None:
+        of_rows = importance_ratios(old_log_probs, rollout_log_probs, counts, correction.reject)
+        rejected = rejected_rows(of_rows, counts, correction.reject_low, correction.reject_high)
+    # What has one ratio: a token, or a completion, whose first token that counts stands for all.
+    units = counts if level == "token" else counts & (counts.cumsum(1) == 1)
+    used = torch.where(rejected[:, None], 0.0, weights)[units]
+    outside &= ~rejected[:, None]
+    rows = counts.any(1)
+    logs = torch.where(counts, old_log_probs.double() - rollout_log_probs.double(), 0.0)
+    bounded = logs.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    lengths = counts.sum(1).clamp(min=1)
+    means = [torch.where(counts, x.double(), 0.0).sum(1) / lengths for x in (old_log_probs, rollout_log_probs)]
+    old_ppl, rollout_ppl = ((-x).clamp(max=_LARGEST_LOG_RATIO).exp() for x in means)
+    sums = {
+        "units": units.sum(),
+        "ratio": ratios[units].sum(),
+        "used": used.sum(),
+        "used_squares": used.square().sum(),
+        "outside": outside[units].sum(),
+        "rows": rows.sum(),
+        "rejected": rejected.sum(),
+        "tokens": counts.sum(),
+        "k1": -logs.sum(),
+        "k3": torch.where(counts, torch.expm1(bounded) - bounded, 0.0).sum(),
+        "perplexity": torch.where(rows, old_ppl - rollout_ppl, 0.0).sum(),
+        "log_perplexity": torch.where(rows, means[1] - means[0], 0.0).abs().sum(),
+    }
+    largest = ratios[units].amax() if bool(rows.any()) else ratios.new_zeros(())
+    return Corrected(weights.float(), rejected, torch.stack([value.double() for value in sums.values()]), largest)
+
+
+def correction_metrics(sums: torch.Tensor, largest: Sequence[float]) -> dict[str, float]:
+    """Return the metrics of a correction over all ranks.
+
+    Args:
+        sums: `Corrected.sums`, summed over the ranks.
+        largest: `Corrected.largest` of each rank.
+
+    Returns:
+        - ``mismatch_k1``, ``mismatch_k3``: estimates of KL(rollout || trainer) per token, in nats.
+        - ``mismatch_perplexity_gap``: perplexity under the trainer minus that under the engine, mean over completions.
+        - ``mismatch_log_perplexity_gap``: mean of the absolute difference of their logarithms, in nats.
+        - ``correction_ratio``, ``correction_ratio_max``: the ratio before bounds, mean and maximum over tokens, or over
+          completions at their levels.
+        - ``correction_ess``: effective sample size of the weights as used, as a share: (sum w)^2 / (n sum w^2).
+        - ``correction_outside``: share of the weights that were truncated or masked.
+        - ``correction_rejected``: share of the completions that were rejected.
+    """
+    units, ratio, used, squares, outside, rows, rejected, tokens, k1, k3, gap, log_gap = sums.tolist()
+    units, rows, tokens = max(units, 1.0), max(rows, 1.0), max(tokens, 1.0)
+    return {
+        "mismatch_k1": k1 / tokens,
+        "mismatch_k3": k3 / tokens,
+        "mismatch_perplexity_gap": gap / rows,
+        "mismatch_log_perplexity_gap": log_gap / rows,
+        "correction_ratio": ratio / units,
+        "correction_ratio_max": max(largest),
+        "correction_ess": used * used / (units * squares) if squares else 0.0,
+        "correction_outside": outside / units,
+        "correction_rejected": rejected / rows,
+    }
