@@ -15,8 +15,7 @@ import weakref
 import pytest
 import ray
 
-from workers.rollout.errors import RewardError
-from workers.rollout.rewards import RewardRunner, Sample
+from workers import RewardError, RewardRunner, Sample
 
 
 def group(prompt, count, tokens=2):
@@ -153,7 +152,7 @@ def test_invalid_options():
         ({"workers": True}, "reward_workers=True"),
         ({"timeout": 0}, "reward_timeout=0"),
         ({"timeout": float("nan")}, "reward_timeout=nan"),
-        ({"on_timeout": "zero"}, "on_reward_timeout='zero'"),
+        ({"on_timeout": "zero"}, "on_reward_timeout='zero': expected a finite number"),
         ({"on_timeout": float("inf")}, "on_reward_timeout=inf"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -427,7 +426,7 @@ def test_copy_in_another_process_has_its_own_processes(ray_cluster):
 
 DRIVER = """
     import os, signal, sys, threading, time
-    from workers.rollout.rewards import RewardRunner, Sample
+    from workers import RewardRunner, Sample
 
     def reward(prompt_ids, completion_ids):  # a function of the script, which has no `if __name__ == "__main__"`
         open(FILE, "w").write(str(os.getpid()))

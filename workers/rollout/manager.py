@@ -14,13 +14,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from single_controller import Broadcast, WorkerFuture
 from workers.rollout.collate import collate_completions
 from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.errors import PromptError, WeightVersionError
-from workers.rollout.rewards import REWARD_CONCURRENCY, RewardFunction, RewardRunner, Sample
+from workers.rollout.reward_calls import RewardFunction, Sample
+from workers.rollout.rewards import REWARD_CONCURRENCY, RewardRunner
 from workers.seeds import mixed_seed
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class RolloutManager:
             completion. It returns a list, array or tensor of as many numbers.
         reward_concurrency, reward_workers, reward_timeout, on_reward_timeout: see `RewardRunner`: how many calls of an
             ``async`` reward function run at once; how many processes run the function, or None; the seconds that one
-            call may take, or None; and "error", or the reward of a completion whose call takes longer.
+            call may take, or None; and the reward of a completion whose call takes longer, or None for a `RewardError`.
         pad_token_id: the padding token.
         timeout: seconds that one call of the workers may take, or None. The group is broken after a timeout.
 
@@ -106,7 +107,7 @@ class RolloutManager:
         reward_concurrency: int | None = REWARD_CONCURRENCY,
         reward_workers: int | None = None,
         reward_timeout: float | None = None,
-        on_reward_timeout: float | Literal["error"] = "error",
+        on_reward_timeout: float | None = None,
         pad_token_id: int = 0,
         timeout: float | None = None,
     ) -> None:

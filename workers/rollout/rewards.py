@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from single_controller.base.closing import Closing
 from workers.rollout.errors import RewardError, RolloutError
@@ -61,7 +61,7 @@ class RewardRunner(Closing):
         timeout: seconds that one call of the function may take, or None. When it is over, an ``async`` function is
             cancelled, and a process is killed and replaced. An ``async`` function that blocks its event loop cannot be
             cancelled: set ``workers``.
-        on_timeout: what becomes of the samples of a call that takes longer. "error" raises; a number is their reward.
+        on_timeout: reward of the samples of a call that takes longer; None raises a `RewardError`.
 
     Raises:
         TypeError: the function is not callable or, with ``workers``, cannot be pickled.
@@ -77,7 +77,7 @@ class RewardRunner(Closing):
         concurrency: int | None = REWARD_CONCURRENCY,
         workers: int | None = None,
         timeout: float | None = None,
-        on_timeout: float | Literal["error"] = "error",
+        on_timeout: float | None = None,
     ) -> None:
         if not callable(function):
             raise TypeError(f"reward_function must be a function or None, got {function!r}")
@@ -85,8 +85,8 @@ class RewardRunner(Closing):
         _check_count("reward_workers", workers)
         if timeout is not None and not (_is_number(timeout) and timeout > 0):
             raise ValueError(f"reward_timeout={timeout!r}: expected a number of seconds above 0, or None")
-        if on_timeout != "error" and not _is_number(on_timeout):
-            raise ValueError(f"on_reward_timeout={on_timeout!r}: expected 'error' or a finite number")
+        if on_timeout is not None and not _is_number(on_timeout):
+            raise ValueError(f"on_reward_timeout={on_timeout!r}: expected a finite number, or None for an error")
         self.function = function
         self.batched = batched
         self.concurrency = concurrency
@@ -304,7 +304,7 @@ class RewardRunner(Closing):
             try:
                 return call.rewards(await self._value(call, begun))
             except _TimedOutError:
-                if not isinstance(self.on_timeout, str):
+                if self.on_timeout is not None:
                     with self._lock:
                         self._timeouts += len(call.samples)
                     return [float(self.on_timeout)] * len(call.samples)
