@@ -190,19 +190,20 @@ def test_function_that_turns_out_to_be_async_is_submitted_too():
 
 
 def test_threads_end_with_close_and_when_the_runner_is_collected():
-    before = len(threads("rewards"))
+    before = threads("rewards")
     runner = RewardRunner(asynchronous)
     runner.compute(group(1, 1))
-    assert len(threads("rewards")) == before + 1
+    (thread,) = set(threads("rewards")) - set(before)
     pending = RewardRunner(waiting)
     futures = [pending.submit(group(1, 2)) for _ in range(2)]
     pending.close()
     assert all(future.cancelled() for future in futures)
     pending.close()
     gone = weakref.ref(runner)
-    del runner, pending
+    del runner
     gc.collect()
-    wait_until(lambda: len(threads("rewards")) == before and gone() is None)
+    wait_until(lambda: gone() is None and not thread.is_alive())
+    assert not set(threads("rewards")) - set(before)
 
 
 def test_close_ends_a_computation_of_another_thread():

@@ -1,7 +1,7 @@
 """RewardProcesses: run a reward function in processes of its own, which can be killed. They are Ray actors, so they run
 on all hosts of the cluster, and end with the driver.
 
-Everything here runs in the event loop of the `RewardRunner`, so nothing needs a lock.
+Everything here runs in the event loop of the `RewardRunner`, so nothing needs a lock. This process is connected to Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from single_controller.ray.runtime import ensure_ray, session
+from single_controller.ray.runtime import session
 
 
 class _RewardProcess:
@@ -69,7 +69,6 @@ class RewardProcesses:
         self._idle.append(process)
 
     async def _take(self) -> Any:
-        ensure_ray()
         if self._session != session():
             self._session, self._idle = session(), []  # the actors of another connection to Ray have ended with it
         if self._idle:

@@ -158,10 +158,10 @@ class RewardRunner(Closing):
         return future
 
     def compute(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None = None) -> list[float]:
-        """Compute one reward per sample, each prompt's samples as a group; if `batched`, all samples as one group.
+        """Compute one reward per sample, of one group or of several; if `batched`, with one call.
 
         Args:
-            samples: what to reward; those of the same prompt are adjacent.
+            samples: what to reward.
             extras: see `submit`.
 
         Raises:
@@ -170,29 +170,24 @@ class RewardRunner(Closing):
             RolloutError: see `check`.
         """
         self.check()
-        groups: list[Sequence[Sample]] = [samples] if self.batched and samples else []
-        if not self.batched:
-            groups = [list(group) for _, group in itertools.groupby(samples, lambda one: one.prompt)]
-        futures: list[Future[list[float]]] = []
-        rows = itertools.accumulate(map(len, groups), initial=0)
-        begun = [self._calls(group, extras or {}, row) for group, row in zip(groups, rows, strict=False)]
         progress = self._progress.begin(len(samples))
+        future: Future[list[float]] | None = None
         try:
-            for calls in begun:
-                futures.append(self._begin(calls))
-            done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-            return [reward for future in futures if future in done for reward in future.result()]
+            future = self._begin(self._calls(samples, extras or {}, 0))
+            return future.result()
         except concurrent.futures.CancelledError:
             raise RewardError("the reward runner was closed") from None
         finally:
             self._progress.end(progress)
-            for future in futures:
-                future.cancel()  # those that are left when one has failed, or after Ctrl-C
+            if future is not None:
+                future.cancel()  # after Ctrl-C
 
     def check(self) -> None:
-        """Raise if no rewards can be computed.
+        """Raise if no rewards can be computed. With ``workers``, it also connects to Ray: in the caller's thread, because
+        Ray sets signal handlers on the main thread.
 
         Raises:
+            ConnectionError: with ``workers``, there is no connection to the Ray cluster.
             RewardError: the runner is closed.
             RolloutError: this is a copy from another process, and the function could not be pickled.
         """
@@ -200,6 +195,10 @@ class RewardRunner(Closing):
             raise RewardError("the reward runner is closed")
         if isinstance(self.function, _Lost):
             self.function()
+        if self.workers:
+            from single_controller.ray.runtime import ensure_ray
+
+            ensure_ray()
 
     def metrics(self) -> dict[str, float]:
         """Return, and reset, what happened since the last call: ``rewards/timeouts``, the number of samples whose
