@@ -183,7 +183,7 @@ class RewardRunner(Closing):
                 future.cancel()  # after Ctrl-C
 
     def check(self) -> None:
-        """Raise if no rewards can be computed. With ``workers``, it also connects to Ray: in the caller's thread, because
+        """Raise if no rewards can be computed. With ``workers``, also connect to Ray: in the caller's thread, because
         Ray sets signal handlers on the main thread.
 
         Raises:
