@@ -38,6 +38,7 @@ BUDGETS: dict[str, int] = {
     "tests/plans/test_megatron.py": 40,
     "tests/plans/test_megatron_orders.py": 100,
     "tests/rollout/test_log_names.py": 40,
+    "tests/rollout/test_rewards.py": 90,
     "tests/test_bad_calls.py": 80,
     "tests/test_imports.py": 30,
     "tests/test_notebooks.py": 80,

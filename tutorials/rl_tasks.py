@@ -30,6 +30,11 @@ class Task:
     goal: float
     args: dict[str, Any]
 
+    def held_out(self, count: int = 64) -> list[list[int]]:
+        """Draw the prompts of evaluations, always the same. There are so few possible prompts that training may meet
+        some of them."""
+        return self.prompts(0, count, -1)
+
     def prompts(self, rollout_id: int, count: int, seed: int) -> list[list[int]]:
         """Draw the prompts of a rollout; the same rollout always has the same prompts."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + rollout_id)

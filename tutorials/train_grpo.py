@@ -6,6 +6,7 @@
     python tutorials/train_grpo.py advantage_estimator=gae             # PPO with a critic
     python tutorials/train_grpo.py task=sort                           # sort the prompt's digits
     python tutorials/train_grpo.py engine=vllm                         # vLLM generates, in an environment of its own
+    python tutorials/train_grpo.py eval_interval=10 eval_temperature=0 # evaluates held-out prompts
 
 Pass any key of workers/train/ARGUMENTS.md as key=value. The model is a Llama of two layers with random weights;
 hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER loads another model.
@@ -30,6 +31,7 @@ from workers import (
     RunLog,
     SamplingParams,
     VLLMEngine,
+    evaluate,
     place,
     read_args,
 )
@@ -98,6 +100,9 @@ def main():
             samples_per_prompt=args.n_samples_per_prompt,
             seed=args.seed if args.rollout_seed is None else args.rollout_seed,
             reward_concurrency=args.reward_concurrency,
+            reward_workers=args.reward_workers,
+            reward_timeout=args.reward_timeout,
+            on_reward_timeout=args.on_reward_timeout,
         )
         actor.set_rollout_manager(manager)
         if args.tensorboard_dir is not None:
@@ -116,6 +121,16 @@ def main():
                         group.offload()
                 prompts = task.prompts(rollout_id, args.rollout_batch_size, args.seed)
                 data = manager.generate(prompts, rollout_id=rollout_id)
+            scores = manager.reward_metrics()
+            if args.eval_interval and rollout_id % args.eval_interval == 0:
+                with log.timed("eval"):
+                    scores |= evaluate(
+                        manager,
+                        task.held_out(),
+                        sampling_params=SamplingParams.for_eval(args),
+                        samples_per_prompt=args.n_samples_per_eval_prompt,
+                        threshold=args.eval_pass_threshold,
+                    )
             with log.timed("train"):
                 if args.offload_train:
                     manager.offload()
@@ -127,7 +142,7 @@ def main():
                     manager.onload()
             about_the_critic = {f"critic/{name}": value for of in metrics[1:] for name, value in of.items()}
             mean_reward = data["rewards"].mean().item()
-            noted = log.log(rollout_id, {"reward": mean_reward, **metrics[0], **about_the_critic})
+            noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic})
             progress.set_postfix({name: f"{noted[name]:.2f}" for name in ("reward", "entropy") if name in noted})
             due = (rollout_id + 1) % (args.save_interval or args.num_rollout) == 0
             if due or rollout_id + 1 == args.num_rollout:

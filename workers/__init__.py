@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from workers.megatron.worker import MegatronWorker
     from workers.rollout.engine import Completion, EngineLoad, RolloutEngine, SamplingParams
     from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
+    from workers.rollout.evaluation import evaluate
     from workers.rollout.hf_engine import HFEngine
     from workers.rollout.http_engine import HTTPEngine
     from workers.rollout.manager import RolloutManager
     from workers.rollout.requests import RequestEngine
+    from workers.rollout.reward_calls import Sample
+    from workers.rollout.rewards import RewardRunner
     from workers.rollout.sample_buffer import SampleBuffer
     from workers.rollout.vllm_engine import VLLMEngine
     from workers.rollout.worker import RolloutWorker
@@ -63,6 +66,7 @@ __all__ = [
     "RayTrainGroup",
     "RequestEngine",
     "RewardError",
+    "RewardRunner",
     "RolePlacement",
     "RolloutDataError",
     "RolloutEngine",
@@ -70,6 +74,7 @@ __all__ = [
     "RolloutManager",
     "RolloutWorker",
     "RunLog",
+    "Sample",
     "SampleBuffer",
     "SamplingParams",
     "TrainArgs",
@@ -82,6 +87,7 @@ __all__ = [
     "WeightSender",
     "WeightSyncError",
     "WeightVersionError",
+    "evaluate",
     "export_hf",
     "init_model_parallel_config",
     "own_rows",
@@ -111,6 +117,7 @@ _HOMES = {
     "RayTrainGroup": "workers.train.group",
     "RequestEngine": "workers.rollout.requests",
     "RewardError": "workers.rollout.errors",
+    "RewardRunner": "workers.rollout.rewards",
     "RolePlacement": "workers.train.placement",
     "RolloutDataError": "workers.train.rollout_data",
     "RolloutEngine": "workers.rollout.engine",
@@ -118,6 +125,7 @@ _HOMES = {
     "RolloutManager": "workers.rollout.manager",
     "RolloutWorker": "workers.rollout.worker",
     "RunLog": "workers.train.tracking",
+    "Sample": "workers.rollout.reward_calls",
     "SampleBuffer": "workers.rollout.sample_buffer",
     "SamplingParams": "workers.rollout.engine",
     "TrainArgs": "workers.train.args",
@@ -130,6 +138,7 @@ _HOMES = {
     "WeightSender": "workers.weight_sync.sender",
     "WeightSyncError": "workers.weight_sync.protocol",
     "WeightVersionError": "workers.rollout.errors",
+    "evaluate": "workers.rollout.evaluation",
     "export_hf": "workers.train.hf_export",
     "init_model_parallel_config": "workers.megatron.config",
     "own_rows": "workers.train.worker",

@@ -17,7 +17,7 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
 5. Leaves: ``RayEngine._probing``, ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes,
    ``LocalRank._lock`` and ``LocalResults._lock``.
 
-Outside this list: ``RolloutManager._reward_lock`` comes before all of it, because a reward function may call groups.
+Outside this list: ``RewardRunner._turn`` comes before all of it, because a reward function may call groups.
 No thread ever waits for ``_brief_wait`` of `single_controller.base.future`.
 The locks of pools (`single_controller.ray.pool`, `single_controller.ray.placement`) are leaves; a restart may acquire
 them while it holds ``sending``.

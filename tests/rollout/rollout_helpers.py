@@ -136,7 +136,7 @@ class BigramEngine(RequestEngine):
             raise RolloutError("the logits are not finite")
         log_probs = logits.log_softmax(-1)
         left = truncated(log_probs[None], how.top_k, how.top_p)[0].exp()
-        draw = torch.Generator().manual_seed(1_000_003 * request.seed + place)  # the same, however it came here
+        draw = torch.Generator().manual_seed((1_000_003 * request.seed + place) % 2**63)  # the same, however it came
         token = int(log_probs.argmax() if how.temperature == 0 else torch.multinomial(left, 1, generator=draw))
         ended = "stop" if token in how.stop_token_ids else "length" if request.remaining == 1 else None
         return [token], [float(log_probs[token])], ended

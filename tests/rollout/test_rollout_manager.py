@@ -286,7 +286,7 @@ def test_cancelled_reward_function_is_a_reward_error(echoes, is_async, batched, 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_reward_function_that_does_not_return_is_logged(echoes, is_async, caplog, monkeypatch):
-    monkeypatch.setattr("workers.rollout.rewards.LOG_SECONDS", 0.05, raising=False)
+    monkeypatch.setattr("workers.rollout.reward_progress.LOG_SECONDS", 0.05, raising=False)
     logged = "the reward function has been running for 0 s, for 3 completions"
 
     def reward(prompt_ids, completion_ids):

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
+from workers.rollout.engine import SamplingParams
 from workers.train.args import TrainArgs, TrainArgsError, read_args, role_args, table, update_seconds
 from workers.train.args_checks import function_at
 
@@ -127,6 +128,17 @@ def test_critic_has_its_own_keys():
     assert (other.lr, other.save, other.load) == (5.0, "x/critic", None)  # never the actor's folder
     assert other.save_hf == "y_{rollout_id}/critic"
     assert role_args(read_args({"save_hf": "y", "critic_save_hf": "z"}), "critic").save_hf == "z"
+
+
+def test_keys_of_evaluation_replace_those_of_the_rollout():
+    given = {"temperature": 0.7, "rollout_top_p": 0.9, "rollout_max_response_len": 8, "rollout_stop_token_ids": [3]}
+    assert SamplingParams.for_eval(given) == SamplingParams.from_args(given) == SamplingParams(8, 0.7, 0.9, 0, (3,))
+    given |= {"eval_temperature": 0, "eval_top_p": 1.0, "eval_top_k": 5, "eval_max_response_len": 20}
+    assert SamplingParams.for_eval(given) == SamplingParams(20, 0.0, 1.0, 5, (3,))
+    with pytest.raises(TrainArgsError, match=r"n_samples_per_eval_prompt=4: with eval_temperature=0"):
+        read_args({"eval_temperature": 0, "n_samples_per_eval_prompt": 4})
+    with pytest.raises(TrainArgsError, match=r"on_reward_timeout=0\.0 needs reward_timeout"):
+        read_args({"on_reward_timeout": 0})
 
 
 def test_function_path_is_imported():

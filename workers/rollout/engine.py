@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from workers.rollout.errors import RolloutError
@@ -70,6 +70,24 @@ class SamplingParams:
             top_k=args.rollout_top_k,
             stop_token_ids=tuple(end_tokens(args) if stops is None else stops),
         )
+
+    @classmethod
+    def for_eval(cls, args: Any) -> SamplingParams:
+        """Read the sampling parameters of an evaluation: those of `from_args`, replaced by the ``eval_`` keys.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
+        """
+        from workers.train.args import read_args
+
+        args = read_args(args)
+        given = {
+            "max_new_tokens": args.eval_max_response_len,
+            "temperature": args.eval_temperature,
+            "top_p": args.eval_top_p,
+            "top_k": args.eval_top_k,
+        }
+        return replace(cls.from_args(args), **{name: value for name, value in given.items() if value is not None})
 
     @classmethod
     def of(cls, args: Any) -> SamplingParams:

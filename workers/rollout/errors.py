@@ -48,7 +48,8 @@ class WeightVersionError(RolloutError):
 
 
 class RewardError(RolloutError):
-    """The reward function raised, or returned something that is not a reward. ``__cause__`` is what it raised.
+    """The reward function raised, returned something that is not a reward, exceeded its timeout, or lost its process.
+    ``__cause__`` is what it raised.
 
     Attributes:
         row: row of the rollout data; None if the function was called with all rows at once.

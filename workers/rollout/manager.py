@@ -1,9 +1,7 @@
 """RolloutManager: turns prompts into rollout data. It drives a group of rollout workers and computes the rewards.
 
 Threads: `RolloutManager.generate_async` starts one per call, which ends by itself after it has set the future's result.
-Lock: ``_reward_lock`` serializes calls of the reward function, which need not be thread-safe. It is held as long as the
-function runs, and no other lock is taken then, except by the function itself. So the function must not wait for another
-rollout of the same manager, whose rewards would wait for this lock.
+A reward function must not wait for another rollout of the same manager, whose rewards would wait for this function.
 """
 
 from __future__ import annotations
@@ -21,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from single_controller import Broadcast, WorkerFuture
 from workers.rollout.collate import collate_completions
 from workers.rollout.engine import Completion, SamplingParams
-from workers.rollout.errors import PromptError, RolloutError, WeightVersionError
-from workers.rollout.rewards import RewardFunction, Sample, compute_rewards
+from workers.rollout.errors import PromptError, WeightVersionError
+from workers.rollout.reward_calls import RewardFunction, Sample
+from workers.rollout.rewards import REWARD_CONCURRENCY, RewardRunner
 from workers.seeds import mixed_seed
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from workers.rollout.worker import Generated
 
 logger = logging.getLogger(__name__)
-
-REWARD_CONCURRENCY = 128
-"""Default of ``RolloutManager(reward_concurrency=)``."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,12 +75,14 @@ class RolloutManager:
             they do not depend on the number of workers.
         batched_rewards: call the reward function once with lists over all completions, with extras repeated for each
             completion. It returns a list, array or tensor of as many numbers.
-        reward_concurrency: maximum number of completions for which an ``async`` reward function runs at once; None for
-            all of them. It does not apply to ``batched_rewards``.
+        reward_concurrency, reward_workers, reward_timeout, on_reward_timeout: see `RewardRunner`: how many calls of an
+            ``async`` reward function run at once; how many processes run the function, or None; the seconds that one
+            call may take, or None; and the reward of a completion whose call takes longer, or None for a `RewardError`.
         pad_token_id: the padding token.
         timeout: seconds that one call of the workers may take, or None. The group is broken after a timeout.
 
     Attributes:
+        rewards: the `RewardRunner`; None without a reward function.
         weight_version: version of the last weight update; a worker with another version is an error. None accepts any.
         refresh: a function that brings the current weights to all workers, such as ``RayTrainGroup.update_weights``.
             `generate` calls it once if a worker was restarted or added, and generates again. With None, that is an
@@ -92,7 +90,8 @@ class RolloutManager:
 
     Raises:
         TypeError: the group has no ``generate``, or an argument has the wrong type.
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or ``reward_timeout`` is given for a plain function without
+            ``reward_workers``.
     """
 
     @_old_keyword
@@ -106,6 +105,9 @@ class RolloutManager:
         seed: int = 0,
         batched_rewards: bool = False,
         reward_concurrency: int | None = REWARD_CONCURRENCY,
+        reward_workers: int | None = None,
+        reward_timeout: float | None = None,
+        on_reward_timeout: float | None = None,
         pad_token_id: int = 0,
         timeout: float | None = None,
     ) -> None:
@@ -113,26 +115,33 @@ class RolloutManager:
             raise TypeError(
                 f"RolloutManager: group must be a worker group of RolloutWorker (with `generate`), got {group!r}"
             )
-        if reward_function is not None and not callable(reward_function):
-            raise TypeError(f"RolloutManager: reward_function must be a function or None, got {reward_function!r}")
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise TypeError(
                 f"RolloutManager: sampling_params must be a SamplingParams or None, got {sampling_params!r}"
             )
         self.group = group
         self.sampling_params = sampling_params or SamplingParams()
-        self.reward_function = reward_function
+        self.rewards: RewardRunner | None = None
+        if reward_function is not None:
+            self.rewards = RewardRunner(
+                reward_function,
+                batched=batched_rewards,
+                concurrency=reward_concurrency,
+                workers=reward_workers,
+                timeout=reward_timeout,
+                on_timeout=on_reward_timeout,
+            )
         self.samples_per_prompt = _positive(samples_per_prompt)
         self.seed = seed
-        self.batched_rewards = batched_rewards
-        self.reward_concurrency = (
-            None if reward_concurrency is None else _positive(reward_concurrency, "reward_concurrency")
-        )
         self.pad_token_id = pad_token_id
         self.timeout = timeout
         self.weight_version: int | None = None
         self.refresh: Callable[[], Any] | None = None
-        self._reward_lock = threading.Lock()
+
+    @property
+    def reward_function(self) -> RewardFunction | None:
+        """The reward function."""
+        return None if self.rewards is None else self.rewards.function
 
     @property
     def sampling(self) -> SamplingParams:
@@ -168,7 +177,7 @@ class RolloutManager:
             ValueError: an entry of ``extras`` does not have one value per prompt.
             WeightVersionError: workers do not have the expected weight version, and there is no `refresh`, or it did
                 not help.
-            RewardError: the reward function raised, or returned something that is not a reward.
+            RewardError: the reward function raised, returned something that is not a reward, or exceeded its timeout.
             SingleControllerError: as any call of the group: `WorkerError`, `WorkerDiedError`, ...
         """
         try:
@@ -192,9 +201,9 @@ class RolloutManager:
     ) -> Future[TensorDict]:
         """Start `generate` and return at once. The call has been sent to the workers when this returns.
 
-        Rewards are computed in a thread of this process, one rollout at a time. `refresh` is not used: a worker with
-        another weight version is an error. That includes a weight update that overtakes this call, because it is sent
-        by other processes: send the update after the completions have arrived.
+        A thread of this process waits for the completions and computes the rewards. `refresh` is not used: a worker
+        with another weight version is an error. That includes a weight update that overtakes this call, because it is
+        sent by other processes: send the update after the completions have arrived.
 
         Returns:
             A `concurrent.futures.Future`: use ``.result()``, or ``await asyncio.wrap_future(...)``.
@@ -229,28 +238,18 @@ class RolloutManager:
         """Take the device memory back."""
         self.group.wake_up()
 
+    def reward_metrics(self) -> dict[str, float]:
+        """Return what happened to the rewards since the last call; see `RewardRunner.metrics`. Empty without a reward
+        function."""
+        return {} if self.rewards is None else self.rewards.metrics()
+
+    def close(self) -> None:
+        """End the threads and processes of the reward function. The group is not closed."""
+        if self.rewards is not None:
+            self.rewards.close()
+
     def __getstate__(self) -> dict[str, Any]:
-        import ray.cloudpickle as cloudpickle
-
-        function: bytes | str | None
-        try:
-            function = None if self.reward_function is None else cloudpickle.dumps(self.reward_function)
-        except Exception as error:
-            function = f"{self.reward_function!r} cannot be pickled: {type(error).__name__}: {error}"
-        # A lock does not pickle. The copy makes its own: its function is another object, in another process.
-        state = {name: value for name, value in vars(self).items() if name != "_reward_lock"}
-        return state | {"reward_function": function, "refresh": None}  # a function of this process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        import ray.cloudpickle as cloudpickle
-
-        vars(self).update(state)
-        self._reward_lock = threading.Lock()
-        function = state["reward_function"]
-        if isinstance(function, bytes):
-            self.reward_function = cloudpickle.loads(function)
-        elif function is not None:
-            self.reward_function = _Lost(function)
+        return vars(self) | {"refresh": None}  # a function of this process
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -262,8 +261,8 @@ class RolloutManager:
         sampling_params: SamplingParams | None,
         samples_per_prompt: int | None,
     ) -> _Sent:
-        if isinstance(self.reward_function, _Lost):
-            self.reward_function()
+        if self.rewards is not None:
+            self.rewards.check()
         each = self.samples_per_prompt if samples_per_prompt is None else _positive(samples_per_prompt)
         given = {name: _values(name, values, len(prompts)) for name, values in (extras or {}).items()}
         ids = [_token_ids(number, prompt) for number, prompt in enumerate(prompts)]
@@ -288,16 +287,7 @@ class RolloutManager:
             Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids)
             for one, completion in zip(sent.samples, completions, strict=True)
         ]
-        rewards = None
-        if self.reward_function is not None:
-            with self._reward_lock:
-                rewards = compute_rewards(
-                    self.reward_function,
-                    samples,
-                    sent.extras,
-                    batched=self.batched_rewards,
-                    concurrency=self.reward_concurrency,
-                )
+        rewards = None if self.rewards is None else self.rewards.compute(samples, sent.extras)
         return collate_completions(
             [one.prompt_ids for one in samples],
             completions,
@@ -305,19 +295,6 @@ class RolloutManager:
             weight_versions=versions,
             rewards=rewards,
             pad_token_id=self.pad_token_id,
-        )
-
-
-class _Lost:
-    """Stands in for a reward function that does not pickle; raises when it is called."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-    def __call__(self, *args: Any, **kwargs: Any) -> float:
-        raise RolloutError(
-            f"generate(): this manager is a copy of one in another process, and its reward function {self.why}. Pass "
-            "a function that can be pickled, or call generate() in that process"
         )
 
 
@@ -374,7 +351,7 @@ def _values(name: str, values: Any, prompts: int) -> Sequence[Any]:
     return given
 
 
-def _positive(number: int, name: str = "samples_per_prompt") -> int:
+def _positive(number: int) -> int:
     if not isinstance(number, int) or number < 1:
-        raise ValueError(f"{name}={number!r}: expected an integer of at least 1")
+        raise ValueError(f"samples_per_prompt={number!r}: expected an integer of at least 1")
     return number

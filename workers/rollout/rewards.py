@@ -1,224 +1,438 @@
-"""Compute rewards with the user's function, sync or async, per completion or for all of them at once.
+"""RewardRunner: computes rewards with the user's function, sync or async, in this process or in processes of its own.
 
-Threads: `_run` runs awaitables in a thread with its own event loop and joins it before it returns. It is a daemon:
-if an exception such as KeyboardInterrupt ends the join, the thread goes on until the reward function returns, and does
-not keep the process alive. `_logged` has a thread that logs while the reward function runs, and joins it at the end.
+An ``async`` function runs in an event loop, several calls at once. So do the calls of processes (`reward_processes`). A
+plain function without processes runs one call at a time: in the thread that calls `RewardRunner.compute`, where it may
+use signals and Ctrl-C interrupts it, or in a thread of the runner for `RewardRunner.submit`.
+
+Threads, all daemons, so that a reward function that hangs does not keep the process alive:
+
+- "rewards" runs the event loop. It ends with `RewardRunner.close`, or when the runner is garbage-collected: it refers
+  to the runner only while rewards are being computed.
+- "rewards-queue" runs a plain function for `submit`, and ends when nothing is queued.
+
+Locks: ``_turn`` is held by the thread that is in a plain function, as long as it is, because the function need not be
+thread-safe; whoever stops waiting for rewards does not release it. It comes before all other locks, because the
+function may call groups. ``_lock`` protects the fields below it; it is a leaf.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
+import functools
 import inspect
-import logging
+import itertools
 import math
+import sys
 import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
-from workers.rollout.errors import RewardError
+from single_controller.base.closing import Closing
+from workers.rollout.errors import RewardError, RolloutError
+from workers.rollout.reward_calls import RewardCall, RewardFunction, Sample
+from workers.rollout.reward_progress import RewardProgress
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from workers.rollout.reward_processes import RewardProcesses
 
-LOG_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
+"""How long `RewardRunner.close` waits for calls that it has cancelled."""
 
-RewardFunction = Callable[..., Any]
-"""``reward(prompt_ids, completion_ids, **extras) -> float``, plain or ``async def``."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One completion, as a reward function sees it.
-
-    Attributes:
-        prompt: index of the prompt in the call.
-        sample: index of the completion among those for the same prompt.
-        prompt_ids: tokens of the prompt.
-        completion_ids: tokens of the completion, including its stop token.
-    """
-
-    prompt: int
-    sample: int
-    prompt_ids: list[int]
-    completion_ids: list[int]
+REWARD_CONCURRENCY = 128
+"""Default of ``RewardRunner(concurrency=)``."""
 
 
-def compute_rewards(
-    function: RewardFunction,
-    samples: Sequence[Sample],
-    extras: Mapping[str, Sequence[Any]],
-    *,
-    batched: bool = False,
-    concurrency: int | None = None,
-) -> list[float]:
-    """Compute one reward per sample. An ``async`` function runs for several samples concurrently.
+class RewardRunner(Closing):
+    """Computes rewards, of one group or of many at once. Its limits hold over all groups together.
+
+    You can pickle a runner: the copy has the same function and options, and threads and processes of its own.
 
     Args:
-        function: see `RewardFunction`. If ``batched``, it takes lists over all samples and returns as many numbers.
-        samples: what to reward.
-        extras: name -> one value per prompt, passed to the function by keyword.
-        batched: whether the function takes all samples at once.
-        concurrency: maximum number of samples for which an ``async`` function runs at once; None for all of them.
+        function: see `RewardFunction`.
+        batched: the function takes lists over all samples of a group and returns as many numbers.
+        concurrency: maximum number of calls of an ``async`` function that run at once; None for all.
+        workers: run the function in this many processes, each with one call at a time; None runs it in this process.
+            The processes are Ray actors. They start when they are needed.
+        timeout: seconds that one call of the function may take, or None. When it is over, an ``async`` function is
+            cancelled, and a process is killed and replaced. An ``async`` function that blocks its event loop cannot be
+            cancelled: set ``workers``.
+        on_timeout: reward of the samples of a call that takes longer; None raises a `RewardError`.
 
     Raises:
-        RewardError: the function raised, or did not return a finite number; the message names the sample.
+        TypeError: the function is not callable or, with ``workers``, cannot be pickled.
+        ValueError: a number is out of range; or there is a timeout for a plain function without ``workers``, which
+            nothing can interrupt.
     """
-    if not samples:
-        return []
-    with _logged(len(samples)):
-        values = _values(function, samples, extras, batched, concurrency)
-    return [_number(value, row, samples[row]) for row, value in enumerate(values)]
 
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        batched: bool = False,
+        concurrency: int | None = REWARD_CONCURRENCY,
+        workers: int | None = None,
+        timeout: float | None = None,
+        on_timeout: float | None = None,
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"reward_function must be a function or None, got {function!r}")
+        _check_count("reward_concurrency", concurrency)
+        _check_count("reward_workers", workers)
+        if timeout is not None and not (_is_number(timeout) and timeout > 0):
+            raise ValueError(f"reward_timeout={timeout!r}: expected a number of seconds above 0, or None")
+        if on_timeout is not None and not _is_number(on_timeout):
+            raise ValueError(f"on_reward_timeout={on_timeout!r}: expected a finite number, or None for an error")
+        self.function = function
+        self.batched = batched
+        self.concurrency = concurrency
+        self.workers = workers
+        self.timeout = timeout
+        self.on_timeout = on_timeout
+        self._here = not workers and not _is_async(function)
+        if self._here and timeout is not None:
+            raise ValueError(
+                f"reward_timeout={timeout!r}: a plain reward function cannot be interrupted in this process. Set "
+                "reward_workers to run it in processes, or make it an `async def`"
+            )
+        if workers and isinstance(pickled := _pickled(function), str):
+            raise TypeError(f"reward_workers={workers}: {pickled}")
+        self._prepare()
 
-@contextlib.contextmanager
-def _logged(count: int) -> Iterator[None]:
-    """Inside, log at intervals that the reward function is still running: it has no time limit."""
-    begun, ended = time.monotonic(), threading.Event()
+    def _prepare(self) -> None:
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._slots = asyncio.Semaphore(self.workers or self.concurrency or sys.maxsize)
+        self._progress = RewardProgress()
+        self._processes: RewardProcesses | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._queue: deque[tuple[Future[list[float]], list[RewardCall]]] = deque()
+        self._draining = False
+        self._closed = False
+        self._timeouts = 0
 
-    def log() -> None:
-        while not ended.wait(LOG_SECONDS):
-            running = time.monotonic() - begun
-            logger.warning("the reward function has been running for %.0f s, for %d completions", running, count)
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_here")
+        return {"function": _pickled(self.function), **{name: getattr(self, name) for name in names}}
 
-    thread = threading.Thread(target=log, name="rewards-log", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        import ray.cloudpickle as cloudpickle
 
+        function = state["function"]
+        vars(self).update(state)
+        self.function = _Lost(function) if isinstance(function, str) else cloudpickle.loads(function)
+        self._prepare()
 
-def _values(
-    function: RewardFunction,
-    samples: Sequence[Sample],
-    extras: Mapping[str, Sequence[Any]],
-    batched: bool,
-    concurrency: int | None,
-) -> list[Any]:
-    values = []
-    if batched:
-        values = _all(function, samples, extras)
-    else:
-        for row, sample in enumerate(samples):
-            value = _one(function, row, sample, extras)
-            if inspect.isawaitable(value):
-                # Only now is it known that the function is async. Call it for the others when it is their turn: it may
-                # do work, or start some, before it is awaited.
-                values += _run(_concurrently(value, row, function, samples, extras, concurrency))
-                break
-            values.append(value)
-    return values
+    def submit(
+        self,
+        samples: Sequence[Sample],
+        extras: Mapping[str, Any] | None = None,
+        *,
+        first_row: int = 0,
+    ) -> Future[list[float]]:
+        """Begin to compute the rewards of a group, and return at once.
 
+        Args:
+            samples: what to reward, usually all completions for one prompt.
+            extras: name -> values by `Sample.prompt`, passed to the function by keyword: a list with one value per
+                prompt, or a dictionary.
+            first_row: row of the first sample, for error messages.
 
-async def _concurrently(
-    first: Awaitable[Any],
-    begin: int,
-    function: RewardFunction,
-    samples: Sequence[Sample],
-    extras: Mapping[str, Sequence[Any]],
-    concurrency: int | None,
-) -> list[Any]:
-    """Compute the values of the rows from ``begin`` on, whose awaitable is there already."""
-    values: list[Any] = [None] * len(samples)
-    rows = iter(range(begin, len(samples)))
+        Returns:
+            A future of one reward per sample, or of a `RewardError` as from `compute`. ``cancel()`` cancels the calls
+            that have begun, unless they are in a plain function without processes. `close` cancels the future.
 
-    async def work() -> None:
-        for row in rows:  # shared by all: each takes the next row when it is done with one
-            value = first if row == begin else _one(function, row, samples[row], extras)
-            values[row] = await _named(value, row, samples[row]) if inspect.isawaitable(value) else value
+        Raises:
+            RewardError, RolloutError: see `check`.
+        """
+        self.check()
+        calls = self._calls(samples, extras or {}, first_row)
+        future = self._schedule(calls) if not self._here else self._enqueue(calls)
+        group = self._progress.begin(len(samples))
+        future.add_done_callback(lambda _: self._progress.end(group))
+        return future
 
-    count = len(samples) - begin
-    await asyncio.gather(*(work() for _ in range(min(concurrency or count, count))))
-    return values[begin:]
+    def compute(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None = None) -> list[float]:
+        """Compute one reward per sample, of one group or of several; if `batched`, with one call.
 
+        Args:
+            samples: what to reward.
+            extras: see `submit`.
 
-def _all(function: RewardFunction, samples: Sequence[Sample], extras: Mapping[str, Sequence[Any]]) -> list[Any]:
-    given = {name: [values[sample.prompt] for sample in samples] for name, values in extras.items()}
-    prompts, completions = [list(s.prompt_ids) for s in samples], [list(s.completion_ids) for s in samples]
-    try:
-        values = function(prompts, completions, **given)
-        if inspect.isawaitable(values):
-            values = _run(_value_of(values))
-    except (Exception, asyncio.CancelledError) as error:  # asyncio's is not a subclass of Exception
-        raise RewardError(f"the reward function raised {_text(error)} for {len(samples)} samples") from error
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (list, tuple)) or len(values) != len(samples):
-        raise RewardError(
-            f"the reward function returned {str(values)[:200]} for {len(samples)} samples; expected one number each"
-        )
-    return list(values)
+        Raises:
+            RewardError: the function raised, did not return a finite number, exceeded the timeout, or its process died;
+                the message names the sample. Or the runner was closed.
+            RolloutError: see `check`.
+        """
+        self.check()
+        progress = self._progress.begin(len(samples))
+        future: Future[list[float]] | None = None
+        try:
+            future = self._begin(self._calls(samples, extras or {}, 0))
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise RewardError("the reward runner was closed") from None
+        finally:
+            self._progress.end(progress)
+            if future is not None:
+                future.cancel()  # after Ctrl-C
 
+    def check(self) -> None:
+        """Raise if no rewards can be computed. With ``workers``, also connect to Ray: in the caller's thread, because
+        Ray sets signal handlers on the main thread.
 
-def _one(function: RewardFunction, row: int, sample: Sample, extras: Mapping[str, Sequence[Any]]) -> Any:
-    given = {name: values[sample.prompt] for name, values in extras.items()}
-    try:
-        return function(list(sample.prompt_ids), list(sample.completion_ids), **given)
-    except (Exception, asyncio.CancelledError) as error:
-        raise _raised(error, row, sample) from error
+        Raises:
+            ConnectionError: with ``workers``, there is no connection to the Ray cluster.
+            RewardError: the runner is closed.
+            RolloutError: this is a copy from another process, and the function could not be pickled.
+        """
+        if self._closed:
+            raise RewardError("the reward runner is closed")
+        if isinstance(self.function, _Lost):
+            self.function()
+        if self.workers:
+            from single_controller.ray.runtime import ensure_ray
 
+            ensure_ray()
 
-async def _named(value: Awaitable[Any], row: int, sample: Sample) -> Any:
-    try:
-        return await value
-    except (Exception, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # by asyncio.run, because another sample has failed
+    def metrics(self) -> dict[str, float]:
+        """Return, and reset, what happened since the last call: ``rewards/timeouts``, the number of samples whose
+        rewards are `on_timeout`; ``rewards/slowest_seconds``, the longest call of the function."""
+        with self._lock:
+            timeouts, self._timeouts = self._timeouts, 0
+        return {"rewards/timeouts": float(timeouts), "rewards/slowest_seconds": self._progress.take_slowest()}
+
+    def close(self) -> None:
+        """Cancel all groups, and end threads and processes. A plain function that is running in a thread, and an
+        ``async`` one that blocks its event loop, go on until they return."""
+        with self._lock:
+            self._closed = True
+            loop, queued = self._loop, list(self._queue)
+            self._queue.clear()
+        for future, _ in queued:
+            future.cancel()
+        if loop is not None and self._thread is not None and self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(), loop)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(CLOSE_SECONDS)
+
+    def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any], row: int) -> list[RewardCall]:
+        if self.batched:
+            return [RewardCall(samples, extras, row, True)] if samples else []
+        return [RewardCall([sample], extras, row + k, False) for k, sample in enumerate(samples)]
+
+    # --- a plain function in this process -------------------------------------------------------------------------
+
+    def _enqueue(self, calls: list[RewardCall]) -> Future[list[float]]:
+        future: Future[list[float]] = Future()
+        with self._lock:
+            self._queue.append((future, calls))
+            begin, self._draining = not self._draining, True
+        if begin:
+            threading.Thread(target=self._drain, name="rewards-queue", daemon=True).start()
+        return future
+
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._draining = False
+                    return
+                future, calls = self._queue.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                self._begin(calls).add_done_callback(functools.partial(_copy_outcome, future))
+            except BaseException as error:  # sys.exit() in the function too, or the future would never end
+                future.set_exception(error)
+
+    def _begin(self, calls: list[RewardCall]) -> Future[list[float]]:
+        """Compute now if the function is a plain one in this process; else schedule."""
+        values: list[float] = []
+        with self._turn if self._here else nullcontext():
+            for number, call in enumerate(calls):
+                if not self._here:  # found by another thread, while this one waited for its turn
+                    return self._schedule(calls[number:], values)
+                with self._progress.running(call):
+                    try:
+                        value = call.made_by(self.function)
+                    except (Exception, asyncio.CancelledError) as error:  # the latter is not a subclass of the former
+                        raise call.raised(error) from error
+                if inspect.isawaitable(value):
+                    # Only now is it known that the function is async. It may have begun some work.
+                    self._here = False
+                    return self._schedule(calls[number:], values, value)
+                values += call.rewards(value)
+        future: Future[list[float]] = Future()
+        future.set_result(values)
+        return future
+
+    # --- in the event loop ----------------------------------------------------------------------------------------
+
+    def _schedule(
+        self, calls: list[RewardCall], values: Sequence[float] = (), first: Awaitable[Any] | None = None
+    ) -> Future[list[float]]:
+        """Begin calls in the event loop. ``values`` are the rewards of those before; ``first`` has begun."""
+        with self._lock:
+            if self._closed:
+                raise RewardError("the reward runner is closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="rewards", daemon=True)
+                self._thread.start()
+                weakref.finalize(self, _stop, self._loop)
+            return asyncio.run_coroutine_threadsafe(self._group(calls, values, first), self._loop)
+
+    async def _group(
+        self, calls: list[RewardCall], values: Sequence[float], first: Awaitable[Any] | None
+    ) -> list[float]:
+        tasks = [asyncio.ensure_future(self._rewards(call, first if call is calls[0] else None)) for call in calls]
+        try:
+            return [*values, *itertools.chain(*await asyncio.gather(*tasks))]
+        finally:
+            for task in tasks:
+                task.cancel()  # the others, after one has failed
+
+    async def _rewards(self, call: RewardCall, begun: Awaitable[Any] | None) -> list[float]:
+        async with self._slots:
+            try:
+                return call.rewards(await self._value(call, begun))
+            except _TimedOutError:
+                if self.on_timeout is not None:
+                    with self._lock:
+                        self._timeouts += len(call.samples)
+                    return [float(self.on_timeout)] * len(call.samples)
+                raise call.error(f"exceeded reward_timeout={self.timeout:g} s for {call.where()}") from None
+
+    async def _value(self, call: RewardCall, begun: Awaitable[Any] | None) -> Any:
+        """Call the function for this call, when it is its turn: it may do work before it is awaited."""
+        try:
+            if self.workers:
+                return await self._in_process(call)
+            with self._progress.running(call):
+                return await self._in_time(call.made_by(self.function) if begun is None else begun)
+        except (_TimedOutError, RewardError):
             raise
-        raise _raised(error, row, sample) from error
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # with its group; not raised by the function
+                raise
+            raise call.raised(error) from error
+
+    async def _in_process(self, call: RewardCall) -> Any:
+        import ray.exceptions
+
+        from workers.rollout.reward_processes import RewardProcesses
+
+        if self._processes is None:
+            self._processes = RewardProcesses(_pickled(self.function))
+        started = False
+        try:
+            async with self._processes.process() as process:
+                started = True
+                with self._progress.running(call):
+                    return await self._in_time(call.made_by(process))
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            cause.add_note(str(error))  # the traceback in the process
+            raise cause from None
+        except ray.exceptions.RayError as error:
+            if not started:
+                raise RewardError(f"a process of reward_workers cannot start: {error}") from error
+            raise call.error(f"lost its process for {call.where()}: {error}") from error
+
+    async def _in_time(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        task = asyncio.ensure_future(_value_of(value))
+        try:
+            # Not `asyncio.timeout`, which waits for a function that ignores that it is cancelled.
+            done, _ = await asyncio.wait({task}, timeout=self.timeout)
+        finally:
+            task.cancel()
+        if not done:
+            raise _TimedOutError
+        return task.result()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        if self._processes is not None:
+            self._processes.close()
+        asyncio.get_running_loop().stop()
+
+
+class _TimedOutError(Exception):
+    """A call has exceeded the timeout. A class of its own: the function may raise any `TimeoutError`."""
+
+
+class _Lost:
+    """Stands in for a reward function that does not pickle; raises when it is called."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float:
+        raise RolloutError(
+            f"generate(): this manager is a copy of one in another process, and its reward function {self.why}. Pass "
+            "a function that can be pickled, or call generate() in that process"
+        )
+
+
+def _pickled(function: Any) -> Any:
+    """Return the pickled function, or a text that says why it cannot be pickled."""
+    import ray.cloudpickle as cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        return f"{function!r} cannot be pickled: {type(error).__name__}: {error}"
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+            break
+        except (SystemExit, KeyboardInterrupt):
+            continue  # a task raised it, and asyncio lets it through; whoever waits for that task gets it too
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _copy_outcome(to: Future[list[float]], of: Future[list[float]]) -> None:
+    if of.cancelled():
+        to.set_exception(RewardError("the reward runner was closed"))
+    elif (error := of.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(of.result())
 
 
 async def _value_of(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine and return its value. `asyncio.run` needs a thread without a running event loop, and the caller's
-    may have one, as in a notebook."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((asyncio.run(coroutine), None))
-        except BaseException as error:  # raised in the caller's thread; asyncio.run has cancelled the other tasks
-            outcome.append((None, error))
-
-    # Not a thread pool: the interpreter joins those at exit, and a reward function that hangs would keep the process.
-    thread = threading.Thread(target=run, name="rewards", daemon=True)
-    thread.start()
-    thread.join()
-    value, error = outcome[0]  # written before the thread ended, so it needs no lock
-    if error is not None:
-        raise error
-    return value
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _number(value: Any, row: int, sample: Sample) -> float:
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RewardError(
-            f"the reward function returned {value!r} for {_which(row, sample)}; expected a finite number",
-            row=row,
-            prompt=sample.prompt,
-            sample=sample.sample,
-        )
-    return number
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _raised(error: BaseException, row: int, sample: Sample) -> RewardError:
-    message = f"the reward function raised {_text(error)} for {_which(row, sample)}"
-    return RewardError(message, row=row, prompt=sample.prompt, sample=sample.sample)
-
-
-def _which(row: int, sample: Sample) -> str:
-    tokens = len(sample.completion_ids)
-    return f"row {row}: prompt {sample.prompt}, sample {sample.sample}, a completion of {tokens} tokens"
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{name}={value!r}: expected an integer of at least 1, or None")

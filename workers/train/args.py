@@ -255,7 +255,35 @@ class TrainArgs:
         "for all",
         least=1,
     )
+    reward_workers: int | None = _key(
+        None, "processes that run the reward function, for the driver's script; null runs it in the driver", least=1
+    )
+    reward_timeout: float | None = _key(
+        None,
+        "seconds that one call of the reward function may take, for the driver's script; a plain function needs "
+        "reward_workers for that",
+        above=0,
+    )
+    on_reward_timeout: float | None = _key(
+        None, "reward of a completion whose call takes longer than reward_timeout; by default that is an error"
+    )
     rollout_seed: int | None = _key(None, "seed of sampling, for the driver's script; by default seed")
+
+    # evaluation
+    eval_interval: int | None = _key(
+        None, "rollouts between evaluations, for the driver's script; by default there are none", least=1
+    )
+    n_samples_per_eval_prompt: int = _key(1, "completions per prompt of an evaluation", least=1)
+    eval_temperature: float | None = _key(
+        None, "temperature in an evaluation; 0 takes the most likely tokens; by default temperature", least=0
+    )
+    eval_top_p: float | None = _key(None, "rollout_top_p in an evaluation; by default rollout_top_p", above=0, most=1)
+    eval_top_k: int | None = _key(None, "rollout_top_k in an evaluation; by default rollout_top_k", least=0)
+    eval_max_response_len: int | None = _key(
+        None, "rollout_max_response_len in an evaluation; by default rollout_max_response_len", least=1
+    )
+    eval_pass_threshold: float = _key(1.0, "reward from which on a completion counts as a success in pass@k")
+
     debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
 
     # run
@@ -431,6 +459,13 @@ def _check_together(args: Any) -> None:
             )
     if args.train_backend == "fsdp" and args.param_dtype == "fp16":
         raise TrainArgsError("args.param_dtype='fp16': use 'bf16' or 'fp32' with fsdp, which does not scale the loss")
+    if args.on_reward_timeout is not None and args.reward_timeout is None:
+        raise TrainArgsError(f"args.on_reward_timeout={args.on_reward_timeout} needs reward_timeout")
+    if args.eval_temperature == 0 and args.n_samples_per_eval_prompt > 1:
+        raise TrainArgsError(
+            f"args.n_samples_per_eval_prompt={args.n_samples_per_eval_prompt}: with eval_temperature=0 all completions "
+            "of a prompt are the same; use 1"
+        )
     actor, critic = actor_size(args), critic_size(args)
     if args.advantage_estimator == "gae" and math.prod(actor) != math.prod(critic):
         raise TrainArgsError(
