@@ -240,7 +240,7 @@ def test_numbers_that_are_not_log_probabilities_are_refused(server, engine_of):
 def test_server_that_stops_at_its_own_tokens_is_an_error(server, engine_of):
     engine = engine_of(config=None)
     with pytest.raises(RolloutError, match=r"ended a completion after 12 of 200 tokens \(finish_reason 'length'\)"):
-        engine._positions = None
+        engine.max_positions = None
         engine.generate([[1] * 500], LONG, [0])
 
 
@@ -431,7 +431,7 @@ def test_names_of_weights_are_those_of_transformers(server, engine_of, tmp_path)
         assert shapes == {name: tuple(state[name].shape) for name in shapes}
         assert {tensor.data_ptr() for tensor in state.values()} == {state[name].data_ptr() for name in shapes}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
-    assert engine_of(config=tmp_path)._vocabulary == 32
+    assert engine_of(config=tmp_path).vocab_size == 32
     with pytest.raises(ValueError, match=r"config=17; expected a Hugging Face config"):
         engine_of(config=17)
 

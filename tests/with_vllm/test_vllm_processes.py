@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
 import psutil
 import torch
 from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
+from test_vllm_engine import left_behind
 from transformers import LlamaConfig
 
 from workers.rollout.engine import SamplingParams
@@ -66,6 +67,7 @@ class TestTwoProcesses(EngineContract):
 
 
 def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
+    before = left_behind()
     engine = VLLMEngine(FIELDS, tensor_parallel_size=2)
     ranks = ranks_of(os.getpid())
     futures = [
@@ -73,13 +75,14 @@ def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
         for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
     ]
     wait_until(lambda: engine.load().running == 8)
+    ranks.sort(key=lambda one: one.cmdline())  # VLLM::Worker_TP0, VLLM::Worker_TP1
     ranks[1].send_signal(signal.SIGKILL)
     begin = time.monotonic()
     for future in futures:
         assert "vLLM" in str(future.exception(SECONDS)) and isinstance(future.exception(), RolloutError)
     assert time.monotonic() - begin < 20
     told = str(futures[0].exception())
-    assert "died unexpectedly (exit code: " in told  # -9, or None if vLLM looks before the process has been reaped
+    assert f"process {ranks[1].pid} (VllmWorker-1) died unexpectedly (exit code: -9, by SIGKILL)" in told
     assert max(map(len, told.splitlines())) <= 1000  # vLLM also logs its whole configuration
     for _ in range(2):
         with pytest.raises(RolloutError, match="died unexpectedly"):
@@ -88,8 +91,16 @@ def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
         engine.begin_update()
         engine.load_weights([("lm_head.weight", torch.zeros(32, 128))])
     engine.close()
-    psutil.wait_procs(ranks, SECONDS)
     assert not any(one.is_running() for one in ranks)
+    assert left_behind() == before
+
+
+def test_failed_start_leaves_no_process_and_no_file():
+    before = left_behind()
+    with pytest.raises(RolloutError, match="could not start"):
+        VLLMEngine(FIELDS, tensor_parallel_size=2, block_size=32, num_gpu_blocks_override=3)
+    assert not ranks_of(os.getpid())
+    assert left_behind() == before
 
 
 @pytest.mark.parametrize("busy", [True, False])
