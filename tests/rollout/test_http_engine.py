@@ -21,6 +21,7 @@ from rollout_helpers import LLAMA, TIED, Bigram, plain_model
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers import HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
 from workers.rollout import http_client, http_engine
+from workers.rollout.errors import WeightsError
 
 CONFIG = {"vocab_size": 32}
 SHAPES = {"following": (32, 32), "bias": (32,)}
@@ -403,6 +404,31 @@ def test_folder_of_an_update_is_removed(server, engine_of, tmp_path):
     assert list(tmp_path.iterdir()) == [] and not server.paused
     load(engine, version=3)
     assert engine.generate([[1]], SamplingParams(1), [0])[0].weight_versions == [3]
+
+
+@pytest.mark.parametrize(
+    "weights, told",
+    [
+        ({"bias": torch.ones(32), "bios": torch.ones(32)}, "has a tensor 'bios', but the model has none of this name"),
+        ({"bias": torch.ones(31)}, r"'bias' with shape \(31,\), but the model's has shape \(32,\)"),
+        ({"bias": torch.ones(32)}, "1 of 2 tensors of the update are missing, such as 'following'"),
+    ],
+    ids=["name", "shape", "missing"],
+)
+def test_tensors_that_do_not_fit_are_refused_before_the_server_reads_them(server, engine_of, tmp_path, weights, told):
+    engine = engine_of()
+    engine.begin_update()
+    with pytest.raises(WeightsError, match=told):
+        engine.load_weights(weights.items())
+        engine.finish_update(1)
+    engine.abandon_update()
+    assert list(tmp_path.iterdir()) == []
+    engine.begin_update()
+    engine.load_weights([("bias", torch.ones(32))])
+    with pytest.raises(WeightsError, match="'bias' twice"):
+        engine.load_weights([("bias", torch.ones(32))])
+    load(engine, version=2)
+    assert engine.generate([[1]], SamplingParams(1), [0])[0].weight_versions == [2]
 
 
 def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch, caplog):

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from workers.extras import require
 from workers.rollout.engine import EngineLoad, FinishReason, PauseMode, SamplingParams
-from workers.rollout.errors import RolloutError
-from workers.rollout.hf_model import meta_model, read_config, shapes_of
+from workers.rollout.errors import RolloutError, WeightsError
+from workers.rollout.hf_model import check_tensor, meta_model, read_config, shapes_of
 from workers.rollout.http_client import Server, ServerError, Stream
 from workers.rollout.http_dialects import DIALECTS, OpenAI
 from workers.rollout.http_log_probs import check, probe
@@ -393,15 +393,21 @@ class HTTPEngine(RequestEngine):
         """See `RolloutEngine.load_weights`. The tensors are written to a file; the server reads it in `finish_update`.
 
         Raises:
-            RolloutError: see `weight_shapes`; or the folder cannot be written to.
+            WeightsError: the model has no tensor of that name, or has another shape, or it came before. No tensor of
+                the call was written.
+            RolloutError: see `weight_shapes`.
+            OSError: the folder cannot be written to.
         """
-        self._check_updates()
+        shapes = self.weight_shapes()
         if self._folder is None:
             self._folder = Path(self._weights_dir or "", f"weights-{uuid.uuid4().hex}")
             self._folder.mkdir(parents=True)
         tensors: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for name, tensor in weights:
+            check_tensor(name, tensor, shapes, "the model")
+            if name in self._file_of or name in tensors:
+                raise WeightsError(f"the weight update has {name!r} twice")
             host = tensor.detach().cpu().contiguous()
             address = host.untyped_storage().data_ptr()
             tensors[name] = host.clone() if address in seen else host  # safetensors refuses tensors that share memory
@@ -415,11 +421,17 @@ class HTTPEngine(RequestEngine):
         """See `RolloutEngine.finish_update`. Without a call of `load_weights`, the server keeps its weights.
 
         Raises:
+            WeightsError: some tensors have come, and others are missing.
             ServerError: the server did not load the weights. It may have some of them.
         """
         if self._folder is None:
             self._stamp = self._dialect.version()
         else:
+            shapes = self.weight_shapes()
+            if missing := [name for name in shapes if name not in self._file_of]:
+                raise WeightsError(
+                    f"{len(missing)} of {len(shapes)} tensors of the update are missing, such as {missing[0]!r}"
+                )
             (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._file_of}))
             stamp = f"{version}.{uuid.uuid4().hex[:8]}"  # not the version alone: another run may have sent it, too
             try:
