@@ -9,7 +9,7 @@ vLLM's public interfaces are used where they exist: `EngineArgs`, `LLMEngine` (`
 | ``vllm.model_executor.model_loader.reload``: ``initialize_layerwise_reload``, ``finalize_layerwise_reload`` | the \
 public ``reload_weights`` wants all tensors in one call, and the weight transfer engines bring their own transport |
 | ``get_model`` and ``model_config`` of a worker | what to load the tensors into |
-| ``vllm.v1.executor.*.get_file_store_init_method`` | to know the file that vLLM leaves behind; see `rendezvous_in` |
+| ``vllm.v1.executor.*.get_file_store_init_method`` | to know the file that vLLM leaves behind; see `files_in` |
 | ``vllm.logger.configure_logging_if_needed`` | it removes handlers, so it must come before `_LastLines` |
 | processes named ``VllmWorker-...`` | to say which of them has died, and to end them after a failed start |
 | ``cpu_linear`` and ``quant_method`` of a layer | to repack tied weights on the CPU, after an update |
@@ -44,7 +44,7 @@ from workers.rollout.engine import FinishReason, SamplingParams
 from workers.rollout.errors import RolloutError, WeightsError
 from workers.rollout.hf_model import check_tensor, make_model, meta_model, read_config, shapes_of
 from workers.rollout.requests import CLOSE_SECONDS, Request, RequestEngine
-from workers.rollout.vllm_options import arguments_for, import_vllm, make_folder, rendezvous_in
+from workers.rollout.vllm_options import arguments_for, files_in, import_vllm, make_folder
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,7 @@ class VLLMEngine(RequestEngine):
                 else:
                     make_model(config, True, seed, trust_remote_code).save_pretrained(model)
             del plain
-            with self._told("could not start"), rendezvous_in(self._folder):
+            with self._told("could not start"), files_in(self._folder):
                 self._start(vllm, {"model": str(model), **arguments})
             shutil.rmtree(self._folder / "model", ignore_errors=True)  # it has been read
         except BaseException:

@@ -45,6 +45,9 @@ FIXED = {
 KV_CACHE_BYTES = 1 << 30
 """Default size of the key/value cache on the CPU. vLLM's own is most of the machine's memory."""
 
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the folder of its sockets."""
+
 _OWN = {"model": "model", "dtype": "param_dtype"}
 """vLLM's arguments that `VLLMEngine` has under another name."""
 
@@ -120,36 +123,41 @@ def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def make_folder() -> Path:
-    """Return an empty folder for what vLLM and `VLLMEngine` put into files. `VLLMEngine.close` removes it.
+@functools.cache
+def _folder_of(pid: int) -> Path:
+    return Path(tempfile.mkdtemp(prefix="vllm-engine-", dir=os.environ.get(SOCKETS)))
 
-    It has the same name for all engines of a process, because vLLM reads the variable for its sockets only once.
+
+def make_folder() -> Path:
+    """Return an empty folder for the files of an engine and of vLLM. `VLLMEngine.close` removes it.
+
+    It has the same name for all engines of a process, because vLLM reads the variable `SOCKETS` only once.
     """
     folder = _folder_of(os.getpid())
     folder.mkdir(mode=0o700, exist_ok=True)
-    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     return folder
 
 
-@functools.cache
-def _folder_of(pid: int) -> Path:
-    return Path(tempfile.mkdtemp(prefix="vllm-engine-", dir=os.environ.get("VLLM_RPC_BASE_PATH")))
-
-
 @contextmanager
-def rendezvous_in(folder: Path) -> Iterator[None]:
-    """Inside, vLLM's processes find each other by a file in this folder. Otherwise vLLM would leave it behind in the
-    folder for temporary files, where nobody knows whose it is."""
+def files_in(folder: Path) -> Iterator[None]:
+    """Have vLLM make its files in a folder while it starts: its sockets, and the file by which its processes find each
+    other. It would leave them behind in the folder for temporary files, where nobody knows whose they are."""
     modules = [importlib.import_module(f"vllm.v1.executor.{name}_executor") for name in ("uniproc", "multiproc")]
     (vllms,) = {module.get_file_store_init_method for module in modules}
+    sockets = os.environ.get(SOCKETS)
 
     def here() -> str:
         return f"file://{folder / Path(vllms()).name}"
 
     try:
+        os.environ[SOCKETS] = str(folder)
         for module in modules:
             module.get_file_store_init_method = here  # type: ignore[attr-defined]
         yield
     finally:
         for module in modules:
             module.get_file_store_init_method = vllms  # type: ignore[attr-defined]
+        # Other child processes of this one must not inherit the folder.
+        del os.environ[SOCKETS]
+        if sockets is not None:
+            os.environ[SOCKETS] = sockets
