@@ -65,6 +65,11 @@ class TestTwoProcesses(EngineContract):
         psutil.wait_procs(ranks, SECONDS)
         assert not any(one.is_running() for one in ranks)
 
+    def test_second_engine_in_the_process_is_refused(self, subject, first):
+        with pytest.raises(RolloutError, match="this process has another one; close it"):
+            VLLMEngine(FIELDS, tensor_parallel_size=2)
+        subject.engine.generate([[1]], SamplingParams(2), [0])
+
 
 def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
     before = left_behind()

@@ -119,6 +119,8 @@ class VLLMEngine(RequestEngine):
         plain = meta_model(config, trust_remote_code)
         self._shapes = shapes_of(plain)
         self._log = _LastLines()
+        if _vllm_processes():
+            raise RolloutError("VLLMEngine: this process has another one; close it, or use a process for each")
         try:
             self._folder = make_folder()
             if random_weights or not isinstance(model, (str, Path)):
@@ -356,7 +358,8 @@ class VLLMEngine(RequestEngine):
             process.terminate()
         for process in processes:
             process.join(CLOSE_SECONDS)
-            process.kill()
+            process.kill()  # if it has not ended
+            process.join(CLOSE_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
 
     @contextmanager
