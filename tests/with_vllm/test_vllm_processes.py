@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
 from test_vllm_engine import left_behind
 from transformers import LlamaConfig
 
+from workers.rollout import vllm_options
 from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import RolloutError
 from workers.rollout.vllm_engine import VLLMEngine
@@ -110,10 +112,12 @@ def test_failed_start_leaves_no_process_and_no_file():
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_killed_worker_leaves_no_process(busy):
+    before = left_behind()
     code = f"""
         import time
         from workers.rollout.vllm_engine import VLLMEngine
-        from workers.rollout.engine import SamplingParams
+        from workers.rollout import vllm_options
+from workers.rollout.engine import SamplingParams
 
         if __name__ == "__main__":
             engine = VLLMEngine({FIELDS!r}, tensor_parallel_size=2)
@@ -134,3 +138,20 @@ def test_killed_worker_leaves_no_process(busy):
         worker.wait()
     _, left = psutil.wait_procs(ranks, 20)
     assert not left
+    assert len(left_behind() - before) == 1
+
+
+def test_folders_of_killed_processes_are_removed_and_those_of_others_are_not(monkeypatch, tmp_path):
+    monkeypatch.setenv(vllm_options.SOCKETS, str(tmp_path))
+    vllm_options._folder_of.cache_clear()
+    abandoned, too_new = tmp_path / "vllm-engine-a", tmp_path / "vllm-engine-b"
+    for folder in (abandoned, too_new):
+        Path(folder, "model").mkdir(parents=True)
+    os.utime(abandoned, (0, 0))
+    first = vllm_options.EngineFolder()
+    os.utime(first.path, (0, 0))
+    second = vllm_options.EngineFolder()  # of the same process
+    assert set(tmp_path.iterdir()) == {first.path, too_new} and second.path == first.path
+    first.remove()
+    assert set(tmp_path.iterdir()) == {too_new}
+    vllm_options._folder_of.cache_clear()

@@ -44,7 +44,7 @@ from workers.rollout.engine import FinishReason, SamplingParams
 from workers.rollout.errors import RolloutError, WeightsError
 from workers.rollout.hf_model import check_tensor, make_model, meta_model, read_config, shapes_of
 from workers.rollout.requests import CLOSE_SECONDS, Request, RequestEngine
-from workers.rollout.vllm_options import arguments_for, files_in, import_vllm, make_folder
+from workers.rollout.vllm_options import EngineFolder, arguments_for, files_in, import_vllm
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ class VLLMEngine(RequestEngine):
         self._ids = itertools.count()
         self._processes: list[BaseProcess] = []
         """vLLM's processes, of a tensor-parallel engine."""
-        self._folder: Path | None = None
+        self._folder: EngineFolder | None = None
         """For vLLM's files; None after `close`."""
         dtype = dtype_of(param_dtype)
         self._device = current_device()
@@ -122,18 +122,18 @@ class VLLMEngine(RequestEngine):
         if _vllm_processes():
             raise RolloutError("VLLMEngine: this process has another one; close it, or use a process for each")
         try:
-            self._folder = make_folder()
+            self._folder = EngineFolder()
             if random_weights or not isinstance(model, (str, Path)):
-                model = self._folder / "model"  # vLLM reads folders only
+                model = self._folder.path / "model"  # vLLM reads folders only
                 if "load_format" in engine_args:
                     config.architectures = [type(plain).__name__]
                     config.save_pretrained(model)
                 else:
                     make_model(config, True, seed, trust_remote_code).save_pretrained(model)
             del plain
-            with self._told("could not start"), files_in(self._folder):
+            with self._told("could not start"), files_in(self._folder.path):
                 self._start(vllm, {"model": str(model), **arguments})
-            shutil.rmtree(self._folder / "model", ignore_errors=True)  # it has been read
+            shutil.rmtree(self._folder.path / "model", ignore_errors=True)  # it has been read
         except BaseException:
             self.close()
             raise
@@ -360,7 +360,7 @@ class VLLMEngine(RequestEngine):
             process.join(CLOSE_SECONDS)
             process.kill()  # if it has not ended
             process.join(CLOSE_SECONDS)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fcntl
 import functools
 import importlib
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,12 @@ KV_CACHE_BYTES = 1 << 30
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """vLLM's variable for the folder of its sockets."""
+
+PREFIX = "vllm-engine-"
+"""How the names of the engines' folders begin."""
+
+UNLOCKED_SECONDS = 60.0
+"""How old a folder may be that its process has not locked yet."""
 
 _OWN = {"model": "model", "dtype": "param_dtype"}
 """vLLM's arguments that `VLLMEngine` has under another name."""
@@ -123,19 +132,43 @@ def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-@functools.cache
-def _folder_of(pid: int) -> Path:
-    return Path(tempfile.mkdtemp(prefix="vllm-engine-", dir=os.environ.get(SOCKETS)))
-
-
-def make_folder() -> Path:
-    """Return an empty folder for the files of an engine and of vLLM. `VLLMEngine.close` removes it.
+class EngineFolder:
+    """A folder for the files of an engine and of vLLM. What killed processes have left of theirs is removed.
 
     It has the same name for all engines of a process, because vLLM reads the variable `SOCKETS` only once.
+
+    Attributes:
+        path: of the folder.
     """
-    folder = _folder_of(os.getpid())
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+
+    def __init__(self) -> None:
+        self.path = _folder_of(os.getpid())
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # until this process ends
+        _remove_abandoned(self.path.parent)
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+@functools.cache
+def _folder_of(pid: int) -> Path:
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(SOCKETS)))
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another process has locked it, or it is another user's
+            if time.time() - folder.stat().st_mtime > UNLOCKED_SECONDS:
+                lock = os.open(folder, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+                finally:
+                    os.close(lock)
 
 
 @contextmanager
