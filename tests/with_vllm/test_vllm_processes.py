@@ -116,8 +116,7 @@ def test_killed_worker_leaves_no_process(busy):
     code = f"""
         import time
         from workers.rollout.vllm_engine import VLLMEngine
-        from workers.rollout import vllm_options
-from workers.rollout.engine import SamplingParams
+        from workers.rollout.engine import SamplingParams
 
         if __name__ == "__main__":
             engine = VLLMEngine({FIELDS!r}, tensor_parallel_size=2)

@@ -374,12 +374,12 @@ class VLLMEngine(RequestEngine):
             raise RolloutError(message) from error
 
     def _deaths(self) -> str:
-        """Which of vLLM's processes have died. vLLM then ends the others, with exit code 0."""
+        """Which of vLLM's processes have died. vLLM then ends the others, by SIGTERM if they do not end of themselves."""
         end = time.monotonic() + DEATH_SECONDS
         while True:
-            codes = {process: process.exitcode for process in self._processes}
-            dead = [one for one, code in codes.items() if code] or [one for one, code in codes.items() if code == 0]
-            if dead or not codes or time.monotonic() > end:
+            codes = {process: code for process in self._processes if (code := process.exitcode) is not None}
+            dead = [one for one, code in codes.items() if code not in (0, -signal.SIGTERM)] or list(codes)
+            if dead or not self._processes or time.monotonic() > end:
                 break
             time.sleep(0.01)
         return "".join(
@@ -397,8 +397,8 @@ def _vllm_processes() -> list[BaseProcess]:
     return [one for one in multiprocessing.active_children() if one.name.startswith("VllmWorker")]
 
 
-def _exit_code(code: int | None) -> str:
-    if code is not None and code < 0:
+def _exit_code(code: int) -> str:
+    if code < 0:
         with suppress(ValueError):
             return f"{code}, by {signal.Signals(-code).name}"
     return str(code)
