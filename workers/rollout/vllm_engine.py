@@ -374,7 +374,7 @@ class VLLMEngine(RequestEngine):
             raise RolloutError(message) from error
 
     def _deaths(self) -> str:
-        """Which of vLLM's processes have died. vLLM then ends the others, by SIGTERM if they do not end of themselves."""
+        """Which of vLLM's processes have died. vLLM then ends the others, by SIGTERM if it must."""
         end = time.monotonic() + DEATH_SECONDS
         while True:
             codes = {process: code for process in self._processes if (code := process.exitcode) is not None}
