@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from workers.rollout.engine import Completion, RolloutEngine
-from workers.rollout.errors import PromptError, RolloutError
+from workers.rollout.errors import RolloutError
 from workers.rollout.requests import RequestEngine
 from workers.rollout.sampler import truncated
 
@@ -100,22 +100,14 @@ class Bigram(torch.nn.Module):
 class BigramEngine(RequestEngine):
     """A toy with the whole interface, that of requests included: one token per request and step."""
 
-    positions = 512
+    max_positions = 512
 
     def __init__(self, seed=0, vocabulary=32, delay=0.0):
         super().__init__()
+        self.vocab_size = vocabulary
         self.model = Bigram(seed, vocabulary)
         self.delay = delay
         self.steps = 0
-
-    def check_request(self, number, prompt, sampling_params):
-        vocabulary = len(self.model.bias)
-        if not len(prompt):
-            raise PromptError("is empty", number)
-        if len(prompt) + sampling_params.max_new_tokens > self.positions:
-            raise PromptError("is too long", number)
-        if not all(0 <= token < vocabulary for token in prompt):
-            raise PromptError("has a token outside the vocabulary", number)
 
     def serve(self):
         running = []

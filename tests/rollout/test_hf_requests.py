@@ -1,5 +1,9 @@
 """HFEngine: the contract of all engines, and its batches, compared with plain forward passes."""
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from engine_contract import EngineContract, Subject
@@ -25,7 +29,6 @@ def subject():
 
 
 class TestContract(EngineContract):
-    updates = 20
     long = 150
 
 
@@ -152,3 +155,17 @@ def test_logits_that_are_not_finite_fail_the_requests_and_the_engine_goes_on(mak
     engine.load_weights(model.state_dict().items())
     (completion,) = engine.generate([[5, 9, 2]], SamplingParams(8), [0])
     check(model, [5, 9, 2], completion)
+
+
+def test_script_may_end_in_the_middle_of_requests():
+    """An engine's thread that came back from torch while the interpreter ends would abort the process."""
+    code = f"""
+        import time
+        from workers import HFEngine, SamplingParams
+        engine = HFEngine({CONFIG.to_dict()!r})
+        futures = [engine.submit([1, k], SamplingParams(500), str(k), seed=k) for k in range(30)]
+        while not engine.load().running:
+            time.sleep(0.001)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0 and "terminate" not in done.stderr, done.stderr

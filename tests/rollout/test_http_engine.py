@@ -21,6 +21,7 @@ from rollout_helpers import LLAMA, TIED, Bigram, plain_model
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers import HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
 from workers.rollout import http_client, http_engine
+from workers.rollout.errors import WeightsError
 
 CONFIG = {"vocab_size": 32}
 SHAPES = {"following": (32, 32), "bias": (32,)}
@@ -240,7 +241,7 @@ def test_numbers_that_are_not_log_probabilities_are_refused(server, engine_of):
 def test_server_that_stops_at_its_own_tokens_is_an_error(server, engine_of):
     engine = engine_of(config=None)
     with pytest.raises(RolloutError, match=r"ended a completion after 12 of 200 tokens \(finish_reason 'length'\)"):
-        engine._positions = None
+        engine.max_positions = None
         engine.generate([[1] * 500], LONG, [0])
 
 
@@ -405,6 +406,31 @@ def test_folder_of_an_update_is_removed(server, engine_of, tmp_path):
     assert engine.generate([[1]], SamplingParams(1), [0])[0].weight_versions == [3]
 
 
+@pytest.mark.parametrize(
+    "weights, told",
+    [
+        ({"bias": torch.ones(32), "bios": torch.ones(32)}, "has a tensor 'bios', but the model has none of this name"),
+        ({"bias": torch.ones(31)}, r"'bias' with shape \(31,\), but the model's has shape \(32,\)"),
+        ({"bias": torch.ones(32)}, "1 of 2 tensors of the update are missing, such as 'following'"),
+    ],
+    ids=["name", "shape", "missing"],
+)
+def test_tensors_that_do_not_fit_are_refused_before_the_server_reads_them(server, engine_of, tmp_path, weights, told):
+    engine = engine_of()
+    engine.begin_update()
+    with pytest.raises(WeightsError, match=told):
+        engine.load_weights(weights.items())
+        engine.finish_update(1)
+    engine.abandon_update()
+    assert list(tmp_path.iterdir()) == []
+    engine.begin_update()
+    engine.load_weights([("bias", torch.ones(32))])
+    with pytest.raises(WeightsError, match="'bias' twice"):
+        engine.load_weights([("bias", torch.ones(32))])
+    load(engine, version=2)
+    assert engine.generate([[1]], SamplingParams(1), [0])[0].weight_versions == [2]
+
+
 def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch, caplog):
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
     engine = engine_of()
@@ -431,7 +457,7 @@ def test_names_of_weights_are_those_of_transformers(server, engine_of, tmp_path)
         assert shapes == {name: tuple(state[name].shape) for name in shapes}
         assert {tensor.data_ptr() for tensor in state.values()} == {state[name].data_ptr() for name in shapes}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
-    assert engine_of(config=tmp_path)._vocabulary == 32
+    assert engine_of(config=tmp_path).vocab_size == 32
     with pytest.raises(ValueError, match=r"config=17; expected a Hugging Face config"):
         engine_of(config=17)
 

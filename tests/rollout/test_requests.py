@@ -17,7 +17,7 @@ from workers.rollout.errors import RolloutError
 @pytest.fixture(scope="module")
 def subject():
     engine = BigramEngine(delay=0.001)
-    yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=BigramEngine.positions)
+    yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=BigramEngine.max_positions)
     engine.close()
 
 

@@ -41,7 +41,7 @@ class TestContract(EngineContract):
 
 def test_server_names_its_model_and_its_load(subject, server):
     engine = subject.engine
-    assert engine._vocabulary == 64 and engine._positions == 512
+    assert engine.vocab_size == 64 and engine.max_positions == 512
     assert 0 <= engine.load().cache_usage <= 1
 
 

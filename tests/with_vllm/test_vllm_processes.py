@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,10 @@ pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
 import psutil
 import torch
 from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
+from test_vllm_engine import left_behind
 from transformers import LlamaConfig
 
+from workers.rollout import vllm_options
 from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import RolloutError
 from workers.rollout.vllm_engine import VLLMEngine
@@ -64,8 +67,14 @@ class TestTwoProcesses(EngineContract):
         psutil.wait_procs(ranks, SECONDS)
         assert not any(one.is_running() for one in ranks)
 
+    def test_second_engine_in_the_process_is_refused(self, subject, first):
+        with pytest.raises(RolloutError, match="this process has another one; close it"):
+            VLLMEngine(FIELDS, tensor_parallel_size=2)
+        subject.engine.generate([[1]], SamplingParams(2), [0])
+
 
 def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
+    before = left_behind()
     engine = VLLMEngine(FIELDS, tensor_parallel_size=2)
     ranks = ranks_of(os.getpid())
     futures = [
@@ -73,13 +82,14 @@ def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
         for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
     ]
     wait_until(lambda: engine.load().running == 8)
+    ranks.sort(key=lambda one: one.cmdline())  # VLLM::Worker_TP0, VLLM::Worker_TP1
     ranks[1].send_signal(signal.SIGKILL)
     begin = time.monotonic()
     for future in futures:
         assert "vLLM" in str(future.exception(SECONDS)) and isinstance(future.exception(), RolloutError)
     assert time.monotonic() - begin < 20
     told = str(futures[0].exception())
-    assert "died unexpectedly (exit code: " in told  # -9, or None if vLLM looks before the process has been reaped
+    assert f"process {ranks[1].pid} (VllmWorker-1) died unexpectedly (exit code: -9, by SIGKILL)" in told
     assert max(map(len, told.splitlines())) <= 1000  # vLLM also logs its whole configuration
     for _ in range(2):
         with pytest.raises(RolloutError, match="died unexpectedly"):
@@ -88,12 +98,21 @@ def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
         engine.begin_update()
         engine.load_weights([("lm_head.weight", torch.zeros(32, 128))])
     engine.close()
-    psutil.wait_procs(ranks, SECONDS)
     assert not any(one.is_running() for one in ranks)
+    assert left_behind() == before
+
+
+def test_failed_start_leaves_no_process_and_no_file():
+    before = left_behind()
+    with pytest.raises(RolloutError, match="could not start"):
+        VLLMEngine(FIELDS, tensor_parallel_size=2, block_size=32, num_gpu_blocks_override=3)
+    assert not ranks_of(os.getpid())
+    assert left_behind() == before
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_killed_worker_leaves_no_process(busy):
+    before = left_behind()
     code = f"""
         import time
         from workers.rollout.vllm_engine import VLLMEngine
@@ -118,3 +137,20 @@ def test_killed_worker_leaves_no_process(busy):
         worker.wait()
     _, left = psutil.wait_procs(ranks, 20)
     assert not left
+    assert len(left_behind() - before) == 1
+
+
+def test_folders_of_killed_processes_are_removed_and_those_of_others_are_not(monkeypatch, tmp_path):
+    monkeypatch.setenv(vllm_options.SOCKETS, str(tmp_path))
+    vllm_options._folder_of.cache_clear()
+    abandoned, too_new = tmp_path / "vllm-engine-a", tmp_path / "vllm-engine-b"
+    for folder in (abandoned, too_new):
+        Path(folder, "model").mkdir(parents=True)
+    os.utime(abandoned, (0, 0))
+    first = vllm_options.EngineFolder()
+    os.utime(first.path, (0, 0))
+    second = vllm_options.EngineFolder()  # of the same process
+    assert set(tmp_path.iterdir()) == {first.path, too_new} and second.path == first.path
+    first.remove()
+    assert set(tmp_path.iterdir()) == {too_new}
+    vllm_options._folder_of.cache_clear()

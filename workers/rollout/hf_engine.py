@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from workers.device import current_device, use_device
 from workers.dtypes import dtype_of
 from workers.extras import require
-from workers.rollout.engine import FinishReason, SamplingParams
-from workers.rollout.errors import PromptError, RolloutError, WeightsError
+from workers.rollout.engine import FinishReason
+from workers.rollout.errors import RolloutError
+from workers.rollout.hf_model import check_tensor, make_model, shapes_of
 from workers.rollout.requests import Request, RequestEngine
-from workers.train.hf_files import config_from
 
 if TYPE_CHECKING:
     import torch
@@ -71,30 +70,9 @@ class HFEngine(RequestEngine):
             parameter.data = parameter.data.to(dtype)
         made.generation_config = transformers.GenerationConfig()
         self.model = made.eval().requires_grad_(False).to(self.device)
+        self.vocab_size = self.model.get_input_embeddings().num_embeddings
+        self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self._batch: Batch | None = None
-
-    def check_request(self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams) -> None:
-        """See `RequestEngine.check_request`."""
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        if unknown := [token for token in sampling_params.stop_token_ids if token >= vocabulary]:
-            raise ValueError(
-                f"SamplingParams: stop_token_ids {unknown} are outside the model's vocabulary of {vocabulary}"
-            )
-        if not len(prompt):
-            raise PromptError("is empty; it must have at least one token", number)
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            raise PromptError(
-                f"has token ids from {min(prompt)} to {max(prompt)}, but the model's vocab_size is {vocabulary}",
-                number,
-            )
-        longest = getattr(self.model.config, "max_position_embeddings", None)
-        new_tokens = sampling_params.max_new_tokens
-        if longest is not None and len(prompt) + new_tokens > longest:
-            raise PromptError(
-                f"has {len(prompt)} tokens, which with max_new_tokens={new_tokens} exceeds the model's {longest} "
-                "positions; shorten it, or lower max_new_tokens",
-                number,
-            )
 
     def prepare_thread(self) -> None:
         """See `RequestEngine.prepare_thread`."""
@@ -141,27 +119,15 @@ class HFEngine(RequestEngine):
         import torch
 
         own = self.model.state_dict(keep_vars=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         with self.parked("load_weights"), torch.no_grad():
             for name, tensor in weights:
-                target = own.get(name)
-                if target is None:
-                    raise WeightsError(
-                        f"the weight update has a tensor {name!r}, but {type(self.model).__name__} has none of this "
-                        f"name; use the names of its state_dict(), such as {next(iter(own))!r}"
-                    )
-                if target.shape != tensor.shape:
-                    raise WeightsError(
-                        f"the weight update has {name!r} with shape {tuple(tensor.shape)}, but the model's has shape "
-                        f"{tuple(target.shape)}"
-                    )
-                target.copy_(tensor)
+                check_tensor(name, tensor, shapes, type(self.model).__name__)
+                own[name].copy_(tensor)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `RolloutEngine.weight_shapes`."""
-        first: dict[int, tuple[str, tuple[int, ...]]] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            first.setdefault(id(tensor), (name, tuple(tensor.shape)))
-        return dict(first.values())
+        return shapes_of(self.model)
 
     def sleep(self) -> None:
         """Move the weights to host memory, where they can be updated, and free the device memory."""
@@ -181,25 +147,3 @@ class HFEngine(RequestEngine):
         self.model.to(device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: bool) -> Any:
-    """Return the transformers model of an engine's arguments, on the CPU; see `HFEngine`."""
-    import torch
-
-    transformers = require("transformers", extra="hf")
-    named = isinstance(model, (str, Path))
-    if named and not random_weights:
-        return transformers.AutoModelForCausalLM.from_pretrained(str(model), trust_remote_code=trust_remote_code)
-    config = model
-    if named:
-        config = transformers.AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
-    elif isinstance(model, Mapping):
-        config = config_from(model)
-    elif not isinstance(model, transformers.PretrainedConfig):
-        raise ValueError(
-            f"HFEngine: model={model!r}; expected a Hugging Face config, a dict of one, a folder or a model name"
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

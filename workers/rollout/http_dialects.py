@@ -6,12 +6,12 @@ Endpoints and fields are those of vLLM 0.32.0 (``vllm/entrypoints``) and SGLang 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import RolloutError
-from workers.rollout.http_client import Server, ServerError
+from workers.rollout.http_client import Server, ServerError, Stream
 
 DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1, which adds its endpoints for training"
 
@@ -127,6 +127,18 @@ class OpenAI:
             "skip_special_tokens": False,
             **({"top_k": how.top_k} if how.top_k else {}),
         }
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        how: SamplingParams,
+        new_tokens: int,
+        seed: int,
+        top: int,
+        fields: Mapping[str, Any],
+    ) -> Stream:
+        """A request for a stream; see `body`. ``fields`` are added to it."""
+        return self.server.stream(self.path, {**self.body(prompt, how, new_tokens, seed, top), **fields})
 
     def part(self, event: Any, seen: int) -> Part:
         """Read an event of a stream.

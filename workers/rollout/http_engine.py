@@ -21,16 +21,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from workers.extras import require
 from workers.rollout.engine import EngineLoad, FinishReason, PauseMode, SamplingParams
-from workers.rollout.errors import PromptError, RolloutError
+from workers.rollout.errors import RolloutError, WeightsError
+from workers.rollout.hf_model import check_tensor, meta_model, read_config, shapes_of
 from workers.rollout.http_client import Server, ServerError, Stream
 from workers.rollout.http_dialects import DIALECTS, OpenAI
+from workers.rollout.http_log_probs import check, probe
 from workers.rollout.requests import Request, RequestEngine
 from workers.seeds import mixed_seed
-from workers.train.hf_files import config_from
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +45,6 @@ ASK_SECONDS = 1.0
 """How old the server's weight version and load may be that the engine relies on."""
 
 INDEX = "model.safetensors.index.json"
-
-LogProbs = Literal["raw", "tempered", "processed"]
-"""What a server's log-probabilities are: at temperature 1; at the sampling temperature, as engines promise; or at the
-sampling temperature after ``top_p`` and ``top_k``."""
 
 
 class _Reader:
@@ -106,6 +103,8 @@ class HTTPEngine(RequestEngine):
         ValueError: an argument is out of range.
     """
 
+    positions_are = "the server's"
+
     def __init__(
         self,
         url: str,
@@ -140,14 +139,14 @@ class HTTPEngine(RequestEngine):
         self._config = config
         fields = _fields_of(config, trust_remote_code)
         text = fields.get("text_config") or fields
-        self._vocabulary: int | None = text.get("vocab_size")
-        if self._vocabulary is None:
+        self.vocab_size = text.get("vocab_size")
+        if self.vocab_size is None:
             logger.warning(
                 "the vocabulary of the model at %s is not known; a prompt with a token outside it may end the server, "
                 "as it ends vLLM's with --skip-tokenizer-init. Pass config=",
                 url,
             )
-        self._positions: int | None = served.positions or text.get("max_position_embeddings")
+        self.max_positions = served.positions or text.get("max_position_embeddings")
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         if weights_dir is None and self._server.host in ("localhost", "127.0.0.1", "::1"):
             self._weights_dir = Path(tempfile.gettempdir())
@@ -168,7 +167,7 @@ class HTTPEngine(RequestEngine):
             logger.warning("the server at %s has weights %r of an earlier update; update them again", url, self._stamp)
         self._asked = time.monotonic()
         self._usage: tuple[float, float | None] = (-math.inf, None)
-        self._log_probs = self._probe()
+        self._log_probs = probe(self._dialect, self._fields)
 
     # --- generating -----------------------------------------------------------------------------------------------
 
@@ -179,27 +178,8 @@ class HTTPEngine(RequestEngine):
             RolloutError: the server's log-probabilities would not be those of `Completion`.
             ValueError: also for a temperature that the server does not have.
         """
-        if not len(prompt):
-            raise PromptError("is empty; it must have at least one token", number)
-        if self._vocabulary is not None:
-            if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
-                raise PromptError(
-                    f"has token ids from {min(prompt)} to {max(prompt)}, but the model's vocab_size is "
-                    f"{self._vocabulary}",
-                    number,
-                )
-            if unknown := [token for token in sampling_params.stop_token_ids if token >= self._vocabulary]:
-                raise ValueError(
-                    f"SamplingParams: stop_token_ids {unknown} are outside the model's vocabulary of {self._vocabulary}"
-                )
-        length = len(prompt) + sampling_params.max_new_tokens
-        if self._positions is not None and length > self._positions:
-            raise PromptError(
-                f"has {len(prompt)} tokens, which with max_new_tokens={sampling_params.max_new_tokens} exceeds the "
-                f"server's {self._positions} positions; shorten it, or lower max_new_tokens",
-                number,
-            )
-        self._check_log_probs(sampling_params)
+        super().check_request(number, prompt, sampling_params)
+        check(self._log_probs, self._dialect, sampling_params)
 
     def serve(self) -> None:
         """See `RequestEngine.serve`."""
@@ -291,79 +271,13 @@ class HTTPEngine(RequestEngine):
             how = replace(how, temperature=1.0, top_p=1.0, top_k=1)
         if done and not self._dialect.positional_seeds:
             seed = mixed_seed(seed, done)  # the seed itself would repeat the first random numbers
-        return self._open(request.prompt + request.token_ids, how, request.remaining, seed, 0)
-
-    def _open(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> Stream:
-        body = self._dialect.body(prompt, how, new_tokens, seed & (2**63 - 1), top)
-        return self._server.stream(self._dialect.path, {**body, **self._fields})
+        prompt = request.prompt + request.token_ids
+        return self._dialect.stream(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
 
     def _close(self, reader: _Reader) -> Request:
         reader.stream.close()
         self._readers.pop(reader.request, None)
         return reader.request
-
-    # --- log-probabilities ----------------------------------------------------------------------------------------
-
-    def _check_log_probs(self, how: SamplingParams) -> None:
-        """Raise if the log-probabilities would not be those of `Completion`."""
-        if 0 < how.temperature < self._dialect.coldest:
-            raise ValueError(
-                f"SamplingParams: temperature={how.temperature!r}; the server at {self.url} has 0, and from "
-                f"{self._dialect.coldest} on"
-            )
-        truncated = how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)
-        if self._log_probs == "raw" and how.temperature not in (0, 1):
-            is_, wanted = "at temperature 1", f"temperature={how.temperature}"
-        elif self._log_probs == "processed" and truncated:
-            is_, wanted = "after top_p and top_k", f"top_p={how.top_p}, top_k={how.top_k}"
-        else:
-            return
-        raise RolloutError(
-            f"the server at {self.url} returns log-probabilities {is_}; with {wanted} they are not those that a "
-            f"trainer computes. Change SamplingParams, or {self._dialect.modes}"
-        )
-
-    def _probe(self) -> LogProbs:
-        """Find out what the server's log-probabilities are, from those of the two most likely tokens."""
-        for token in range(1, 4):
-            first, second = self._sample(SamplingParams(1), token)
-            warm_first, warm_second = self._sample(SamplingParams(1, temperature=2.0), token)
-            if first - second < 1e-2:
-                continue  # the model does not know what it wants
-            if abs(warm_first - warm_second - (first - second)) < (first - second) / 4:
-                return "raw"  # the temperature does not bring the tokens closer together
-            if abs(2 * warm_first - first) < 1e-4 and abs(2 * warm_second - second) < 1e-4:
-                raise RolloutError(
-                    f"the server at {self.url} returns logits instead of log-probabilities; {self._dialect.modes}"
-                )
-            only, _ = self._sample(SamplingParams(1, temperature=2.0, top_k=1), token)
-            return "tempered" if abs(only - warm_first) < 1e-3 else "processed"
-        return "raw"  # not known; what allows the least
-
-    def _sample(self, how: SamplingParams, token: int) -> tuple[float, float]:
-        """Generate a token after ``token``. Return the log-probabilities of the two most likely ones, which the server
-        may say are minus infinity."""
-        found: list[float | None] = []
-        tokens = 0
-        stream = self._open([token], how, 1, 0, 2)
-        timer = threading.Timer(self._server.timeout, stream.close)
-        timer.start()
-        try:
-            for event in stream:
-                part = self._dialect.part(event, tokens)
-                tokens += len(part.token_ids)
-                found += part.top[0] if part.top else []
-        finally:
-            timer.cancel()
-        if stream.closed:
-            raise self._server.broken("a request for one token", TimeoutError())
-        if tokens != 1 or len(found) < 2:
-            raise RolloutError(
-                f"the server at {self.url} returned {tokens} tokens and {len(found)} log-probabilities for a request "
-                "of one token and the two most likely ones; an engine needs token ids and log-probabilities"
-            )
-        first, second, *_ = sorted((-math.inf if one is None else one for one in found), reverse=True)
-        return first, second
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -456,7 +370,8 @@ class HTTPEngine(RequestEngine):
         """
         self._check_updates()
         if self._shapes is None:
-            self._shapes = _shapes_of(self._config, self._trust)
+            config = read_config("HTTPEngine: config", self._config, self._trust)
+            self._shapes = shapes_of(meta_model(config, self._trust))
         return dict(self._shapes)
 
     def _check_updates(self) -> None:
@@ -478,15 +393,21 @@ class HTTPEngine(RequestEngine):
         """See `RolloutEngine.load_weights`. The tensors are written to a file; the server reads it in `finish_update`.
 
         Raises:
-            RolloutError: see `weight_shapes`; or the folder cannot be written to.
+            WeightsError: the model has no tensor of that name, or has another shape, or it came before. No tensor of
+                the call was written.
+            RolloutError: see `weight_shapes`.
+            OSError: the folder cannot be written to.
         """
-        self._check_updates()
+        shapes = self.weight_shapes()
         if self._folder is None:
             self._folder = Path(self._weights_dir or "", f"weights-{uuid.uuid4().hex}")
             self._folder.mkdir(parents=True)
         tensors: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for name, tensor in weights:
+            check_tensor(name, tensor, shapes, "the model")
+            if name in self._file_of or name in tensors:
+                raise WeightsError(f"the weight update has {name!r} twice")
             host = tensor.detach().cpu().contiguous()
             address = host.untyped_storage().data_ptr()
             tensors[name] = host.clone() if address in seen else host  # safetensors refuses tensors that share memory
@@ -500,11 +421,17 @@ class HTTPEngine(RequestEngine):
         """See `RolloutEngine.finish_update`. Without a call of `load_weights`, the server keeps its weights.
 
         Raises:
+            WeightsError: some tensors have come, and others are missing.
             ServerError: the server did not load the weights. It may have some of them.
         """
         if self._folder is None:
             self._stamp = self._dialect.version()
         else:
+            shapes = self.weight_shapes()
+            if missing := [name for name in shapes if name not in self._file_of]:
+                raise WeightsError(
+                    f"{len(missing)} of {len(shapes)} tensors of the update are missing, such as {missing[0]!r}"
+                )
             (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._file_of}))
             stamp = f"{version}.{uuid.uuid4().hex[:8]}"  # not the version alone: another run may have sent it, too
             try:
@@ -557,30 +484,5 @@ def _fields_of(config: Any, trust_remote_code: bool) -> dict[str, Any]:
     if isinstance(config, (str, Path)) and (file := Path(config, "config.json")).is_file():
         fields: dict[str, Any] = json.loads(file.read_text())
         return fields
-    made: dict[str, Any] = _config_of(config, trust_remote_code).to_dict()
+    made: dict[str, Any] = read_config("HTTPEngine: config", config, trust_remote_code).to_dict()
     return made
-
-
-def _config_of(config: Any, trust_remote_code: bool) -> Any:
-    """Transformers' own object for a config."""
-    auto = require("transformers", extra="hf").AutoConfig
-    if isinstance(config, Mapping):
-        return config_from(config)
-    if isinstance(config, (str, Path)):
-        return auto.from_pretrained(str(config), trust_remote_code=trust_remote_code)
-    if not hasattr(config, "to_dict"):
-        raise ValueError(f"HTTPEngine: config={config!r}; expected a Hugging Face config, a dict of one, or a folder")
-    return config
-
-
-def _shapes_of(config: Any, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights of transformers' model, without their memory."""
-    import torch
-
-    auto = require("transformers", extra="hf").AutoModelForCausalLM
-    with torch.device("meta"):
-        model = auto.from_config(_config_of(config, trust_remote_code), trust_remote_code=trust_remote_code)
-    first: dict[int, tuple[str, tuple[int, ...]]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first.setdefault(id(tensor), (name, tuple(tensor.shape)))
-    return dict(first.values())

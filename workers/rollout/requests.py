@@ -1,18 +1,22 @@
 """RequestEngine: the base class of engines that generate step by step, for requests that begin and end at any time.
 
 Threads: an engine's thread, named "engine", takes all steps. The first request starts it; it ends when it has had no
-request for `IDLE_SECONDS`, and with `RequestEngine.close`. Until then it keeps the engine alive.
+request for `IDLE_SECONDS`, and with `RequestEngine.close`. Until then it keeps the engine alive. It is a daemon, so
+that a script can end while requests are running; `_close_at_exit` then ends it.
 Lock: ``_changed`` protects the requests and all that decides whether the thread may take a step. It is a leaf, and no
 step is taken while it is held. Futures get their results after it is released, because that runs their callbacks.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
 import itertools
 import logging
+import os
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from workers.rollout.engine import Completion, EngineLoad, FinishReason, PauseMode, RolloutEngine, SamplingParams
-from workers.rollout.errors import RolloutError
+from workers.rollout.errors import PromptError, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,24 @@ STEP_SECONDS = 300.0
 
 CLOSE_SECONDS = 5.0
 """How long `RequestEngine.close` waits for a step to end."""
+
+_started: weakref.WeakSet[RequestEngine] = weakref.WeakSet()
+"""Engines that `_close_at_exit` closes."""
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Close the engines before the interpreter ends. It ends daemon threads as soon as they want the GIL; one that
+    comes back from torch's C++ code then aborts the process ("terminate called without an active exception")."""
+    for engine in list(_started):
+        try:
+            engine.close()
+        except Exception:
+            logger.exception("could not close %s", type(engine).__name__)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_started.clear)  # they are the parent's
 
 
 @dataclass(eq=False)
@@ -89,11 +111,20 @@ class Changes(NamedTuple):
 
 
 class RequestEngine(RolloutEngine):
-    """A `RolloutEngine` with requests. A subclass implements `check_request`, `serve` and the methods for weights.
+    """A `RolloutEngine` with requests. A subclass implements `serve` and the methods for weights.
 
     While the engine's thread is in `serve`, nobody else touches the model, except between `begin_update` and
     `finish_update`, between `sleep` and `wake_up`, and inside `parked`: the thread then waits in `next_step`.
+
+    Attributes:
+        vocab_size: prompts and stop tokens must be below it; None if it is not known.
+        max_positions: how many tokens a prompt and its completion have together at most; None for no limit.
+        positions_are: whose limit that is, for the error.
     """
+
+    vocab_size: int | None = None
+    max_positions: int | None = None
+    positions_are = "the model's"
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -107,13 +138,15 @@ class RequestEngine(RolloutEngine):
         self._stepping = False
         self._closed = False
         self._thread: threading.Thread | None = None
+        """The last one; it may have ended."""
+        self._serving = False
+        """Whether the thread will take the requests that are added."""
         self._numbers = itertools.count()
 
     # --- for subclasses -------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def check_request(self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams) -> None:
-        """Raise if the engine cannot generate from a prompt.
+        """Raise if the engine cannot generate from a prompt. Subclasses add what else they cannot do.
 
         Args:
             number: index of the prompt in the call, for the error.
@@ -124,6 +157,24 @@ class RequestEngine(RolloutEngine):
             PromptError: the prompt is empty, too long, or has a token outside the vocabulary.
             ValueError: a stop token is outside the vocabulary.
         """
+        if not len(prompt):
+            raise PromptError("is empty; it must have at least one token", number)
+        size, new_tokens = self.vocab_size, sampling_params.max_new_tokens
+        if size is not None:
+            if unknown := [token for token in sampling_params.stop_token_ids if token >= size]:
+                raise ValueError(
+                    f"SamplingParams: stop_token_ids {unknown} are outside the model's vocabulary of {size}"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < size:
+                raise PromptError(
+                    f"has token ids from {min(prompt)} to {max(prompt)}, but the model's vocab_size is {size}", number
+                )
+        if self.max_positions is not None and len(prompt) + new_tokens > self.max_positions:
+            raise PromptError(
+                f"has {len(prompt)} tokens, which with max_new_tokens={new_tokens} exceeds "
+                f"{self.positions_are} {self.max_positions} positions; shorten it, or lower max_new_tokens",
+                number,
+            )
 
     @abstractmethod
     def serve(self) -> None:
@@ -143,7 +194,7 @@ class RequestEngine(RolloutEngine):
                 elif not self._changed.wait(idle_until - time.monotonic()) and not self._has_work():
                     break
             if self._closed or not self._has_work():
-                self._thread = None  # under the lock, so that the next request starts another thread
+                self._serving = False  # under the lock, so that the next request starts another thread
                 return None
             self._stepping = True
             added = [] if self._draining else self._added
@@ -245,10 +296,11 @@ class RequestEngine(RolloutEngine):
             for request in requests:
                 if request.id in self._requests:
                     raise ValueError(f"submit(): request_id {request.id!r} is in use; choose another one")
-            if self._thread is None:
+            if not self._serving:
                 thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 thread.start()
-                self._thread = thread
+                self._thread, self._serving = thread, True
+                self.close_at_exit()
             for request in requests:
                 request.future.set_running_or_notify_cancel()  # cancel() has no effect from here on; abort() has
                 if request.finish_reason is None:
@@ -360,10 +412,15 @@ class RequestEngine(RolloutEngine):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._stepping or self._in_thread(), CLOSE_SECONDS)
+        if self._thread is not None and not self._in_thread():
+            self._thread.join(CLOSE_SECONDS)
         self._fail(list(self._requests.values()), RolloutError("the engine was closed before the request ended"))
 
     # --- the inside -----------------------------------------------------------------------------------------------
+
+    def close_at_exit(self) -> None:
+        """Have `close` called before the interpreter ends, if the engine still exists."""
+        _started.add(self)
 
     def _in_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -419,7 +476,7 @@ class RequestEngine(RolloutEngine):
                     # Those that were handed out; all, if it failed before it asked for any.
                     failed = [one for one in self._requests.values() if id(one) not in waiting] or self._added[:]
                     if not failed:
-                        self._thread = None
+                        self._serving = False
                         return
                 self._fail(failed, error)
                 with self._changed:

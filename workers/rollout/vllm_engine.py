@@ -8,8 +8,10 @@ vLLM's public interfaces are used where they exist: `EngineArgs`, `LLMEngine` (`
 |---|---|
 | ``vllm.model_executor.model_loader.reload``: ``initialize_layerwise_reload``, ``finalize_layerwise_reload`` | the \
 public ``reload_weights`` wants all tensors in one call, and the weight transfer engines bring their own transport |
-| ``get_model``, ``model_config`` and ``distributed_init_method`` of a worker | what to load the tensors into, and a \
-file that vLLM leaves behind |
+| ``get_model`` and ``model_config`` of a worker | what to load the tensors into |
+| ``vllm.v1.executor.*.get_file_store_init_method`` | to know the file that vLLM leaves behind; see `files_in` |
+| ``vllm.logger.configure_logging_if_needed`` | it removes handlers, so it must come before `_LastLines` |
+| processes named ``VllmWorker-...`` | to say which of them has died, and to end them after a failed start |
 | ``cpu_linear`` and ``quant_method`` of a layer | to repack tied weights on the CPU, after an update |
 | ``LLMEngine.engine_core.shutdown()`` | an `LLMEngine` has no method that ends it |
 | ``LLMEngine.engine_core.engine_core.scheduler.kv_cache_manager.usage`` | the public way, a ``StatLogger``, turns on \
@@ -19,65 +21,39 @@ all of vLLM's statistics |
 from __future__ import annotations
 
 import copy
-import dataclasses
-import difflib
 import importlib
 import itertools
 import logging
 import math
+import multiprocessing
 import operator
-import os
 import random
-import tempfile
+import shutil
+import signal
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.device import current_device, has_cuda, use_device
+from workers.device import current_device, use_device
 from workers.dtypes import dtype_of
-from workers.extras import require
 from workers.rollout.engine import FinishReason, SamplingParams
-from workers.rollout.errors import PromptError, RolloutError, WeightsError
-from workers.rollout.hf_engine import make_model
-from workers.rollout.requests import Request, RequestEngine
-from workers.train.hf_files import config_from
+from workers.rollout.errors import RolloutError, WeightsError
+from workers.rollout.hf_model import check_tensor, make_model, meta_model, read_config, shapes_of
+from workers.rollout.requests import CLOSE_SECONDS, Request, RequestEngine
+from workers.rollout.vllm_options import EngineFolder, arguments_for, files_in, import_vllm
 
 if TYPE_CHECKING:
     import torch
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's thread takes vLLM's steps in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler has no logits processors between the temperature and top-k
-}
-"""What `VLLMEngine` needs in the environment of its process, whatever was there."""
-
-DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""What `VLLMEngine` sets in the environment of its process unless it is there."""
-
-FIXED = {
-    "generation_config": "vllm",  # only SamplingParams count
-    "logprobs_mode": "processed_logits",  # see `LogProbs`
-    "logits_processors": ["workers.rollout.vllm_worker:LogProbs"],
-    "worker_extension_cls": "workers.rollout.vllm_worker.LayerwiseReload",
-    "async_scheduling": False,  # a step that is still running after step() would read weights that are being updated
-    "stream_interval": 1,  # tokens that are reported later would get a later weight version
-    "pipeline_parallel_size": 1,  # as with async_scheduling
-    "data_parallel_size": 1,  # each rollout worker has an engine
-    "skip_tokenizer_init": True,
-    "disable_log_stats": True,
-}
-"""vLLM's arguments that `VLLMEngine` sets itself, because its guarantees depend on them."""
-
-KV_CACHE_BYTES = 1 << 30
-"""Default size of the key/value cache on the CPU. vLLM's own is most of the machine's memory."""
-
 COLDEST = 0.01
 """vLLM raises lower temperatures to this one, except 0."""
+
+DEATH_SECONDS = 1.0
+"""How much later than an error that the death of a process has caused, the death itself may be seen."""
 
 
 class VLLMEngine(RequestEngine):
@@ -125,57 +101,59 @@ class VLLMEngine(RequestEngine):
         self._given: dict[str, Request] = {}
         """vLLM's id -> the request. Used by the engine's thread alone."""
         self._ids = itertools.count()
-        self._rendezvous = Path()
-        """File by which vLLM's processes have found each other. vLLM leaves it behind."""
+        self._processes: list[BaseProcess] = []
+        """vLLM's processes, of a tensor-parallel engine."""
+        self._folder: EngineFolder | None = None
+        """For vLLM's files; None after `close`."""
         dtype = dtype_of(param_dtype)
         self._device = current_device()
-        vllm = _import_vllm(eager=bool(engine_args.get("enforce_eager", True)))
+        vllm = import_vllm(eager=bool(engine_args.get("enforce_eager", True)))
         self._named = f"vLLM {vllm.__version__}"
         arguments = {
             "dtype": str(dtype).removeprefix("torch."),
             "seed": seed,
             "trust_remote_code": trust_remote_code,
-            **_defaults(engine_args),
-            **_checked(vllm, engine_args),
-            **FIXED,
+            **arguments_for(vllm, engine_args),
         }
-        config = copy.deepcopy(_config(model, trust_remote_code))
-        plain = _meta_model(config, trust_remote_code)
-        self._shapes = _shapes(plain)
+        config = copy.deepcopy(read_config("VLLMEngine: model", model, trust_remote_code))
+        plain = meta_model(config, trust_remote_code)
+        self._shapes = shapes_of(plain)
         self._log = _LastLines()
-        # vLLM reads folders only, and only when it starts.
-        with tempfile.TemporaryDirectory(prefix="vllm-engine-") as folder:
+        if _vllm_processes():
+            raise RolloutError("VLLMEngine: this process has another one; close it, or use a process for each")
+        try:
+            self._folder = EngineFolder()
             if random_weights or not isinstance(model, (str, Path)):
+                model = self._folder.path / "model"  # vLLM reads folders only
                 if "load_format" in engine_args:
                     config.architectures = [type(plain).__name__]
-                    config.save_pretrained(folder)
+                    config.save_pretrained(model)
                 else:
-                    made = make_model(config, True, seed, trust_remote_code)
-                    made.save_pretrained(folder)
-                    del made
-                model = folder
+                    make_model(config, True, seed, trust_remote_code).save_pretrained(model)
             del plain
-            try:
-                with self._told("could not start"):
-                    self._engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(model=str(model), **arguments))
-            except BaseException:
-                self._log.close()
-                vllm.distributed.cleanup_dist_env_and_memory()  # else the next engine would find a process group
-                raise
-        try:
-            from workers.rollout.vllm_worker import missing_names
-
-            missing = [*missing_names(self._engine, "LLMEngine", _PRIVATE), *self._engine.collective_rpc("missing")[0]]
-            if missing:
-                raise RolloutError(
-                    f"VLLMEngine: {self._named} has no {', '.join(missing)}; use a version that docs/rollout.md names"
-                )
-            self._rendezvous = Path(self._engine.collective_rpc("rendezvous")[0].removeprefix("file://"))
-            self._max_len = int(self._engine.model_config.max_model_len)
-            self._vocabulary = int(self._engine.model_config.get_vocab_size())
+            with self._told("could not start"), files_in(self._folder.path):
+                self._start(vllm, {"model": str(model), **arguments})
+            shutil.rmtree(self._folder.path / "model", ignore_errors=True)  # it has been read
         except BaseException:
             self.close()
             raise
+        self.close_at_exit()
+
+    def _start(self, vllm: Any, arguments: Mapping[str, Any]) -> None:
+        config = vllm.EngineArgs(**arguments).create_engine_config()
+        importlib.import_module("vllm.logger").configure_logging_if_needed(config.logging_config)
+        self._log.begin()
+        self._engine = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._processes = _vllm_processes()
+        from workers.rollout.vllm_worker import missing_names
+
+        missing = [*missing_names(self._engine, "LLMEngine", _PRIVATE), *self._engine.collective_rpc("missing")[0]]
+        if missing:
+            raise RolloutError(
+                f"VLLMEngine: {self._named} has no {', '.join(missing)}; use a version that docs/rollout.md names"
+            )
+        self.max_positions = int(self._engine.model_config.max_model_len)
+        self.vocab_size = int(self._engine.model_config.get_vocab_size())
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -185,26 +163,10 @@ class VLLMEngine(RequestEngine):
         Raises:
             ValueError: also for a temperature that vLLM does not have.
         """
-        if unknown := [token for token in sampling_params.stop_token_ids if token >= self._vocabulary]:
-            raise ValueError(
-                f"SamplingParams: stop_token_ids {unknown} are outside the model's vocabulary of {self._vocabulary}"
-            )
+        super().check_request(number, prompt, sampling_params)
         if 0 < sampling_params.temperature < COLDEST:
             raise ValueError(
                 f"SamplingParams: temperature={sampling_params.temperature!r}; vLLM has 0, and from {COLDEST} on"
-            )
-        if not len(prompt):
-            raise PromptError("is empty; it must have at least one token", number)
-        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
-            raise PromptError(
-                f"has token ids from {min(prompt)} to {max(prompt)}, but the model's vocab_size is {self._vocabulary}",
-                number,
-            )
-        if len(prompt) + sampling_params.max_new_tokens > self._max_len:
-            raise PromptError(
-                f"has {len(prompt)} tokens, which with max_new_tokens={sampling_params.max_new_tokens} exceeds the "
-                f"model's {self._max_len} positions; shorten it, or lower max_new_tokens",
-                number,
             )
 
     def prepare_thread(self) -> None:
@@ -297,7 +259,9 @@ class VLLMEngine(RequestEngine):
         left = dict.fromkeys(self._shapes if self._parts is None else self._parts)
         pairs = []
         for name, tensor in weights:
-            self._check_tensor(name, tensor, left)
+            check_tensor(name, tensor, self._shapes, "the model")
+            if name not in left:
+                raise WeightsError(f"the weight update has {name!r} twice")
             del left[name]
             # vLLM's processes get a copy: a tensor of this process's GPU would arrive on the same one in all of them.
             pairs.append((name, tensor.detach().cpu() if self._parallel else tensor.detach()))
@@ -309,20 +273,6 @@ class VLLMEngine(RequestEngine):
                 self._engine.collective_rpc("reload_begin")
             self._engine.collective_rpc("reload_tensors", args=(pairs, self._parallel))
         self._parts = list(left)
-
-    def _check_tensor(self, name: str, tensor: torch.Tensor, left: Mapping[str, Any]) -> None:
-        shape = self._shapes.get(name)
-        if shape is None:
-            raise WeightsError(
-                f"the weight update has a tensor {name!r}, but the model has none of this name; use the names of its "
-                f"state_dict() in transformers, such as {next(iter(self._shapes))!r}"
-            )
-        if shape != tuple(tensor.shape):
-            raise WeightsError(
-                f"the weight update has {name!r} with shape {tuple(tensor.shape)}, but the model's has shape {shape}"
-            )
-        if name not in left:
-            raise WeightsError(f"the weight update has {name!r} twice")
 
     @property
     def _parallel(self) -> bool:
@@ -394,116 +344,64 @@ class VLLMEngine(RequestEngine):
         """See `RolloutEngine.close`. Ends vLLM's processes."""
         super().close()
         engine, self._engine = self._engine, None
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        self._given.clear()
+        self._log.close()
         if engine is not None:
-            self._given.clear()
-            self._log.close()
             engine.engine_core.shutdown()
-            self._rendezvous.unlink(missing_ok=True)
+        else:  # it did not start; the next engine must not find its process group
+            importlib.import_module("vllm.distributed").cleanup_dist_env_and_memory()
+        processes = {*self._processes, *_vllm_processes()}
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(CLOSE_SECONDS)
+            process.kill()  # if it has not ended
+            process.join(CLOSE_SECONDS)
+        folder.remove()
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Raise vLLM's errors as a `RolloutError`, with the last ones that it has logged."""
+        """Raise vLLM's errors as a `RolloutError`, with the deaths of its processes and the last errors of its log."""
         try:
             yield
         except RolloutError:
             raise
         except Exception as error:
-            raise RolloutError(f"{self._named} {what}: {type(error).__name__}: {error}{self._log}") from error
+            message = f"{self._named} {what}: {type(error).__name__}: {error}{self._deaths()}{self._log}"
+            raise RolloutError(message) from error
+
+    def _deaths(self) -> str:
+        """Which of vLLM's processes have died. vLLM then ends the others, by SIGTERM if it must."""
+        end = time.monotonic() + DEATH_SECONDS
+        while True:
+            codes = {process: code for process in self._processes if (code := process.exitcode) is not None}
+            dead = [one for one, code in codes.items() if code not in (0, -signal.SIGTERM)] or list(codes)
+            if dead or not self._processes or time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        return "".join(
+            f"\nvLLM's process {one.pid} ({one.name}) died unexpectedly (exit code: {_exit_code(codes[one])})"
+            for one in dead
+        )
 
 
 _CACHE_USAGE = "engine_core.engine_core.scheduler.kv_cache_manager.usage"
 _PRIVATE = (_CACHE_USAGE, "engine_core.shutdown")
 
 
-def _import_vllm(eager: bool) -> Any:
-    import torch
-
-    os.environ.update(ENVIRONMENT)
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    if not has_cuda():
-        if eager:
-            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # a function of vLLM's sampler needs a C++ compiler
-        if "OMP_NUM_THREADS" in os.environ:
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # or vLLM sets the number by itself
-    try:
-        vllm = importlib.import_module("vllm")
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ImportError(
-            "VLLMEngine: vLLM is not installed in this environment. For the CPU, make one with `make setup-vllm`; for "
-            "CUDA, pip install 'single-controller[vllm]'. See docs/rollout.md",
-            name="vllm",
-        ) from None
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise RolloutError(
-            "VLLMEngine: this process has a default process group of torch.distributed, of another engine or of a "
-            "trainer; run the engine in a process of its own"
-        )
-    return vllm
+def _vllm_processes() -> list[BaseProcess]:
+    """Those processes of this one's that are vLLM's."""
+    return [one for one in multiprocessing.active_children() if one.name.startswith("VllmWorker")]
 
 
-def _checked(vllm: Any, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The caller's arguments, if vLLM has them and `VLLMEngine` does not set them itself."""
-    known = {field.name for field in dataclasses.fields(vllm.EngineArgs) if not field.name.startswith("_")}
-    for name, value in engine_args.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"VLLMEngine: vLLM {vllm.__version__} has no engine argument {name!r}{hint}")
-        if name in ("model", "dtype"):
-            raise TypeError(f"VLLMEngine: {name!r} is set by VLLMEngine's own argument {_OWN[name]!r}")
-        if name in FIXED and value != FIXED[name]:
-            raise TypeError(f"VLLMEngine: {name!r} is always {FIXED[name]!r}, got {value!r}; leave it out")
-    return dict(engine_args)
-
-
-_OWN = {"model": "model", "dtype": "param_dtype"}
-
-
-def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM whose defaults differ here."""
-    chosen: dict[str, Any] = {}
-    if engine_args.get("tensor_parallel_size", 1) > 1:
-        chosen["distributed_executor_backend"] = "mp"  # else Ray, where it runs: its actors could outlive the worker
-    if has_cuda():
-        chosen["enable_sleep_mode"] = True
-    else:
-        chosen["enforce_eager"] = True
-        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "gpu_memory_utilization" not in engine_args:
-            chosen["kv_cache_memory_bytes"] = KV_CACHE_BYTES
-    return chosen
-
-
-def _config(model: Any, trust_remote_code: bool) -> Any:
-    transformers = require("transformers", extra="hf")
-    transformers.utils.logging.disable_progress_bar()  # every rank would show its own
-    if isinstance(model, (str, Path)):
-        return transformers.AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
-    if isinstance(model, Mapping):
-        return config_from(model)
-    if not isinstance(model, transformers.PretrainedConfig):
-        raise ValueError(
-            f"VLLMEngine: model={model!r}; expected a Hugging Face config, a dict of one, a folder or a model name"
-        )
-    return model
-
-
-def _meta_model(config: Any, trust_remote_code: bool) -> Any:
-    """The model in transformers, without memory for its weights."""
-    import torch
-
-    transformers = require("transformers", extra="hf")
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    first: dict[int, tuple[str, tuple[int, ...]]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first.setdefault(id(tensor), (name, tuple(tensor.shape)))
-    return dict(first.values())
+def _exit_code(code: int) -> str:
+    if code < 0:
+        with suppress(ValueError):
+            return f"{code}, by {signal.Signals(-code).name}"
+    return str(code)
 
 
 def _seed(request: Request) -> int:
@@ -522,14 +420,16 @@ class _LastLines(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self._lines: deque[str] = deque(maxlen=10)
-        self._logger = logging.getLogger("vllm")
-        self._logger.addHandler(self)
+
+    def begin(self) -> None:
+        """Listen, until `close`."""
+        logging.getLogger("vllm").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage()[:300])  # some are dumps of the whole state
+        self._lines.append(record.getMessage()[:LINE])
 
     def close(self) -> None:
-        self._logger.removeHandler(self)
+        logging.getLogger("vllm").removeHandler(self)
         super().close()
 
     def __str__(self) -> str:

@@ -41,19 +41,14 @@ class LayerwiseReload:
 
     vllm_config: VllmConfig
     model_config: Any
-    distributed_init_method: str
 
     def missing(self) -> list[str]:
         """Return which of vLLM's private names are not there."""
         from vllm.model_executor.model_loader import reload
 
         functions = ("initialize_layerwise_reload", "finalize_layerwise_reload")
-        own = ("get_model", "model_config", "vllm_config", "distributed_init_method")
+        own = ("get_model", "model_config", "vllm_config")
         return [*missing_names(reload, reload.__name__, functions), *missing_names(self, "Worker", own)]
-
-    def rendezvous(self) -> str:
-        """Return the address by which vLLM's processes have found each other."""
-        return self.distributed_init_method
 
     def reload_begin(self) -> None:
         """Replace the parameters of all layers by empty ones that collect tensors."""
