@@ -5,8 +5,7 @@ list or tuple (rows are items), a dict or named tuple of those (field by field, 
 class with ``__len__``, ``chunk(n)`` and ``concat(list)``, or one given to `register_batch_type`. None, strings,
 numbers, 0-d tensors and `Broadcast` are not batches: every rank gets them whole.
 
-Torch, numpy and tensordict are looked up in ``sys.modules``, not imported: before somebody imports them, no value of
-theirs can exist.
+Torch, numpy and tensordict are looked up with `imported`: before somebody imports them, no value of theirs can exist.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any, Generic, TypeVar, cast
 from dispatch import jagged
 from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
+from dispatch.imported import imported
 from dispatch.jagged import Made
 from dispatch.rows import Share, share_rows
 
@@ -142,7 +142,7 @@ def batch_type(value: Any) -> BatchType | None:
             return found
     if isinstance(value, (list, tuple)):
         return None if fields_of(value) else _SEQUENCE
-    torch, numpy, tensordict = (sys.modules.get(name) for name in ("torch", "numpy", "tensordict"))
+    torch, numpy, tensordict = (imported(name) for name in ("torch", "numpy", "tensordict"))
     if jagged.is_jagged(value):
         return _JAGGED
     if torch is not None and isinstance(value, torch.Tensor):
@@ -160,7 +160,7 @@ def goes_whole(value: Any) -> bool:
     """Whether a value of this type is sent whole to every rank."""
     if value is None or isinstance(value, (str, bytes, numbers.Number, enum.Enum, Broadcast)):
         return True
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    torch, numpy = imported("torch"), imported("numpy")
     if jagged.is_jagged(value):
         return False
     if torch is not None:
@@ -343,7 +343,7 @@ def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:
 def joins_into_new_memory(value: Any) -> bool:
     """Whether `join` copies the rows of the value or of a part of it, even of a single value. True for tensors, arrays,
     and dicts and TensorDicts with one."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    torch, numpy = imported("torch"), imported("numpy")
     if jagged.is_jagged(value):
         return True
     if torch is not None and isinstance(value, torch.Tensor):
@@ -380,7 +380,7 @@ def _is_immutable(value: Any) -> bool:
         return all(map(_is_immutable, value))
     if type(value) is dict:
         return all(map(_is_immutable, chain(value.keys(), value.values())))
-    tensordict = sys.modules.get("tensordict")
+    tensordict = imported("tensordict")
     if tensordict is not None and isinstance(value, tensordict.NonTensorData):
         return _is_immutable(value.data)
     return tensordict is not None and isinstance(value, tensordict.NonTensorStack) and _is_immutable(value.tolist())

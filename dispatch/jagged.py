@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
+from dispatch.imported import imported
 
 Made = dict[tuple[Any, ...], Any]
 """What was done to which ragged dims -> the offsets that it gave."""
@@ -175,7 +176,7 @@ def _rebuild(values: Any, offsets: Any, dim: int, extremes: Extremes, requires_g
 
 def _nested() -> Any:
     """Torch's module of jagged tensors, which `import torch` loads; None before."""
-    return sys.modules.get("torch.nested._internal.nested_tensor")
+    return imported("torch.nested._internal.nested_tensor")
 
 
 def _ragged_size(value: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from dispatch import jagged
 from dispatch.batch import described
 from dispatch.buffer_pool import buffer_pool
 from dispatch.errors import DispatchError, ResultError
+from dispatch.imported import imported
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, Parameter, Shard
 from dispatch.register import MethodSpec
@@ -189,7 +189,7 @@ class _Reducers:
         if jagged.is_jagged(obj) and (reduced := jagged.reduce(obj, self.made)):
             return *reduced, None, None, _set_attributes
         # A value of these libraries exists only after somebody has imported them.
-        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        numpy, torch = imported("numpy"), imported("torch")
         if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(numpy, obj):
             return _reduce_array(numpy, obj)
         if torch is not None and isinstance(obj, torch.Tensor) and _is_plain_tensor(torch, obj):
@@ -207,7 +207,7 @@ class _Reducers:
             )
             first = self.seen.setdefault(view, obj) if obj.numel() and not vars(obj) else obj
             return _reduce_tensor(torch, obj) if first is obj else (_identity, (first,))
-        tensordict = sys.modules.get("tensordict")
+        tensordict = imported("tensordict")
         if tensordict is not None and isinstance(obj, tensordict.TensorDictBase) and _on_cuda(obj.device):
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so
         return super().reducer_override(obj)  # type: ignore[misc]

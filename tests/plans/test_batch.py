@@ -2,7 +2,10 @@
 
 import copy
 import enum
+import importlib
 import sys
+import threading
+import types
 from collections import OrderedDict, defaultdict
 from decimal import Decimal
 from pathlib import Path
@@ -30,6 +33,7 @@ from tensordict import TensorDict, tensorclass
 from dispatch import Broadcast, register_batch_type
 from dispatch.batch import cut, describe, goes_whole, join, length, shard, trim
 from dispatch.errors import BatchError
+from dispatch.imported import imported
 from dispatch.rows import share_rows
 
 # rows, shards: divisible; more rows than shards; fewer; equal; one of either; none
@@ -356,3 +360,19 @@ def test_values_can_be_measured_before_torch_is_imported(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     assert length({"a": [1, 2], "b": "x"}) == 2
     assert join([[1], [2]]) == [1, 2]
+
+
+def test_library_that_another_thread_imports_is_not_looked_into(tmp_path, monkeypatch):
+    """Its classes are not there yet, and `sys.modules` has it already."""
+    (tmp_path / "slow_library.py").write_text("import slow_events\nslow_events.begun.set()\nslow_events.go.wait(10)\n")
+    events = types.SimpleNamespace(begun=threading.Event(), go=threading.Event())
+    monkeypatch.setitem(sys.modules, "slow_events", events)
+    monkeypatch.syspath_prepend(tmp_path)
+    thread = threading.Thread(target=importlib.import_module, args=("slow_library",))
+    assert imported("slow_library") is None
+    thread.start()
+    assert events.begun.wait(10) and "slow_library" in sys.modules
+    assert imported("slow_library") is None
+    events.go.set()
+    thread.join(10)
+    assert imported("slow_library") is sys.modules.pop("slow_library")
