@@ -22,7 +22,9 @@ def test_demo_learns(way, tmp_path):
     assert sum(rewards[step] for step in range(25, 30)) / 5 > 0.9
     for name in ("actor", "rollout"):
         calls = json.loads((tmp_path / "log" / f"calls_{name}.json").read_text())["traceEvents"]
-        assert {"actor": "train", "rollout": "generate"}[name] in {call["name"] for call in calls}
+        assert {"actor": "train", "rollout": "exchange" if way == "async" else "generate"}[name] in {
+            call["name"] for call in calls
+        }
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     for name in (
         "kl",
@@ -46,9 +48,10 @@ def test_ppo_learns_with_a_critic(tmp_path):
     assert values[33] < values[0]
 
 
-def test_resumed_run_matches_an_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("how", ["async_rollout=false", "async_rollout=true"])
+def test_resumed_run_matches_an_uninterrupted_one(tmp_path, how):
     """On the same number of ranks, and on another."""
-    whole, before, after = run_resumed(tmp_path, 14, 4, 9, "lr_decay_style=cosine")
+    whole, before, after = run_resumed(tmp_path, 14, 4, 9, "lr_decay_style=cosine", how)
     assert before == pytest.approx({step: whole[step] for step in before}, abs=1e-3)
     for rewards in after.values():
         begin = min(rewards)

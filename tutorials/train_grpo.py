@@ -5,6 +5,7 @@
     python tutorials/train_grpo.py colocate=true offload_train=true    # train and rollout share devices
     python tutorials/train_grpo.py advantage_estimator=gae             # PPO with a critic
     python tutorials/train_grpo.py task=sort                           # sort the prompt's digits
+    python tutorials/train_grpo.py async_rollout=true max_staleness=1  # generate the next batch while training this one
     python tutorials/train_grpo.py engine=vllm                         # vLLM generates, in an environment of its own
     python tutorials/train_grpo.py eval_interval=10 eval_temperature=0 # evaluates held-out prompts
 
@@ -27,6 +28,7 @@ from workers import (
     HFEngine,
     RayTrainGroup,
     RolloutManager,
+    RolloutStream,
     RolloutWorker,
     RunLog,
     SamplingParams,
@@ -91,7 +93,9 @@ def main():
         model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
         engine_cls, options = ENGINES[engine]
         rollout = RayWorkerGroup(
-            placement.rollout, RayClassWithInitArgs(RolloutWorker, engine_cls, model, random_weights=True, **options)
+            placement.rollout,
+            RayClassWithInitArgs(RolloutWorker, engine_cls, model, random_weights=True, **options),
+            collectives=False,  # one that dies is restarted alone
         )
         manager = RolloutManager(
             rollout,
@@ -105,6 +109,15 @@ def main():
             on_reward_timeout=args.on_reward_timeout,
         )
         actor.set_rollout_manager(manager)
+
+        def prompts(rollout_id):
+            return task.prompts(rollout_id, args.rollout_batch_size, args.seed)
+
+        stream = None
+        if args.async_rollout or args.dynamic_sampling:
+            stream = RolloutStream.from_args(args, manager, prompts)
+            if start:
+                stream.load_state_dict(actor.load_driver_state())
         if args.tensorboard_dir is not None:
             for group in (actor.worker_group, rollout):
                 group.record_ranks(calls=1000)  # for the trace of calls at the end
@@ -119,8 +132,7 @@ def main():
                 if args.offload_train:
                     for group in groups:
                         group.offload()
-                prompts = task.prompts(rollout_id, args.rollout_batch_size, args.seed)
-                data = manager.generate(prompts, rollout_id=rollout_id)
+                data = stream.take() if stream else manager.generate(prompts(rollout_id), rollout_id=rollout_id)
             scores = manager.reward_metrics()
             if args.eval_interval and rollout_id % args.eval_interval == 0:
                 with log.timed("eval"):
@@ -142,14 +154,18 @@ def main():
                     manager.onload()
             about_the_critic = {f"critic/{name}": value for of in metrics[1:] for name, value in of.items()}
             mean_reward = data["rewards"].mean().item()
+            scores |= stream.metrics() if stream else {}
             noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic})
             progress.set_postfix({name: f"{noted[name]:.2f}" for name in ("reward", "entropy") if name in noted})
             due = (rollout_id + 1) % (args.save_interval or args.num_rollout) == 0
             if due or rollout_id + 1 == args.num_rollout:
-                for group in groups:
-                    group.save_model(rollout_id)  # if save or save_hf says where
+                state = stream.state_dict() if stream and args.save else None
+                for group in groups:  # if save or save_hf says where
+                    group.save_model(rollout_id, driver_state=state if group is actor else None)
         for group in groups:
             group.wait_for_save()
+        if stream:
+            stream.close()
         if args.tensorboard_dir is not None:  # the trace of calls opens in Perfetto
             for name, group in (("actor", actor.worker_group), ("rollout", rollout)):
                 group.trace(Path(args.tensorboard_dir) / f"calls_{name}.json")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from workers.rollout.reward_calls import Sample
     from workers.rollout.rewards import RewardRunner
     from workers.rollout.sample_buffer import SampleBuffer
+    from workers.rollout.stream import RolloutStream
     from workers.rollout.vllm_engine import VLLMEngine
     from workers.rollout.worker import RolloutWorker
     from workers.train.args import TrainArgs, TrainArgsError, read_args
@@ -72,6 +73,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutError",
     "RolloutManager",
+    "RolloutStream",
     "RolloutWorker",
     "RunLog",
     "Sample",
@@ -123,10 +125,11 @@ _HOMES = {
     "RolloutEngine": "workers.rollout.engine",
     "RolloutError": "workers.rollout.errors",
     "RolloutManager": "workers.rollout.manager",
+    "RolloutStream": "workers.rollout.stream",
     "RolloutWorker": "workers.rollout.worker",
     "RunLog": "workers.train.tracking",
-    "Sample": "workers.rollout.reward_calls",
     "SampleBuffer": "workers.rollout.sample_buffer",
+    "Sample": "workers.rollout.reward_calls",
     "SamplingParams": "workers.rollout.engine",
     "TrainArgs": "workers.train.args",
     "TrainArgsError": "workers.train.args",

@@ -1,15 +1,18 @@
 """Shared by the rollout tests: small models, and a second engine that has no model at all."""
 
+import os
 import random
 import time
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
+from single_controller import Dispatch, register
 from workers.rollout.engine import Completion, RolloutEngine
 from workers.rollout.errors import RolloutError
 from workers.rollout.requests import RequestEngine
 from workers.rollout.sampler import truncated
+from workers.rollout.worker import RolloutWorker
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -140,3 +143,46 @@ class BigramEngine(RequestEngine):
 
     def weight_shapes(self):
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+
+class Toy(RolloutWorker):
+    """For a `BigramEngine`. Its weights and its speed can be set from a test.
+
+    Attributes:
+        groups: how many it was given to generate.
+    """
+
+    groups = 0
+
+    def exchange(self, orders):
+        self.groups += len(orders.submit)
+        return super().exchange(orders)
+
+    @register(Dispatch.ALL_TO_ALL)
+    def set_delay(self, delay):
+        self.engine.delay = delay
+
+    @register(Dispatch.ONE_TO_ALL)
+    def counted(self):
+        return self.groups
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_of_engine(self):
+        return self.engine.load()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid_of_process(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, seed, version):
+        """Load the weights of `Bigram(seed)`, or NaN."""
+        self.engine.begin_update()
+        weights = Bigram(seed or 0).state_dict()
+        self.engine.load_weights((name, w if seed is not None else w * torch.nan) for name, w in weights.items())
+        self.weight_version = version
+
+    @register(Dispatch.ALL_TO_ALL)
+    def die(self, dies):
+        if dies:
+            os._exit(1)

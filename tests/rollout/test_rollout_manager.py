@@ -24,13 +24,14 @@ from single_controller import (
     WorkerError,
     register,
 )
-from workers.rollout.engine import SamplingParams
+from workers.rollout.collate import collate_completions
+from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.hf_engine import HFEngine
 from workers.rollout.manager import RolloutManager
 from workers.rollout.worker import RolloutWorker
 from workers.seeds import mixed_seed
-from workers.train.rollout_data import check_rollout_data
+from workers.train.rollout_data import RolloutDataError, check_rollout_data
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4]]
 HOW = SamplingParams(10, temperature=1.5, stop_token_ids=(6, 17, 29))
@@ -97,7 +98,7 @@ def test_rollout_data_row_by_row(one):
     check_rollout_data(data, vocab_size=32)
     engine = HFEngine(LLAMA, seed=5)
     assert data.batch_size == (15,) and data["group_ids"].tolist() == [k // 3 for k in range(15)]
-    assert data["weight_versions"].tolist() == [0] * 15
+    assert data["min_weight_versions"].tolist() == data["max_weight_versions"].tolist() == [0] * 15
     longest = max(map(len, PROMPTS))
     lengths = set()
     for row in range(15):
@@ -113,6 +114,7 @@ def test_rollout_data_row_by_row(one):
         log_probs = plain_log_probs(engine.model, prompt, completion.token_ids, HOW.temperature)
         torch.testing.assert_close(data["rollout_log_probs"][row, longest:end].double(), log_probs, atol=2e-5, rtol=0)
         assert not data["rollout_log_probs"][row][data["loss_mask"][row] == 0].any()
+        assert data["weight_versions"][row].tolist() == [0 if longest <= k < end else -1 for k in range(width)]
         assert data["rewards"][row] == pytest.approx(length_reward(prompt, completion.token_ids))
         assert data["prompt_lengths"][row] == len(prompt) and data["completion_lengths"][row] == len(
             completion.token_ids
@@ -180,6 +182,21 @@ def test_group_can_be_called_without_a_manager(echoes):
         ([3], 0, 0),
         ([4], 0, 1),
     ]
+
+
+def test_weight_versions_are_those_of_each_token():
+    completions = [
+        Completion([1, 2, 3], [-1.0] * 3, "length", [4, None, 6]),
+        Completion([1, 2], [-1.0] * 2, "length"),
+        Completion([], [], "abort", []),
+    ]
+    data = collate_completions([[7], [7, 7], [7]], completions, group_ids=[0, 1, 2], weight_versions=[5, 3, 5])
+    assert data["weight_versions"].tolist() == [[-1, -1, 4, 5, 6], [-1, -1, 3, 3, -1], [-1] * 5]
+    assert data["min_weight_versions"].tolist() == [4, 3, -1]
+    assert data["max_weight_versions"].tolist() == [6, 3, -1]
+    check_rollout_data(data.exclude("rewards"), vocab_size=32)
+    with pytest.raises(RolloutDataError, match=r"weight_versions is torch.int64 \(3, 4\); expected shape \(3,\) or"):
+        check_rollout_data({**data, "weight_versions": data["weight_versions"][:, 1:]})
 
 
 def test_default_engine_with_keyword_arguments():
@@ -384,9 +401,9 @@ def test_invalid_and_failing_engines():
 def test_error_names_workers_with_other_weights(echoes):
     manager = RolloutManager(echoes, SamplingParams(2))
     echoes.set_version([4, 4])
-    assert manager.generate([[1], [2]])["weight_versions"].tolist() == [4, 4]  # no version was requested
+    assert manager.generate([[1], [2]])["max_weight_versions"].tolist() == [4, 4]  # no version was requested
     manager.weight_version = 4
-    assert manager.generate([[1], [2]])["weight_versions"].tolist() == [4, 4]
+    assert manager.generate([[1], [2]])["max_weight_versions"].tolist() == [4, 4]
     echoes.set_version([4, 3])
     with pytest.raises(WeightVersionError, match="weight version 4, but rank 1 has version 3") as caught:
         manager.generate([[1], [2]])
@@ -397,7 +414,7 @@ def test_error_names_workers_with_other_weights(echoes):
     with pytest.raises(WeightVersionError, match="complete weights, but rank 0 has an unfinished update"):
         manager.generate([[1], [2]])
     echoes.set_version([0, 0])
-    assert manager.generate([[1]])["weight_versions"].tolist() == [0]
+    assert manager.generate([[1]])["max_weight_versions"].tolist() == [0]
 
 
 def test_async_rollout_uses_the_weights_at_the_time_of_the_call(on_ray):
@@ -409,8 +426,8 @@ def test_async_rollout_uses_the_weights_at_the_time_of_the_call(on_ray):
     manager.weight_version = 1
     assert not future.done()
     data = future.result(timeout=60)
-    assert data["weight_versions"].tolist() == [0, 0] and data["rewards"].tolist() == pytest.approx([2.1, 2.1])
-    assert manager.generate([[1]])["weight_versions"].tolist() == [1]
+    assert data["max_weight_versions"].tolist() == [0, 0] and data["rewards"].tolist() == pytest.approx([2.1, 2.1])
+    assert manager.generate([[1]])["max_weight_versions"].tolist() == [1]
     on_ray.set_version([0, 0])
 
 

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
 from workers.rollout.engine import SamplingParams
-from workers.train.args import TrainArgs, TrainArgsError, read_args, role_args, table, update_seconds
-from workers.train.args_checks import function_at
+from workers.train.args import TrainArgs, TrainArgsError, read_args, table, update_seconds
+from workers.train.args_checks import function_at, role_args
 
 PAGE = Path(__file__).resolve().parents[2] / "workers" / "train" / "ARGUMENTS.md"
 
@@ -49,6 +49,12 @@ def test_defaults_and_given_values():
         ({"hf_config": {"hidden_size": 3}}, "no 'model_type'"),
         ({"hf_config": {"model_type": "llama"}, "hf_checkpoint": "x"}, "are both set"),
         ({"update_weights_transport": "disk"}, "needs update_weights_disk_dir"),
+        ({"max_staleness": 1}, "args.max_staleness=1 needs async_rollout=True"),
+        ({"async_rollout": True, "rollout_window": 4}, "args.rollout_window=4 needs rollout_order='window'"),
+        ({"dynamic_sampling_max": 4}, "args.dynamic_sampling_max=4 needs dynamic_sampling=True"),
+        ({"async_rollout": True, "colocate": True}, "args.async_rollout and colocate are both set"),
+        ({"dynamic_sampling": True, "offload_train": True}, "args.dynamic_sampling and offload_train are both set"),
+        ({"update_weights_mode": "stop"}, "expected one of 'wait', 'interrupt'"),
         ({"keep_old_actor": True, "enable_weights_backuper": False}, "needs enable_weights_backuper"),
         ({"save_hf": "out/{step}"}, r"save_hf='out/{step}': the only placeholder is {rollout_id}"),
         ({"save": "out", "save_hf": "out/rollout_{rollout_id:07d}/hf"}, r"save_hf=.* is a checkpoint's folder"),

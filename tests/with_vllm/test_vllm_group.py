@@ -80,7 +80,7 @@ def test_manager_generates_with_updated_weights(group):
         model = plain_model(LlamaConfig(**FIELDS), version)
         update(group, model, version)
         data = manager.generate(PROMPTS)
-        assert data["weight_versions"].tolist() == [version] * 8
+        assert data["max_weight_versions"].tolist() == [version] * 8
         completions = group.generate(PROMPTS, Broadcast(SamplingParams(12, temperature=0.7, top_p=0.8)), [0, 1, 2, 3])
         for prompt, made in zip(PROMPTS, completions, strict=True):
             expected = plain_log_probs(model, prompt, made.completion.token_ids, 0.7)

@@ -137,6 +137,7 @@ class RolloutManager:
         self.timeout = timeout
         self.weight_version: int | None = None
         self.refresh: Callable[[], Any] | None = None
+        self.stream: Any = None  # the `RolloutStream`, while there is one
 
     @property
     def reward_function(self) -> RewardFunction | None:
@@ -249,7 +250,7 @@ class RolloutManager:
             self.rewards.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"refresh": None}  # a function of this process
+        return vars(self) | {"refresh": None, "stream": None}  # of this process
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -264,8 +265,8 @@ class RolloutManager:
         if self.rewards is not None:
             self.rewards.check()
         each = self.samples_per_prompt if samples_per_prompt is None else _positive(samples_per_prompt)
-        given = {name: _values(name, values, len(prompts)) for name, values in (extras or {}).items()}
-        ids = [_token_ids(number, prompt) for number, prompt in enumerate(prompts)]
+        given = {name: checked_values(name, values, len(prompts)) for name, values in (extras or {}).items()}
+        ids = [token_ids(number, prompt) for number, prompt in enumerate(prompts)]
         samples = [Sample(number, sample, ids[number], []) for number in range(len(ids)) for sample in range(each)]
         generate = self.group.generate
         if self.timeout is not None:
@@ -334,7 +335,12 @@ def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list
     )
 
 
-def _token_ids(number: int, prompt: Any) -> list[int]:
+def token_ids(number: int, prompt: Any) -> list[int]:
+    """Return a prompt as a list of numbers.
+
+    Raises:
+        PromptError: it is no list of token ids, or is empty. It has the prompt's ``number``.
+    """
     try:
         tokens = [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
     except TypeError:
@@ -344,7 +350,12 @@ def _token_ids(number: int, prompt: Any) -> list[int]:
     return tokens
 
 
-def _values(name: str, values: Any, prompts: int) -> Sequence[Any]:
+def checked_values(name: str, values: Any, prompts: int) -> Sequence[Any]:
+    """Return an entry of ``extras``.
+
+    Raises:
+        ValueError: it does not have one value for each of ``prompts`` prompts.
+    """
     if isinstance(values, str) or not hasattr(values, "__getitem__") or len(values) != prompts:
         raise ValueError(f"extras[{name!r}] must have one value for each of {prompts} prompts, got {str(values)[:80]}")
     given: Sequence[Any] = values

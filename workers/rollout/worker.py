@@ -10,6 +10,7 @@ from single_controller import Dispatch, register
 from workers.device import take_device, use_device
 from workers.rollout.engine import Completion, FinishReason, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError
+from workers.rollout.exchange import Exchange, Orders, Report
 from workers.weight_sync import WeightReceiver
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class RolloutWorker(WeightReceiver):
                 f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
             )
         self.weight_version = 0
+        self._exchange = Exchange(self.rank)
         self._cleanups.append(self.engine.close)
 
     def _prepare_thread(self) -> None:
@@ -115,6 +117,19 @@ class RolloutWorker(WeightReceiver):
             return [Generated(None, version, self.rank, error)] * len(prompts)
         self._check(completions, prompts)
         return [Generated(completion, version, self.rank) for completion in completions]
+
+    @register(Dispatch.ALL_TO_ALL)
+    def exchange(self, orders: Orders) -> Report:
+        """Begin and abort groups, and return those that are finished. `RolloutStream` calls it; see
+        `workers.rollout.exchange`.
+
+        Args:
+            orders: of this rank.
+
+        Raises:
+            RolloutError: the engine has no requests.
+        """
+        return self._exchange(orders, self.engine, self.weight_version)
 
     def _check(self, completions: Any, prompts: Sequence[Sequence[int]]) -> None:
         returned = f"{type(self.engine).__name__}.generate() returned"

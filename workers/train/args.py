@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_type_hints
 
-from workers.train.args_checks import TrainArgsError, check_algorithm, check_value
-
-ROLES = ("actor", "critic")
-
-_UPDATE_AT_MOST = 0.8
-"""The longest time for a weight update, as a share of the timeout of the collectives."""
+from workers.train.args_checks import (
+    TrainArgsError,
+    check_algorithm,
+    check_rollout,
+    check_together,
+    check_value,
+)
 
 
 def _key(
@@ -286,6 +285,30 @@ class TrainArgs:
 
     debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
 
+    # asynchronous rollout
+    async_rollout: bool = _key(False, "generate while training, for the driver's script; see docs/async-rl.md")
+    max_staleness: int = _key(0, "async: how many updates old the weights may be that generated a token", least=0)
+    on_stale: str = _key(
+        "wait",
+        "async: prompts that overtaking would make too old: overtake so that there are none, drop them, or train them",
+        choices=("wait", "drop", "train"),
+    )
+    rollout_order: str = _key(
+        "fifo", "async: train on prompts in their order, or let finished ones overtake", choices=("fifo", "window")
+    )
+    rollout_window: int | None = _key(
+        None, "async: how many prompts may overtake one; by default two batches of them", least=1
+    )
+    update_weights_mode: str = _key(
+        "wait",
+        "async: an update waits for running completions, or interrupts them, and they continue with the new weights",
+        choices=("wait", "interrupt"),
+    )
+    dynamic_sampling: bool = _key(False, "replace prompts whose completions all have the same reward by further ones")
+    dynamic_sampling_max: int | None = _key(
+        None, "replace at most this many prompts per batch and train on the others; by default four batches", least=0
+    )
+
     # run
     distributed_timeout_minutes: float = _key(10.0, "timeout of the train ranks' collectives", above=0)
     train_env_vars: dict[str, str] = _key({}, "environment variables of the train workers")
@@ -330,7 +353,8 @@ def read_args(given: Any = None) -> Any:
     for name, item in known.items():
         check_value(name, item, args[name])
     check_algorithm(args)
-    _check_together(args)
+    check_rollout(args)
+    check_together(args)
     made = DictConfig({**{name: args._get_node(name) for name in known}}, flags={"allow_objects": True})
     for name, value in extras.items():
         made[name] = value
@@ -339,53 +363,10 @@ def read_args(given: Any = None) -> Any:
     return made
 
 
-def role_args(args: Any, role: str) -> Any:
-    """Return the configuration as a role sees it: for the critic, ``critic_*`` keys replace the general ones.
-
-    Args:
-        args: what `read_args` returned.
-        role: "actor" or "critic".
-    """
-    from omegaconf import OmegaConf
-
-    seen = OmegaConf.create(args)
-    if role == "critic":
-        with_struct_off = seen.copy()
-        for own, general in (("critic_load", "load"), ("critic_save", "save"), ("critic_save_hf", "save_hf")):
-            beside = None if args[general] is None else f"{args[general]}/critic"
-            with_struct_off[general] = beside if args[own] is None else args[own]
-        with_struct_off.lr = args.lr if args.critic_lr is None else args.critic_lr
-        with_struct_off.lr_warmup_iters = args.critic_lr_warmup_iters
-        return with_struct_off
-    return seen
-
-
-def _check_exports(args: Any) -> None:
-    """An export into a checkpoint's folder would mix with it, and be deleted with it."""
-    from workers.train.checkpoints import folder_of
-
-    for role in ROLES:
-        save = role_args(args, role).save
-        for name in ("save_hf", "critic_save_hf"):
-            if save and args[name] and Path(args[name].format(rollout_id=0)).is_relative_to(Path(save, folder_of(0))):
-                raise TrainArgsError(f"args.{name}={args[name]!r} is a checkpoint's folder in save; choose another")
-
-
 def update_seconds(args: Any) -> float:
     """Return the seconds that a weight update may take."""
     minutes = args.update_weights_timeout_minutes
     return 60 * float(args.distributed_timeout_minutes / 2 if minutes is None else minutes)
-
-
-def actor_size(args: Any) -> tuple[int, int]:
-    """Return the number of nodes of the actor, and its ranks per node."""
-    return args.actor_num_nodes, args.actor_num_gpus_per_node
-
-
-def critic_size(args: Any) -> tuple[int, int]:
-    """Return the number of nodes of the critic, and its ranks per node."""
-    nodes, per_node = actor_size(args)
-    return args.critic_num_nodes or nodes, args.critic_num_gpus_per_node or per_node
 
 
 def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -414,66 +395,6 @@ def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         warnings.warn(f"args: unknown attributes are passed through unchecked: {names}", stacklevel=4)
     plain = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in items.items()}
     return {name: value for name, value in plain.items() if name in known}, extras
-
-
-def _check_together(args: Any) -> None:
-    if args.hf_checkpoint is not None and args.hf_config is not None:
-        raise TrainArgsError("args.hf_checkpoint and args.hf_config are both set; set only one of them")
-    if args.hf_config is not None and "model_type" not in args.hf_config:
-        raise TrainArgsError("args.hf_config has no 'model_type', such as 'llama'")
-    if args.save_keep_every is not None and args.save_keep is None:
-        raise TrainArgsError("args.save_keep_every needs save_keep; without it, all checkpoints are kept")
-    if args.keep_old_actor and not args.enable_weights_backuper:
-        raise TrainArgsError(
-            "args.keep_old_actor needs enable_weights_backuper=True, which keeps the copy of the weights"
-        )
-    most = _UPDATE_AT_MOST * args.distributed_timeout_minutes
-    if (args.update_weights_timeout_minutes or 0) > most:
-        raise TrainArgsError(
-            f"args.update_weights_timeout_minutes={args.update_weights_timeout_minutes} is more than {_UPDATE_AT_MOST} "
-            f"of distributed_timeout_minutes={args.distributed_timeout_minutes}: train ranks that wait for the update "
-            "in a collective would fail first. Lower it, or raise distributed_timeout_minutes"
-        )
-    if args.update_weights_transport == "disk" and not args.update_weights_disk_dir:
-        raise TrainArgsError("args.update_weights_transport='disk' needs update_weights_disk_dir")
-    for name in ("save_hf", "critic_save_hf"):
-        try:
-            str(args[name] or "").format(rollout_id=0)
-        except (LookupError, ValueError) as error:
-            raise TrainArgsError(
-                f"args.{name}={args[name]!r}: the only placeholder is {{rollout_id}} ({type(error).__name__}: {error})"
-            ) from None
-    _check_exports(args)
-    if (args.profile_step_start is None) != (args.profile_step_end is None):
-        raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
-    if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
-        raise TrainArgsError(
-            f"args.profile_step_end={args.profile_step_end}: expected a rollout id above "
-            f"profile_step_start={args.profile_step_start}"
-        )
-    for warmup in ("lr_warmup_iters", "critic_lr_warmup_iters"):
-        if args.lr_decay_style != "constant" and (args.lr_decay_iters or args[warmup]) < args[warmup]:
-            raise TrainArgsError(
-                f"args.lr_decay_iters={args.lr_decay_iters} is less than {warmup}={args[warmup]}; the decay "
-                "ends at lr_decay_iters, counted from the first step of the warm-up"
-            )
-    if args.train_backend == "fsdp" and args.param_dtype == "fp16":
-        raise TrainArgsError("args.param_dtype='fp16': use 'bf16' or 'fp32' with fsdp, which does not scale the loss")
-    if args.on_reward_timeout is not None and args.reward_timeout is None:
-        raise TrainArgsError(f"args.on_reward_timeout={args.on_reward_timeout} needs reward_timeout")
-    if args.eval_temperature == 0 and args.n_samples_per_eval_prompt > 1:
-        raise TrainArgsError(
-            f"args.n_samples_per_eval_prompt={args.n_samples_per_eval_prompt}: with eval_temperature=0 all completions "
-            "of a prompt are the same; use 1"
-        )
-    actor, critic = actor_size(args), critic_size(args)
-    if args.advantage_estimator == "gae" and math.prod(actor) != math.prod(critic):
-        raise TrainArgsError(
-            f"args.critic_num_nodes * critic_num_gpus_per_node is {math.prod(critic)}, but actor_num_nodes * "
-            f"actor_num_gpus_per_node is {math.prod(actor)}; actor and critic need the same number of ranks"
-        )
-    if args.profile_step_start is not None and not args.profile_dir:
-        raise TrainArgsError("args.profile_step_start needs profile_dir")
 
 
 def _first_line(error: Exception) -> str:

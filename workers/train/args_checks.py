@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import math
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
 from workers.train.registry import path_of
+
+ROLES = ("actor", "critic")
+
+_UPDATE_AT_MOST = 0.8
+"""The longest time for a weight update, as a share of the timeout of the collectives."""
 
 
 class TrainArgsError(SingleControllerError, ValueError):
@@ -33,6 +40,97 @@ def check_value(name: str, item: dataclasses.Field[Any], value: Any) -> None:
     if not all(_WITHIN[word](value, limit) for word, limit in limits.items()):
         said = " and ".join(f"{word} {limit}" for word, limit in limits.items())
         raise TrainArgsError(f"args.{name}={value!r}: expected a number {said}")
+
+
+def check_rollout(args: Any) -> None:
+    """Check the keys of asynchronous rollout and dynamic sampling together."""
+    for name, needed in (
+        ("max_staleness", args.async_rollout or not args.max_staleness),
+        ("rollout_window", args.rollout_order == "window" or args.rollout_window is None),
+        ("dynamic_sampling_max", args.dynamic_sampling or args.dynamic_sampling_max is None),
+    ):
+        if not needed:
+            other = {"max_staleness": "async_rollout=True", "rollout_window": "rollout_order='window'"}
+            raise TrainArgsError(f"args.{name}={args[name]} needs {other.get(name, 'dynamic_sampling=True')}")
+    streams = [name for name in ("async_rollout", "dynamic_sampling") if args[name]]
+    shares = [name for name in ("colocate", "offload_train") if args[name]]
+    if streams and shares:
+        raise TrainArgsError(
+            f"args.{streams[0]} and {shares[0]} are both set, but rollout workers that generate while others train "
+            "need devices of their own; set only one of them"
+        )
+
+
+def check_together(args: Any) -> None:
+    """Check the keys together."""
+    if args.hf_checkpoint is not None and args.hf_config is not None:
+        raise TrainArgsError("args.hf_checkpoint and args.hf_config are both set; set only one of them")
+    if args.hf_config is not None and "model_type" not in args.hf_config:
+        raise TrainArgsError("args.hf_config has no 'model_type', such as 'llama'")
+    if args.save_keep_every is not None and args.save_keep is None:
+        raise TrainArgsError("args.save_keep_every needs save_keep; without it, all checkpoints are kept")
+    if args.keep_old_actor and not args.enable_weights_backuper:
+        raise TrainArgsError(
+            "args.keep_old_actor needs enable_weights_backuper=True, which keeps the copy of the weights"
+        )
+    most = _UPDATE_AT_MOST * args.distributed_timeout_minutes
+    if (args.update_weights_timeout_minutes or 0) > most:
+        raise TrainArgsError(
+            f"args.update_weights_timeout_minutes={args.update_weights_timeout_minutes} is more than {_UPDATE_AT_MOST} "
+            f"of distributed_timeout_minutes={args.distributed_timeout_minutes}: train ranks that wait for the update "
+            "in a collective would fail first. Lower it, or raise distributed_timeout_minutes"
+        )
+    if args.update_weights_transport == "disk" and not args.update_weights_disk_dir:
+        raise TrainArgsError("args.update_weights_transport='disk' needs update_weights_disk_dir")
+    for name in ("save_hf", "critic_save_hf"):
+        try:
+            str(args[name] or "").format(rollout_id=0)
+        except (LookupError, ValueError) as error:
+            raise TrainArgsError(
+                f"args.{name}={args[name]!r}: the only placeholder is {{rollout_id}} ({type(error).__name__}: {error})"
+            ) from None
+    _check_exports(args)
+    if (args.profile_step_start is None) != (args.profile_step_end is None):
+        raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
+    if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
+        raise TrainArgsError(
+            f"args.profile_step_end={args.profile_step_end}: expected a rollout id above "
+            f"profile_step_start={args.profile_step_start}"
+        )
+    for warmup in ("lr_warmup_iters", "critic_lr_warmup_iters"):
+        if args.lr_decay_style != "constant" and (args.lr_decay_iters or args[warmup]) < args[warmup]:
+            raise TrainArgsError(
+                f"args.lr_decay_iters={args.lr_decay_iters} is less than {warmup}={args[warmup]}; the decay "
+                "ends at lr_decay_iters, counted from the first step of the warm-up"
+            )
+    if args.train_backend == "fsdp" and args.param_dtype == "fp16":
+        raise TrainArgsError("args.param_dtype='fp16': use 'bf16' or 'fp32' with fsdp, which does not scale the loss")
+    if args.on_reward_timeout is not None and args.reward_timeout is None:
+        raise TrainArgsError(f"args.on_reward_timeout={args.on_reward_timeout} needs reward_timeout")
+    if args.eval_temperature == 0 and args.n_samples_per_eval_prompt > 1:
+        raise TrainArgsError(
+            f"args.n_samples_per_eval_prompt={args.n_samples_per_eval_prompt}: with eval_temperature=0 all completions "
+            "of a prompt are the same; use 1"
+        )
+    actor, critic = actor_size(args), critic_size(args)
+    if args.advantage_estimator == "gae" and math.prod(actor) != math.prod(critic):
+        raise TrainArgsError(
+            f"args.critic_num_nodes * critic_num_gpus_per_node is {math.prod(critic)}, but actor_num_nodes * "
+            f"actor_num_gpus_per_node is {math.prod(actor)}; actor and critic need the same number of ranks"
+        )
+    if args.profile_step_start is not None and not args.profile_dir:
+        raise TrainArgsError("args.profile_step_start needs profile_dir")
+
+
+def _check_exports(args: Any) -> None:
+    """An export into a checkpoint's folder would mix with it, and be deleted with it."""
+    from workers.train.checkpoints import folder_of
+
+    for role in ROLES:
+        save = role_args(args, role).save
+        for name in ("save_hf", "critic_save_hf"):
+            if save and args[name] and Path(args[name].format(rollout_id=0)).is_relative_to(Path(save, folder_of(0))):
+                raise TrainArgsError(f"args.{name}={args[name]!r} is a checkpoint's folder in save; choose another")
 
 
 def check_algorithm(args: Any) -> None:
@@ -105,3 +203,35 @@ def function_of(args: Any, key: str) -> Callable[..., Any]:
         key: "policy_loss_type" or "advantage_estimator".
     """
     return function_at(path_of(key, args[key]), key)
+
+
+def role_args(args: Any, role: str) -> Any:
+    """Return the configuration as a role sees it: for the critic, ``critic_*`` keys replace the general ones.
+
+    Args:
+        args: what `read_args` returned.
+        role: "actor" or "critic".
+    """
+    from omegaconf import OmegaConf
+
+    seen = OmegaConf.create(args)
+    if role == "critic":
+        with_struct_off = seen.copy()
+        for own, general in (("critic_load", "load"), ("critic_save", "save"), ("critic_save_hf", "save_hf")):
+            beside = None if args[general] is None else f"{args[general]}/critic"
+            with_struct_off[general] = beside if args[own] is None else args[own]
+        with_struct_off.lr = args.lr if args.critic_lr is None else args.critic_lr
+        with_struct_off.lr_warmup_iters = args.critic_lr_warmup_iters
+        return with_struct_off
+    return seen
+
+
+def actor_size(args: Any) -> tuple[int, int]:
+    """Return the number of nodes of the actor, and its ranks per node."""
+    return args.actor_num_nodes, args.actor_num_gpus_per_node
+
+
+def critic_size(args: Any) -> tuple[int, int]:
+    """Return the number of nodes of the critic, and its ranks per node."""
+    nodes, per_node = actor_size(args)
+    return args.critic_num_nodes or nodes, args.critic_num_gpus_per_node or per_node

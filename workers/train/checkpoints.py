@@ -48,6 +48,9 @@ LATEST = "latest.json"
 POSITION = "position.json"
 """The same content as in `LATEST`, in the folder of each complete checkpoint."""
 
+DRIVER_STATE = "driver_state.pkl"
+"""What the driver stored with a checkpoint, in its folder."""
+
 UNWRITTEN = "a checkpoint could not be written"
 
 
@@ -122,6 +125,7 @@ class RolloutCheckpoints:
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
         self._deleting: threading.Thread | None = None
+        self._found: Position | None = None
 
     def find(self) -> Position | None:
         """Find the latest complete checkpoint in ``load``, or that of ``step``. All ranks get the same result.
@@ -155,7 +159,21 @@ class RolloutCheckpoints:
             raise CheckpointError(
                 f"cannot determine which checkpoint to load from load={str(self._load)!r}: {found[0]}"
             )
-        return Position(**{**found[0], "folder": self._load / found[0]["folder"]})
+        self._found = Position(**{**found[0], "folder": self._load / found[0]["folder"]})
+        return self._found
+
+    def driver_state(self) -> bytes | None:
+        """Return the ``driver_state`` of the checkpoint that `find` has found; None if there is none.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if self._found is None or not (self._found.folder / DRIVER_STATE).exists():
+            return None
+        try:
+            return (self._found.folder / DRIVER_STATE).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"the state of the driver cannot be read: {error}") from error
 
     def _read(self, load: Path) -> Any:
         if self._step is None:
@@ -167,7 +185,14 @@ class RolloutCheckpoints:
         raise ValueError(f"there is no complete checkpoint of ckpt_step={self._step}; found: {existing}")
 
     def save(
-        self, model: TrainModel, step: int, *, optimizer_step: int, weight_version: int, background: bool
+        self,
+        model: TrainModel,
+        step: int,
+        *,
+        optimizer_step: int,
+        weight_version: int,
+        background: bool,
+        driver_state: bytes | None = None,
     ) -> str | None:
         """Write a checkpoint; all ranks call it.
 
@@ -177,6 +202,7 @@ class RolloutCheckpoints:
             optimizer_step: see `Position`.
             weight_version: see `Position`.
             background: return as soon as the state is copied, and write it in a thread.
+            driver_state: what to store beside the model; only rank 0's counts.
 
         Returns:
             The folder; None without a ``save`` folder.
@@ -193,7 +219,10 @@ class RolloutCheckpoints:
                 self._save.mkdir(parents=True, exist_ok=True)
                 _unfinished(folder).touch()
                 folder.mkdir(exist_ok=True)
-                (folder / POSITION).unlink(missing_ok=True)  # the folder may have an old checkpoint of this step
+                for old in (POSITION, DRIVER_STATE):
+                    (folder / old).unlink(missing_ok=True)  # the folder may have an old checkpoint of this step
+                if driver_state is not None:
+                    (folder / DRIVER_STATE).write_bytes(driver_state)
         try:
             model.save(folder, background=background)
         except (Exception, CheckpointException) as error:  # not an Exception subclass; torch raises it on all ranks

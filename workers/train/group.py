@@ -1,40 +1,35 @@
 """RayTrainGroup: the driver-side proxy of the ranks that train one model.
 
-To follow a step: `RayTrainGroup.async_train` checks the rows, puts them into order with `_SharedRollout.take`, starts
-what the critic or the actor computes for both with `_SharedRollout.computed`, and calls ``TrainWorker.train`` on all
+To follow a step: `RayTrainGroup.async_train` checks the rows, puts them into order with `SharedRollout.take`, starts
+what the critic or the actor computes for both with `SharedRollout.computed`, and calls ``TrainWorker.train`` on all
 ranks. On a rank, `PolicyTrainWorker.train` takes it from there.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import importlib
-import inspect
 import math
+import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
+import ray
+
 from single_controller import (
-    Broadcast,
     GroupClosedError,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    WorkerFuture,
 )
-from workers.train.args import ROLES, TrainArgsError, read_args, role_args, update_seconds
-from workers.train.balance import balanced_rows
+from workers.train.args import TrainArgsError, read_args, update_seconds
+from workers.train.args_checks import ROLES, role_args
+from workers.train.backends import takes_version, worker_class
 from workers.train.checkpoints import LastCheckpoint
 from workers.train.environment import train_environment
 from workers.train.placement import cluster_has_gpus, first_slots, share_of_slot
 from workers.train.rollout_link import RolloutLink
-from workers.train.worker import Referred, TrainWorker
-
-BACKENDS = {
-    "fsdp": ("workers.fsdp.worker", "FSDPTrainWorker"),
-    "megatron": ("workers.megatron.train_worker", "MegatronTrainWorker"),
-}
-"""``args.train_backend`` -> module and worker class. Imported only when used: their libraries are heavy."""
+from workers.train.shared_rollout import SharedRollout
+from workers.train.worker import TrainWorker
 
 
 class RayTrainGroup:
@@ -98,7 +93,7 @@ class RayTrainGroup:
                 "resources= with it, and do not pass pg"
             )
         self._class = worker_class(self.args.train_backend, actor_cls)
-        self._takes_version = _takes_version(self._class)
+        self._takes_version = takes_version(self._class)
         self._owned: RayResourcePool | None = None
         self._closed = False
         if pg is None:
@@ -117,7 +112,7 @@ class RayTrainGroup:
         self._with_ref: bool | None = None  # as given to async_init(); None before
         self._rollout: RolloutLink | None = None
         self._saved = LastCheckpoint()
-        self._pair: _SharedRollout | None = None  # with the connected actor or critic
+        self._pair: SharedRollout[RayTrainGroup] | None = None  # with the connected actor or critic
         self._asleep = False
         self._group: RayWorkerGroup | None = None
         try:
@@ -328,26 +323,37 @@ class RayTrainGroup:
             )
         if hasattr(rollout_data_ref, "keys"):
             self._class.check_rows(self.args, rollout_data_ref)
-        shared = self._pair or _SharedRollout(self)  # a group that trains alone keeps no rollout alive
+        shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
         shared.take(rollout_id, rollout_data_ref)
         return list(workers.train.remote(rollout_id, shared.data, **shared.computed()).refs)
 
-    def save_model(self, step: int, force_sync: bool = False) -> str | None:
+    def save_model(self, step: int, force_sync: bool = False, *, driver_state: Any = None) -> str | None:
         """Write a checkpoint, and the Hugging Face export that ``args.save_hf`` asks for.
 
         Args:
             step: id of the last rollout that the model was trained on.
             force_sync: write in the foreground, even with ``args.async_save``.
+            driver_state: anything that can be pickled, such as `RolloutStream.state_dict`, to store with it; see
+                `load_driver_state`.
 
         Returns:
             The checkpoint's folder; None if ``args.save`` is not set.
         """
         workers = self.ready_workers("save_model")
+        # Rank 0 alone fetches the state. A user's class may lack the parameter.
+        state = {} if driver_state is None else {"driver_state": [ray.put(pickle.dumps(driver_state))]}
         with self._saved.failing():
-            folder: str | None = workers.save_model(step, force_sync)[0]
+            folder: str | None = workers.save_model(step, force_sync, **state)[0]
         if folder is not None:
             self._saved.begun(folder, background=self.args.async_save and not force_sync)
         return folder
+
+    def load_driver_state(self) -> Any:
+        """Return the ``driver_state`` of the checkpoint that `async_init` has loaded; None if there is none. The weight
+        versions continue from those of the checkpoint."""
+        state, version = self.ready_workers("load_driver_state").load_driver_state()[0]
+        self.weight_version = max(self.weight_version, version)
+        return None if state is None else pickle.loads(state)
 
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that is being written in the background is on disk, and raise its error."""
@@ -357,21 +363,23 @@ class RayTrainGroup:
         self._saved.ended()
 
     def update_weights(self) -> int:
-        """Send the weights to the rollout workers, as the next version.
+        """Send the weights to the rollout workers, as the next version. If the manager has a `RolloutStream`, it is
+        paused meanwhile.
 
         Returns:
             The version. With ``debug_rollout_only``, nothing is sent and the version stays.
         """
         workers = self.ready_workers("update_weights")
-        if self.args.debug_rollout_only:
-            return self.weight_version
         version = self.weight_version + 1
-        if self._rollout is not None:
-            if self._rollout.outdated:
-                self._rollout.introduce(workers.set_rollout_manager)
-            self._rollout.expect(version)  # before the update: from now on, other versions are an error
-        workers.update_weights(*((version,) if self._takes_version else ()))
-        self.weight_version = version
+        with nullcontext() if self._rollout is None else self._rollout.updating():
+            if self.args.debug_rollout_only:
+                return self.weight_version
+            if self._rollout is not None:
+                if self._rollout.outdated:
+                    self._rollout.introduce(workers.set_rollout_manager)
+                self._rollout.expect(version)  # before the update: from now on, other versions are an error
+            workers.update_weights(*((version,) if self._takes_version else ()))
+            self.weight_version = version
         return version
 
     def onload(self) -> int:
@@ -440,7 +448,7 @@ class RayTrainGroup:
         self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
         for group in (self, critic_group):
             group.disconnect()
-        self._pair = critic_group._pair = _SharedRollout(self, critic_group)
+        self._pair = critic_group._pair = SharedRollout(self, critic_group)
 
     def disconnect(self) -> None:
         """Disconnect an actor and its critic. Does nothing if they are not connected."""
@@ -450,114 +458,6 @@ class RayTrainGroup:
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
         return f"<RayTrainGroup of {self._ranks}: {self.role}, {state}>"
-
-
-class _SharedRollout:
-    """The last rollout that an actor and its critic, or a group that trains alone, were given.
-
-    Both groups train on the same rows in the same order. What one of them computes for both is computed once.
-
-    Args:
-        groups: the actor's and the critic's, or the only one. The configuration of the first counts for both.
-
-    Attributes:
-        data: what to send to the ranks.
-    """
-
-    def __init__(self, *groups: RayTrainGroup) -> None:
-        self.groups = groups
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the last rollout, and what was computed from it."""
-        self._rollout_id: int | None = None
-        self._given: Any = None
-        self.data: Any = None
-        self._futures: dict[str, WorkerFuture] = {}
-
-    def take(self, rollout_id: int, given: Any) -> None:
-        """Set `data` for a rollout, unless it is the last one again.
-
-        Args:
-            rollout_id: number of the rollout.
-            given: what `RayTrainGroup.async_train` was given.
-        """
-        if self._given is given and self._rollout_id == rollout_id:
-            return
-        parts = None
-        if self.groups[0].args.balance_data:
-            # Both groups shard the same rows, so the order must suit the dp sizes of both.
-            parts = math.lcm(*(group.ready_workers("async_train").dp_size for group in self.groups))
-        self.data, self._futures = _ordered(given, parts), {}
-        self._rollout_id, self._given = rollout_id, given
-
-    def computed(self) -> dict[str, Any]:
-        """Start what the groups compute for each other. Returns arguments of `TrainWorker.train`: futures, whose rows
-        go from rank to rank without the driver."""
-        args = self.groups[0].args
-        if args.advantage_estimator != "gae":
-            return {}
-        wanted = [("values", "critic", "compute_values")]
-        if args.kl_coef:
-            wanted += [
-                ("old_log_probs", "actor", "compute_old_log_prob"),
-                ("ref_log_probs", "actor", "compute_ref_log_prob"),
-            ]
-        has = self._given.keys() if hasattr(self._given, "keys") else ()
-        return {
-            name: self._once(method, group)
-            for name, role, method in wanted
-            for group in self.groups
-            # A user's worker class without such a method may ask the other group's rank itself.
-            if group.role == role and name not in has and method in group.ready_workers("async_train").methods
-        }
-
-    def _once(self, method: str, group: RayTrainGroup) -> Any:
-        """Call a method on the rollout, unless it was called. Returns a future; of data by dp rank, references by dp
-        rank."""
-        future = self._futures.get(method)
-        if future is None or (future.done() and future.failed is not None):
-            future = self._futures[method] = getattr(group.worker_group, method).remote(self.data)
-        return list(future.refs) if isinstance(self.data, list) else future
-
-
-def _ordered(given: Any, parts: int | None) -> Any:
-    """Put rows into an order in which ``parts`` equal shards have about as many tokens each. Rows behind a reference
-    are ordered by each rank that fetches them."""
-    if isinstance(given, (list, tuple)):
-        return list(given)
-    if isinstance(given, concurrent.futures.Future):
-        given = given.result()
-    if type(given).__name__ == "ObjectRef":
-        return Broadcast(Referred(given, parts))
-    if parts is None:
-        return given
-    return balanced_rows(given.result() if hasattr(given, "result") else given, parts)
-
-
-def worker_class(backend: str, actor_cls: Any = None) -> type[TrainWorker]:
-    """Return the worker class of a backend, or the user's own.
-
-    Raises:
-        TypeError: ``actor_cls`` is not a `TrainWorker`, or lacks one of its methods.
-    """
-    if actor_cls is None:
-        module, name = BACKENDS[backend]
-        actor_cls = getattr(importlib.import_module(module), name)
-    if not isinstance(actor_cls, type) or not issubclass(actor_cls, TrainWorker):
-        raise TypeError(f"actor_cls must be a subclass of TrainWorker, got {actor_cls!r}")
-    if inspect.isabstract(actor_cls):
-        missing = ", ".join(sorted(actor_cls.__abstractmethods__))
-        raise TypeError(f"actor_cls {actor_cls.__name__} does not implement {missing}, which TrainWorker requires")
-    return actor_cls
-
-
-def _takes_version(cls: type[TrainWorker]) -> bool:
-    try:
-        inspect.signature(cls.update_weights).bind(None, 1)
-    except TypeError:
-        return False
-    return True
 
 
 def _count(name: str, number: Any) -> int:

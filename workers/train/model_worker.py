@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from single_controller.ray.results import fetch
 from workers.device import has_cuda, use_device
 from workers.distributed import end_process_groups, process_groups, rank_by_rank
-from workers.train.args import ROLES, TrainArgsError, read_args, role_args, update_seconds
+from workers.train.args import TrainArgsError, read_args, update_seconds
+from workers.train.args_checks import ROLES, role_args
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
@@ -226,7 +228,7 @@ class ModelWorker(TrainWorker):
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
-    def save_model(self, step: int, force_sync: bool = False) -> str | None:
+    def save_model(self, step: int, force_sync: bool = False, driver_state: list[Any] | None = None) -> str | None:
         """See `TrainWorker.save_model`."""
         if self.args.debug_rollout_only:
             return None
@@ -239,6 +241,7 @@ class ModelWorker(TrainWorker):
                 optimizer_step=self.optimizer_step,
                 weight_version=self.weight_version,
                 background=self.args.async_save and not force_sync,
+                driver_state=fetch(driver_state[0]) if driver_state and not self.rank else None,
             )
         finally:  # groups that saving created are destroyed with the model
             self._groups = [*self._groups, *(group for group in process_groups() if group not in before)]
@@ -252,6 +255,11 @@ class ModelWorker(TrainWorker):
         export_hf(self.model, folder)
         if self.tokenizer is not None and not self.rank:
             self.tokenizer.save_pretrained(folder)
+
+    def load_driver_state(self) -> tuple[bytes | None, int]:
+        """See `TrainWorker.load_driver_state`."""
+        loaded = not self.args.debug_rollout_only and not self.rank
+        return self.checkpoints.driver_state() if loaded else None, self.weight_version
 
     def wait_for_save(self) -> None:
         """See `TrainWorker.wait_for_save`."""

@@ -10,7 +10,8 @@ from typing import Any
 from single_controller import RayResourcePool
 from single_controller.base.closing import Closing
 from single_controller.ray.runtime import ensure_ray
-from workers.train.args import TrainArgsError, actor_size, critic_size, read_args
+from workers.train.args import TrainArgsError, read_args
+from workers.train.args_checks import actor_size, critic_size
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,11 +25,14 @@ from workers.train.hf_files import tokens_of
 from workers.train.losses import policy_loss, token_weights, value_loss
 from workers.train.model import StepReport, TokenLoss
 from workers.train.model_worker import ModelWorker
-from workers.train.rollout_data import RolloutDataError, check_rollout_data
+from workers.train.rollout_data import RolloutDataError, check_rollout_data, token_versions
 from workers.train.schedule import learning_rate
 from workers.train.worker import own_rows
 
 Data = dict[str, torch.Tensor]
+
+STALENESS_SHARES = 4
+"""Up to which staleness, in versions, each has a share of the tokens of its own in the metrics."""
 
 
 class PolicyTrainWorker(ModelWorker):
@@ -221,15 +225,15 @@ class PolicyTrainWorker(ModelWorker):
         return "old_log_probs" in data
 
     def _by_version(self, data: Data) -> None:
-        """Compute old log-probabilities with the weight version that generated each row."""
+        """Compute old log-probabilities with the weight version that generated each token."""
         kept = {version: name for name, version in self._versions.items()}
-        versions = data.get("weight_versions")
+        versions = token_versions(data)
         if versions is None:
-            versions = torch.full((len(data["input_ids"]),), self.weight_version)
-        wanted = sorted(set().union(*self._over_dp(set(versions.tolist()))))
+            versions = torch.full(data["input_ids"].shape, self.weight_version)
+        wanted = sorted(set().union(*self._over_dp(set(versions[data["loss_mask"] != 0].tolist()))))
         if missing := [version for version in wanted if version not in kept]:
             raise RolloutDataError(
-                f"rollout data has rows of the weight versions {missing}, but keep_old_actor keeps "
+                f"rollout data has tokens of the weight versions {missing}, but keep_old_actor keeps "
                 f"{sorted(kept) or 'none, because there was no update since init()'}. Train on rollouts of the "
                 "last two versions"
             )
@@ -238,7 +242,7 @@ class PolicyTrainWorker(ModelWorker):
                 log_probs = self.model.log_probs(data, self.args.temperature)
             if log_probs is not None:
                 before = data.get("old_log_probs", torch.zeros_like(log_probs))
-                data["old_log_probs"] = torch.where((versions == version)[:, None], log_probs, before)
+                data["old_log_probs"] = torch.where(versions == version, log_probs, before)
         if "old_log_probs" not in data:
             data["old_log_probs"] = torch.zeros(data["input_ids"].shape)
 
@@ -308,15 +312,39 @@ class PolicyTrainWorker(ModelWorker):
         """Return metrics of the rollout itself, over all ranks."""
         tokens, real = float((data["loss_mask"] != 0).sum()), float((data["attention_mask"] != 0).sum())
         rewards = data.get("rewards", torch.zeros(0)).double()
-        sums = self._over_dp((tokens, real, float(rewards.sum()), float(len(rewards))))
-        tokens, real, reward, rows = (sum(part[k] for part in sums) for k in range(4))
+        said = self._over_dp((tokens, real, float(rewards.sum()), float(len(rewards)), self._staleness(data)))
+        tokens, real, reward, rows = (sum(part[k] for part in said) for k in range(4))
         # "answer_tokens" is the old name of "completion_tokens", kept for one release.
         return {
             "tokens": real,
             "completion_tokens": tokens,
             "answer_tokens": tokens,
             **({"reward": reward / rows} if rows else {}),
+            **staleness_metrics(sum((part[4] for part in said), Counter())),
         }
+
+    def _staleness(self, data: Data) -> Counter[int]:
+        """Count this rank's generated tokens by how many weight versions they are behind the last one that was sent."""
+        versions = token_versions(data)
+        if versions is None or self.role == "critic":  # only the actor's weights have versions
+            return Counter()
+        known = versions[(data["loss_mask"] != 0) & (versions >= 0)]
+        return Counter((self.weight_version - known).tolist())
+
+
+def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
+    """Return the mean, the maximum and the shares of 0, 1, ... versions, from the number of tokens of each staleness.
+    Empty if there are none."""
+    total = sum(counts.values())
+    if not total:
+        return {}
+    more = sum(count for behind, count in counts.items() if behind >= STALENESS_SHARES)
+    return {
+        "staleness/mean": sum(behind * count for behind, count in counts.items()) / total,
+        "staleness/max": float(max(counts)),
+        **{f"staleness/{behind}": counts.get(behind, 0) / total for behind in range(STALENESS_SHARES)},
+        f"staleness/{STALENESS_SHARES}_or_more": more / total,
+    }
 
 
 def _tensors(given: Any) -> Data:

@@ -15,7 +15,9 @@ that of token t given the tokens before it. Nothing predicts the token at positi
 | ``old_log_probs`` | (B, T) float | of the old policy, for the ratio; computed by default, see `TrainArgs` |
 | ``ref_log_probs`` | (B, T) float | of the reference; computed by default |
 | ``values`` | (B, T) float | the critic's expected return before token t was chosen |
-| ``weight_versions`` | (B,) int64 | of the weights that generated the row |
+| ``weight_versions`` | (B, T) int64, or (B,) | of the weights that generated each token, -1 where none was generated |
+| ``min_weight_versions`` | (B,) int64 | the lowest of the row's generated tokens; -1 if there are none |
+| ``max_weight_versions`` | (B,) int64 | the highest of them |
 
 Numbers must be finite; per-token numbers only where ``loss_mask`` is not 0. Other entries are kept with their rows.
 """
@@ -34,7 +36,10 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_
     "ref_log_probs",
     "values",
 }
-PER_ROW = frozenset({"rewards", "group_ids", "weight_versions"})
+PER_ROW = frozenset({"rewards", "group_ids", "min_weight_versions", "max_weight_versions"})
+EITHER = frozenset({"advantages", "weight_versions"})
+"""Entries with one number per row, or one per token."""
+
 FLOATS = frozenset({"rewards", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values"})
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
 
@@ -90,9 +95,9 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
             )
         if name not in PER_TOKEN | PER_ROW and _shape(value)[:1] not in ((), (len(ids),)):
             raise RolloutDataError(f"rollout data: {name} is {_what(value)}, but there are {len(ids)} rows")
-        if name == "advantages" and _shape(value) not in ((len(ids),), tuple(ids.shape)):
+        if name in EITHER and _shape(value) not in ((len(ids),), tuple(ids.shape)):
             raise RolloutDataError(
-                f"rollout data: advantages is {_what(value)}; expected shape ({len(ids)},) or {tuple(ids.shape)}"
+                f"rollout data: {name} is {_what(value)}; expected shape ({len(ids)},) or {tuple(ids.shape)}"
             )
     if not len(ids):
         return
@@ -110,6 +115,14 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
             row = int(bad.nonzero()[0])
             which = "is not finite" if value.dim() == 1 else "is not finite at a token that loss_mask counts"
             raise RolloutDataError(f"rollout data: {name} of row {row} {which}, which would make the weights NaN")
+
+
+def token_versions(data: Mapping[str, Any]) -> Any:
+    """Return ``weight_versions`` per token, (B, T), whichever shape it has; None if the data has none."""
+    versions = data.get("weight_versions")
+    if versions is None or versions.dim() == 2:
+        return versions
+    return versions[:, None].expand(data["input_ids"].shape)
 
 
 def _check_masks(real: torch.Tensor, counts: torch.Tensor) -> None:

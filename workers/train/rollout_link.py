@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from workers.weight_sync import call_manager, receiver_groups
@@ -53,6 +54,12 @@ class RolloutLink:
             WeightSyncError: see `call_manager`.
         """
         return self._actors() != self._receivers
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Inside, the manager's stream is paused, if it has one in this process."""
+        stream = None if _is_actor(self.manager) else getattr(self.manager, "stream", None)
+        paused: AbstractContextManager[None] = nullcontext() if stream is None else stream.updating()
+        return paused
 
     def expect(self, version: int) -> None:
         """Make the manager reject completions of other weight versions.

@@ -126,12 +126,14 @@ class TrainWorker(Worker, ABC):
 
     @register(Dispatch.ONE_TO_ALL)
     @abstractmethod
-    def save_model(self, step: int, force_sync: bool = False) -> str | None:
+    def save_model(self, step: int, force_sync: bool = False, driver_state: list[Any] | None = None) -> str | None:
         """Write a checkpoint.
 
         Args:
             step: id of the last rollout that the model was trained on.
             force_sync: write in the foreground, even with ``args.async_save``.
+            driver_state: a list with one Ray reference to bytes, to store with the checkpoint. An override may omit the
+                parameter.
 
         Returns:
             The checkpoint's folder; None if ``args.save`` is not set.
@@ -184,6 +186,12 @@ class TrainWorker(Worker, ABC):
     def set_weight_version(self, version: int) -> None:
         """Continue counting weight versions from this one."""
         self.weight_version = version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_driver_state(self) -> tuple[bytes | None, int]:
+        """Return the ``driver_state`` of the checkpoint that `init` has loaded, on rank 0, and its weight version. The
+        default is for workers that store none."""
+        return None, self.weight_version
 
     @register(Dispatch.ONE_TO_ALL)
     def wait_for_save(self) -> None:

@@ -209,20 +209,27 @@ def test_swapping_weights_keeps_the_optimizers_float32_precision(start, way, dat
 
 
 @ways(FSDP2, PP2, DP2)
-def test_old_log_probs_use_the_version_that_generated_each_row(start, way, data):
-    """Rows of the last two weight versions are each compared with the weights that generated them."""
+def test_old_log_probs_use_the_version_that_generated_each_token(start, way, data):
+    """Tokens of the last two weight versions are each compared with the weights that generated them."""
     group = start(way, keep_old_actor=True)
     kept = []
     for version in (1, 2):
         group.worker_group.execute_with_func_generator(lambda worker, v: worker._keep_version(v), version)
         kept.append(group.worker_group.compute_log_prob(data))
         learn(group, version, data.clone().set("weight_versions", torch.full((len(data),), version)))
-    versions = torch.arange(len(data)) % 2 + 1
-    mixed = torch.where((versions == 1)[:, None], kept[0], kept[1])
-    now = group.worker_group.compute_log_prob(data)
     counts = data["loss_mask"] != 0
+    versions = (torch.arange(len(data))[:, None] + torch.arange(data["input_ids"].shape[1])) % 2 + 1
+    versions[~counts] = -1
+    mixed = torch.where(versions == 1, kept[0], kept[1])
+    now = group.worker_group.compute_log_prob(data)
     ratio = (now - mixed).exp()[counts].mean().item()
-    assert learn(group, 3, data.clone().set("weight_versions", versions))["ratio"] == pytest.approx(ratio, abs=1e-5)
+    group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "weight_version", 3))
+    metrics = learn(group, 3, data.clone().set("weight_versions", versions))
+    assert metrics["ratio"] == pytest.approx(ratio, abs=1e-5)
+    behind = (3 - versions)[counts].tolist()  # counted here, over all rows; a rank has only its own
+    found = {name: metrics[f"staleness/{name}"] for name in ("mean", "max", "0", "1", "2", "3", "4_or_more")}
+    shares = {str(k): behind.count(k) / len(behind) for k in range(4)}
+    assert found == pytest.approx({"mean": sum(behind) / len(behind), "max": 2, **shares, "4_or_more": 0})
     with pytest.raises(WorkerError, match=r"weight versions \[0\], but keep_old_actor keeps \[1, 2\]"):
         group.worker_group.train(4, data.clone().set("weight_versions", versions * 0))
 

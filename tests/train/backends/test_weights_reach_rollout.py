@@ -156,11 +156,11 @@ def test_rollout_log_probs_match_the_trainers(trainer, rollout, folders, layout,
     rollout.generate_with(CONFIGS[tie])
     manager = generating(rollout, train)
     before = manager.generate(PROMPTS)
-    assert before["weight_versions"].tolist() == [0] * 2 * len(PROMPTS)
+    assert before["max_weight_versions"].tolist() == [0] * 2 * len(PROMPTS)
     assert difference(train, before) > 0.1
     assert train.update_weights() == 1
     data = manager.generate(PROMPTS)
-    assert data["weight_versions"].tolist() == [1] * 2 * len(PROMPTS)
+    assert data["max_weight_versions"].tolist() == [1] * 2 * len(PROMPTS)
     assert difference(train, data) < 1e-4
     plain = ReferenceGRPO(sharp_model(CONFIGS[tie]), temperature=HOW.temperature)
     expected = plain.log_probs(data) * (data["loss_mask"] != 0)
@@ -169,7 +169,7 @@ def test_rollout_log_probs_match_the_trainers(trainer, rollout, folders, layout,
     assert difference(train, data) > 1e-2
     assert train.update_weights() == 2
     data = manager.generate(PROMPTS, rollout_id=1)
-    assert data["weight_versions"].tolist() == [2] * 2 * len(PROMPTS)
+    assert data["max_weight_versions"].tolist() == [2] * 2 * len(PROMPTS)
     assert difference(train, data) < 1e-4
 
 
@@ -196,7 +196,7 @@ def test_running_rollout_keeps_its_weight_version(trainer, rollout):
     under_way = manager.generate_async(PROMPTS, rollout_id=1)
     train.update_weights()
     data = under_way.result()
-    assert set(data["weight_versions"].tolist()) == {1}
+    assert set(data["max_weight_versions"].tolist()) == {1}
     assert difference(train, data) > 1e-2
     assert difference(train, manager.generate(PROMPTS, rollout_id=2)) < 1e-4
     counts = data["loss_mask"] != 0
@@ -220,7 +220,7 @@ def test_restarted_workers_are_stale_until_updated(trainer, rollout):
     assert (caught.value.expected, caught.value.versions) == (2, {0: 0, 1: 0})
     manager.refresh = refresh
     data = manager.generate(PROMPTS)
-    assert set(data["weight_versions"].tolist()) == {3} and train.weight_version == 3
+    assert set(data["max_weight_versions"].tolist()) == {3} and train.weight_version == 3
     assert difference(train, data) < 1e-4
 
 
@@ -233,13 +233,13 @@ def test_rollout_manager_as_ray_actor(trainer, rollout):
     change_weights(train, 0)
     assert train.update_weights() == 1
     data = ray.get(manager.generate.remote(PROMPTS))
-    assert set(data["weight_versions"].tolist()) == {1}
+    assert set(data["max_weight_versions"].tolist()) == {1}
     assert difference(train, data) < 1e-4
     rollout.set_weight_version(7)
     with pytest.raises(WeightVersionError, match=r"weight version 1, but rank 0 has version 7"):
         ray.get(manager.generate.remote(PROMPTS))
     assert train.update_weights() == 2
-    assert set(ray.get(manager.generate.remote(PROMPTS))["weight_versions"].tolist()) == {2}
+    assert set(ray.get(manager.generate.remote(PROMPTS))["max_weight_versions"].tolist()) == {2}
 
 
 @pytest.mark.parametrize(
@@ -267,5 +267,5 @@ def test_worker_death_during_an_update_is_an_error_and_the_next_update_works(tra
         assert train.update_weights() == 2
         manager.refresh = None
     data = manager.generate(PROMPTS)  # if not told, the manager requests the update itself
-    assert train.weight_version == 2 and set(data["weight_versions"].tolist()) == {2}
+    assert train.weight_version == 2 and set(data["max_weight_versions"].tolist()) == {2}
     assert difference(train, data) < 1e-4

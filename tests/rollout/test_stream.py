@@ -1,0 +1,313 @@
+"""RolloutStream: what arrives, from which weights, when workers die, and when it ends. On toy engines."""
+
+import contextlib
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+
+import pytest
+import ray
+import torch
+from rollout_helpers import Bigram, BigramEngine, Toy
+
+from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from workers import SampleBuffer
+from workers.rollout.engine import SamplingParams
+from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
+from workers.rollout.manager import RolloutManager
+from workers.rollout.stream import RolloutStream
+
+B, SAMPLES = 4, 3
+HOW = SamplingParams(12, temperature=0.8, stop_token_ids=(0, 1, 2))
+LONG = SamplingParams(60, temperature=0.8)
+
+
+def prompts(rollout_id):
+    draw = random.Random(rollout_id)
+    return [[draw.randrange(3, 32) for _ in range(draw.randint(1, 4))] for _ in range(B)]
+
+
+def with_labels(rollout_id):
+    return prompts(rollout_id), {"label": [rollout_id * B + index for index in range(B)]}
+
+
+def reward(prompt_ids, completion_ids, label=0):
+    return 1000 * label + len(completion_ids) + prompt_ids[0] / 100
+
+
+def made(delay=0.0):
+    return RayClassWithInitArgs(Toy, BigramEngine, delay=delay)
+
+
+@pytest.fixture
+def group():
+    with LocalWorkerGroup(2, made(0.0005), threads=True) as group:
+        yield group
+
+
+def managed(group, how=HOW, function=reward, **options):
+    return RolloutManager(group, how, function, samples_per_prompt=SAMPLES, seed=7, **options)
+
+
+def update(stream, manager, version):
+    """What `RayTrainGroup.update_weights` does: the weights of `Bigram(version)`."""
+    with stream.updating():
+        manager.weight_version = version
+        manager.group.load(version, version)
+
+
+@contextlib.contextmanager
+def streaming(manager, source=prompts, *, buffer=None, mode="wait", **options):
+    named = {name: options.pop(name) for name in ("dynamic_sampling", "requests_per_worker") if name in options}
+    with RolloutStream(manager, source, buffer or SampleBuffer(B, **options), update_mode=mode, **named) as stream:
+        yield stream
+
+
+def check_log_probs(data):
+    """Each token's log-prob is that of the weights which its version says. Returns the versions of each row."""
+    begin = int(data["prompt_lengths"].max())
+    versions = []
+    for row in range(len(data["input_ids"])):
+        end = begin + int(data["completion_lengths"][row])
+        prompt = data["input_ids"][row, begin - int(data["prompt_lengths"][row]) : begin].tolist()
+        completion = data["input_ids"][row, begin:end].tolist()
+        of = data["weight_versions"][row, begin:end].tolist()
+        expected = {version: Bigram(version).log_probs(prompt, completion, 0.8) for version in set(of)}
+        plain = torch.stack([expected[version][place] for place, version in enumerate(of)])
+        torch.testing.assert_close(data["rollout_log_probs"][row, begin:end].double(), plain, atol=1e-5, rtol=0)
+        versions.append(of)
+    return versions
+
+
+def test_without_staleness_it_returns_what_the_manager_generates(group):
+    manager = managed(group)
+    with streaming(manager, with_labels, num_batches=4) as stream:
+        for rollout_id in range(4):
+            update(stream, manager, rollout_id + 1)
+            data = stream.take(30)
+            given, extras = with_labels(rollout_id)
+            expected = manager.generate(given, rollout_id=rollout_id, extras=extras)
+            assert (data.pop("group_ids") - rollout_id * B).tolist() == expected.pop("group_ids").tolist()
+            assert set(data.keys()) == set(expected.keys())
+            for name in expected.keys():  # noqa: SIM118
+                assert torch.equal(data[name], expected[name]), name
+        with pytest.raises(ValueError, match="all 4 batches were taken"):
+            stream.take(1)
+
+
+@pytest.mark.parametrize("mode", ["wait", "interrupt"])
+def test_each_token_is_of_the_weights_that_its_version_says(group, mode):
+    manager = managed(group, LONG)
+    found, mixed = [], 0
+    with streaming(manager, mode=mode, max_staleness=2, requests_per_worker=2 * SAMPLES) as stream:
+        for version in range(1, 9):
+            update(stream, manager, version)
+            data = stream.take(30)
+            found += data["group_ids"][::SAMPLES].tolist()
+            for of in check_log_probs(data):
+                assert of == sorted(of) and len(of) <= 60 and version - 2 <= of[0] and of[-1] <= version
+                mixed += of[0] != of[-1]
+            assert data["min_weight_versions"].min() >= version - 2
+    assert found == list(range(8 * B))
+    assert mixed > 0 if mode == "interrupt" else mixed == 0
+    assert data["completion_lengths"].unique().tolist() == [60]
+
+
+def test_one_step_off_policy_generates_the_next_batch_meanwhile(group):
+    manager = managed(group)
+    with streaming(manager, max_staleness=1) as stream:
+        for version in range(1, 5):
+            update(stream, manager, version)
+            data = stream.take(30)
+            deadline = time.monotonic() + 10
+            while stream.metrics()["buffer/ready"] < B:  # while this thread "trains"
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            assert data["weight_versions"].amax() == max(1, version - 1)
+
+
+def test_weights_that_are_never_updated(group):
+    """As with ``debug_rollout_only``."""
+    manager = managed(group)
+    with streaming(manager, max_staleness=1) as stream:
+        for rollout_id in range(4):
+            with stream.updating():
+                pass
+            data = stream.take(30)
+            assert data["group_ids"][::SAMPLES].tolist() == list(range(rollout_id * B, rollout_id * B + B))
+            assert data["max_weight_versions"].unique().tolist() == [0]
+
+
+def test_slow_worker_gets_fewer_groups(group):
+    manager = managed(group, LONG)
+    group.set_delay([0.0005, 0.01])
+    with streaming(manager, requests_per_worker=SAMPLES, max_staleness=4) as stream:
+        update(stream, manager, 1)
+        for _ in range(3):
+            stream.take(30)
+        fast, slow = group.counted()
+        assert slow >= 1 and fast > 2 * slow
+
+
+def test_groups_that_become_too_old_are_aborted_and_begin_again(group):
+    manager = managed(group, LONG)
+    group.set_delay([0.0002, 0.05])  # the slow worker needs three seconds for a group
+    options = {"max_staleness": 1, "order": "window", "on_stale": "drop", "mode": "interrupt"}
+    with streaming(manager, requests_per_worker=SAMPLES, **options) as stream:
+        found = []
+        for version in range(1, 6):
+            update(stream, manager, version)
+            data = stream.take(30)
+            check_log_probs(data)
+            assert data["min_weight_versions"].min() >= version - 1
+            found += data["group_ids"][::SAMPLES].tolist()
+        assert stream.metrics()["buffer/dropped"] >= 1
+    assert len(set(found)) == len(found) == 5 * B
+
+
+def test_equal_workers_get_equally_many_groups(group):
+    manager = managed(group, LONG)
+    with streaming(manager) as stream:
+        update(stream, manager, 1)
+        stream.take(30)
+        assert group.counted() == [B // 2, B // 2]
+
+
+def test_groups_without_variance_are_replaced(group):
+    def same_for_even_prompts(prompt_ids, completion_ids, label):
+        return float(label % 2 and len(completion_ids) + completion_ids[0] / 100)
+
+    manager = managed(group, function=same_for_even_prompts)
+    with streaming(manager, with_labels, dynamic_sampling=True, max_staleness=1) as stream:
+        found = []
+        for version in range(1, 4):
+            update(stream, manager, version)
+            found += stream.take(30)["group_ids"][::SAMPLES].tolist()
+        assert stream.metrics()["buffer/filtered"] >= 3 * B - 1
+    assert found == sorted(found) and all(number % 2 for number in found)
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "kind", "message"),
+    [
+        (lambda rollout_id: [*prompts(rollout_id)[1:], [99]], reward, PromptError, "prompt 3 has a token outside"),
+        (lambda rollout_id: [[], *prompts(rollout_id)[1:]], reward, PromptError, "prompt 0 is empty"),
+        (lambda rollout_id: [[3]], reward, ValueError, r"prompts\(0\) returned 1 prompts; expected 4"),
+        (lambda rollout_id: 1 / 0, reward, ZeroDivisionError, "division"),
+        (prompts, lambda prompt, completion: None, RewardError, "returned None"),
+        (prompts, lambda prompt, completion: 1 / 0, RewardError, "raised ZeroDivisionError"),
+    ],
+)
+def test_errors_end_the_stream_and_reach_the_trainer(group, source, function, kind, message):
+    manager = managed(group, function=function)
+    with streaming(manager, source) as stream:
+        update(stream, manager, 1)
+        for _ in range(2):
+            with pytest.raises(kind, match=message):
+                stream.take(30)
+        update(stream, manager, 2)  # does not wait for a stream that has ended
+
+
+def test_engine_that_fails_ends_the_stream(group):
+    manager = managed(group, SamplingParams(400))
+    with streaming(manager) as stream:
+        update(stream, manager, 1)
+        time.sleep(0.05)
+        group.load(None, 1)
+        with pytest.raises(RolloutError, match="the logits are not finite"):
+            stream.take(30)
+
+
+def test_it_leaves_no_thread_and_no_request(group):
+    before = set(threading.enumerate())
+    manager = managed(group, SamplingParams(400))
+    with streaming(manager) as stream:
+        update(stream, manager, 1)
+        with pytest.raises(TimeoutError):
+            stream.take(0.1)
+        with pytest.raises(ValueError, match="the manager has a stream"):
+            RolloutStream(manager, prompts, SampleBuffer(B))
+    with pytest.raises(RolloutError, match="the stream was closed"):
+        stream.take()
+    stream.close()
+    assert [worker.running for worker in group.execute_all_sync("load_of_engine")] == [0, 0]
+    manager.close()
+    left = {thread for thread in threading.enumerate() if thread.name != "engine"} - before
+    assert not left
+    assert manager.stream is None and pickle.loads(pickle.dumps(stream.buffer.metrics()))
+    with streaming(manager) as again:
+        assert manager.stream is again
+
+
+def test_wrong_arguments_are_refused(group):
+    manager = managed(group)
+    for options, message in (
+        ({"update_mode": "stop"}, "update_mode='stop'; expected 'wait' or 'interrupt'"),
+        ({"requests_per_worker": 0}, "requests_per_worker=0; expected at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RolloutStream(manager, prompts, SampleBuffer(B), **options)
+    with pytest.raises(ValueError, match="needs a reward function and samples_per_prompt > 1"):
+        RolloutStream(managed(group, function=None), prompts, SampleBuffer(B), dynamic_sampling=True)
+    with pytest.raises(TypeError, match="expected a RolloutManager of this process"):
+        RolloutStream(group, prompts, SampleBuffer(B))
+    assert manager.stream is None
+
+
+def test_saved_state_goes_on_where_it_was(group):
+    manager = managed(group, LONG)
+    found = []
+    with streaming(manager, max_staleness=2, mode="interrupt", requests_per_worker=2 * SAMPLES) as stream:
+        for version in (1, 2, 3):
+            update(stream, manager, version)
+            found += stream.take(30)["group_ids"][::SAMPLES].tolist()
+        state = pickle.loads(pickle.dumps(stream.state_dict()))
+        stream.take(30)  # trained by the run that dies, and lost with it
+    again = managed(group, LONG)
+    with streaming(again, max_staleness=2) as stream:
+        stream.load_state_dict(state)
+        for version in (4, 5, 6):
+            update(stream, again, version)
+            data = stream.take(30)
+            check_log_probs(data)
+            found += data["group_ids"][::SAMPLES].tolist()
+    assert found == list(range(6 * B))
+
+
+def test_no_worker_with_the_version_is_an_error_or_a_refresh(group):
+    manager = managed(group)
+    with streaming(manager, max_staleness=1) as stream:
+        with pytest.raises(ValueError, match="before the first"):
+            stream.take(1)
+        update(stream, manager, 1)
+        stream.take(30)
+        group.restart()
+        with pytest.raises(WeightVersionError, match=r"needs weight version 1, but no worker has it: \{0: 0, 1: 0\}"):
+            while True:
+                stream.take(30)
+        manager.refresh = lambda: update(stream, manager, manager.weight_version + 1)
+        assert len(stream.take(30)["group_ids"]) == B * SAMPLES
+
+
+def test_killed_workers_lose_nothing(ray_cluster):
+    """Both workers are killed, one after the other, in the middle of groups."""
+    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, made(0.001), collectives=False) as group:
+        manager = managed(group, LONG)
+        with streaming(manager, max_staleness=3, mode="interrupt") as stream:
+            manager.refresh = lambda: update(stream, manager, manager.weight_version + 1)
+            found = []
+            for version in range(1, 7):
+                if manager.weight_version is None or version > manager.weight_version:
+                    update(stream, manager, version)
+                if version in (2, 4):
+                    pids = group.execute_all_sync("pid_of_process")
+                    os.kill(pids[version // 2 - 1], signal.SIGKILL)
+                data = stream.take(60)
+                check_log_probs(data)
+                found += data["group_ids"][::SAMPLES].tolist()
+            assert found == list(range(6 * B))
+            assert stream.metrics()["rollout/restarts"] == 2
+            assert isinstance(stream.buffer._groups[6 * B].data, (ray.ObjectRef, type(None)))

@@ -1,0 +1,322 @@
+"""Router: gives the groups of a `SampleBuffer` to rollout workers, one at a time and by load, and collects them.
+
+Threads: all methods are called by the thread of a `RolloutStream`, except `_rewarded`: the rewards of a finished group
+are computed in the threads of the manager's reward runner, which then put the group into the buffer. No locks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from single_controller import (
+    CallTimeoutError,
+    GroupBrokenError,
+    ResultLostError,
+    SingleControllerError,
+    WorkerDiedError,
+)
+from workers.rollout.collate import token_versions
+from workers.rollout.engine import Completion
+from workers.rollout.errors import RolloutError
+from workers.rollout.exchange import Attempt, FinishedGroup, GroupRequest, Orders, Report
+from workers.rollout.manager import RolloutManager, checked_values, token_ids
+from workers.rollout.rewards import Sample
+from workers.rollout.sample_buffer import SampleBuffer
+from workers.seeds import mixed_seed
+
+logger = logging.getLogger(__name__)
+
+Prompts = Callable[[int], Any]
+"""``prompts(rollout_id)``: the prompts of a rollout, as `RolloutManager.generate` takes them, or (prompts, extras)."""
+
+WAIT_SECONDS = (0.02, 0.1)
+"""How long workers wait in one exchange for a group to finish. At first the former; up to the latter while nothing
+happens, and longer if exchanges take long by themselves, so that they take half of the time at most."""
+
+REPORT_SECONDS = 1.0
+"""How old the reports of idle workers may be, and how long workers wait in an exchange at most."""
+
+MAX_LOSSES = 3
+"""A group whose worker has died this many times is an error: it may be the reason."""
+
+ROLLOUTS = 64
+"""Of how many rollouts the prompts are kept. They can be asked for again."""
+
+
+class Generated(NamedTuple):
+    """What the buffer holds of a complete group, or of the partial completions of an interrupted one.
+
+    Attributes:
+        prompt: token ids.
+        completions: one per sample; each with the versions of its tokens.
+        rewards: one per sample; None if there is no reward function, or if the group is not complete.
+    """
+
+    prompt: list[int]
+    completions: list[Completion]
+    rewards: list[float] | None = None
+
+
+@dataclass(eq=False)
+class _Worker:
+    """What the router knows of one rank.
+
+    Attributes:
+        report: the last one; None after a restart.
+        running: requests that were not reported as finished.
+        unsent: attempts in ``running`` that no successful exchange has carried.
+        finished: attempts to acknowledge.
+    """
+
+    report: Report | None = None
+    running: dict[Attempt, GroupRequest] = field(default_factory=dict)
+    unsent: set[Attempt] = field(default_factory=set)
+    finished: list[Attempt] = field(default_factory=list)
+
+    @property
+    def requests(self) -> int:
+        return sum(len(request.seeds) for request in self.running.values())
+
+
+class Router:
+    """See the module's docstring. `RolloutStream` has the arguments.
+
+    Attributes:
+        restarts: of workers, so far.
+    """
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        prompts: Prompts,
+        buffer: SampleBuffer,
+        *,
+        dynamic_sampling: bool,
+        requests_per_worker: int,
+    ) -> None:
+        self.restarts = 0
+        self._buffer = buffer
+        self._manager = manager
+        self._prompts = prompts
+        self._dynamic_sampling = dynamic_sampling
+        self._limit = requests_per_worker
+        self._id = uuid.uuid4().hex[:12]
+        self._attempts = itertools.count()
+        self._workers = [_Worker() for _ in range(manager.group.world_size)]
+        self._reported: tuple[float, int | None] = (-REPORT_SECONDS, None)
+        self._wait = WAIT_SECONDS[0]
+        self._overhead = 0.0
+        self._rollouts: dict[int, tuple[list[list[int]], Mapping[str, Sequence[Any]]]] = {}
+        self._losses: dict[int, int] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether workers generate."""
+        return any(worker.running for worker in self._workers)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for an exchange."""
+        at, version = self._reported
+        old = time.monotonic() - at > REPORT_SECONDS or version != self._buffer.version
+        return old or any(worker.running or worker.finished for worker in self._workers)
+
+    def begin_groups(self) -> None:
+        """Assign groups to the workers that have the buffer's version and room, while the buffer admits any."""
+        version = self._buffer.version
+        current = [one for one in self._workers if one.report is not None and one.report.weight_version == version]
+        while free := [worker for worker in current if self._has_room(worker)]:
+            begun = self._buffer.begin()
+            if begun is None:
+                return
+            worker = min(free, key=lambda one: one.requests)
+            request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
+            worker.running[request.attempt] = request
+            worker.unsent.add(request.attempt)
+
+    def _has_room(self, worker: _Worker) -> bool:
+        waiting = 0 if worker.report is None else worker.report.load.waiting
+        more = worker.requests + self._manager.samples_per_prompt
+        return not waiting and (not worker.running or more <= self._limit)
+
+    def _request(self, number: int, partial: Generated | None) -> GroupRequest:
+        manager, (rollout_id, index) = self._manager, divmod(number, self._buffer.groups_per_batch)
+        prompt = self._rollout(rollout_id)[0][index] if partial is None else partial.prompt
+        completions = None if partial is None else partial.completions
+        samples = manager.samples_per_prompt if completions is None else len(completions)
+        seeds = [mixed_seed(manager.seed, rollout_id, index, sample) for sample in range(samples)]
+        attempt = Attempt(number, next(self._attempts))
+        return GroupRequest(attempt, prompt, manager.sampling_params, seeds, completions)
+
+    def _rollout(self, rollout_id: int) -> tuple[list[list[int]], Mapping[str, Sequence[Any]]]:
+        """Return the prompts of a rollout, and their extras."""
+        if rollout_id not in self._rollouts:
+            given = self._prompts(rollout_id)
+            prompts, extras = given if isinstance(given, tuple) else (given, {})
+            if len(prompts) != self._buffer.groups_per_batch:
+                raise ValueError(
+                    f"prompts({rollout_id}) returned {len(prompts)} prompts; expected {self._buffer.groups_per_batch}"
+                )
+            first = rollout_id * len(prompts)
+            ids = [token_ids(first + index, prompt) for index, prompt in enumerate(prompts)]
+            self._rollouts[rollout_id] = (
+                ids,
+                {name: checked_values(name, values, len(ids)) for name, values in extras.items()},
+            )
+            if len(self._rollouts) > ROLLOUTS:
+                del self._rollouts[next(iter(self._rollouts))]
+        return self._rollouts[rollout_id]
+
+    def exchange(self, *, abort_all: bool = False) -> list[Report] | None:
+        """Give the workers their orders, and handle what they report.
+
+        Args:
+            abort_all: end all groups that are running.
+
+        Returns:
+            The reports. None if a worker died: its groups were given back, and the other orders have to be repeated.
+        """
+        expired = set(self._buffer.expired())
+        wait = min(max(self._wait, self._overhead), REPORT_SECONDS)
+        version = self._buffer.version
+        orders = [
+            Orders(
+                self._id,
+                version,
+                [worker.running[attempt] for attempt in sorted(worker.unsent)],
+                [attempt for attempt in worker.running if abort_all or attempt.number in expired],
+                list(worker.finished),
+                wait,
+            )
+            for worker in self._workers
+        ]
+        exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
+        began = time.monotonic()
+        try:
+            reports: list[Report] = exchange(orders)
+        except (WorkerDiedError, CallTimeoutError, GroupBrokenError) as error:
+            self._recover(error)
+            return None
+        except ResultLostError:
+            return None  # the workers are alive, and orders may be repeated
+        ended = time.monotonic()
+        self._reported, self._overhead = (ended, version), max(0.0, ended - began - wait)
+        for worker in self._workers:
+            worker.unsent.clear()
+            worker.finished.clear()
+        busy = any(order.submit or order.abort for order in orders) or any(report.finished for report in reports)
+        self._wait = WAIT_SECONDS[0] if busy else min(2 * self._wait, WAIT_SECONDS[1])
+        for report in reports:
+            self._handle(report)
+        return reports
+
+    def _recover(self, error: SingleControllerError) -> None:
+        """Restart the workers that died, and give their groups back."""
+        group = self._manager.group
+        if group.broken is None:
+            return  # somebody else has restarted it; the reports will not have its groups
+        lost = sorted({*getattr(error, "ranks", ()), *(rank for rank, alive in enumerate(group.alive()) if not alive)})
+        logger.warning("restarting the rollout workers %s: %s", lost or "", str(error).partition("\n")[0])
+        try:
+            group.restart(ranks=lost or None)
+        except ValueError:  # the group may use collectives
+            lost = []
+            group.restart()
+        self.restarts += 1
+        for rank in lost or range(len(self._workers)):
+            worker, self._workers[rank] = self._workers[rank], _Worker()
+            for attempt in worker.running:
+                self._give_back_lost(attempt, error)
+
+    def _give_back_lost(self, attempt: Attempt, error: Exception | None = None) -> None:
+        losses = self._losses[attempt.number] = self._losses.get(attempt.number, 0) + 1
+        if losses >= MAX_LOSSES:
+            raise RolloutError(
+                f"group {attempt.number} was given to {losses} workers that died; its prompt may be the reason"
+            ) from error
+        self._buffer.give_back(attempt.number)
+
+    def _handle(self, report: Report) -> None:
+        worker = self._workers[report.rank]
+        worker.report = report
+        for finished in report.finished:
+            request = worker.running.pop(finished.attempt, None)
+            worker.finished.append(finished.attempt)
+            if request is not None:
+                self._finished(request, finished, report.weight_version)
+        for attempt in worker.running.keys() - set(report.running):  # somebody else has restarted the worker
+            del worker.running[attempt]
+            self._give_back_lost(attempt)
+
+    def _finished(self, request: GroupRequest, finished: FinishedGroup, version: int | None) -> None:
+        number = request.attempt.number
+        if finished.error is not None:
+            raise finished.error
+        self._losses.pop(number, None)
+        completions = [
+            Completion(one.token_ids, one.log_probs, one.finish_reason, [*token_versions(one, version)])
+            for one in finished.completions
+        ]
+        group = Generated(list(request.prompt), completions)
+        tokens = sum(len(one.token_ids) for one in completions)
+        if any(one.finish_reason == "abort" for one in completions):
+            self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
+            return
+        if self._manager.rewards is None:
+            self._put(number, group)
+            return
+        samples = [Sample(number, k, group.prompt, one.token_ids) for k, one in enumerate(completions)]
+        rollout_id, index = divmod(number, self._buffer.groups_per_batch)
+        extras = {name: {number: values[index]} for name, values in self._rollout(rollout_id)[1].items()}
+        future = self._manager.rewards.submit(samples, extras)
+        future.add_done_callback(lambda done: self._rewarded(number, group, done))
+
+    def _rewarded(self, number: int, group: Generated, done: Future[list[float]]) -> None:
+        """A callback of the rewards, in one of their threads."""
+        try:
+            self._put(number, group._replace(rewards=done.result()))
+        except CancelledError:
+            self._buffer.fail(RolloutError("the rewards were cancelled"))
+        except BaseException as error:
+            self._buffer.fail(error)
+
+    def _put(self, number: int, group: Generated) -> None:
+        versions = [
+            version for one in group.completions for version in one.weight_versions or () if version is not None
+        ]
+        flat = self._dynamic_sampling and group.rewards is not None and len(set(group.rewards)) == 1
+        self._buffer.put(
+            number,
+            store(group),
+            versions=(min(versions), max(versions)) if versions else None,
+            flat=flat,
+            tokens=len(versions),
+        )
+
+    def leave(self) -> None:
+        """Abort what is running; the workers keep nothing of this stream."""
+        if self.due:
+            try:
+                self._manager.group.exchange([Orders(uuid.uuid4().hex) for _ in self._workers])
+            except SingleControllerError as error:
+                logger.debug("the stream could not take leave of its workers: %s", error)
+
+
+def store(value: Any) -> Any:
+    """Put a value into Ray's object store, if Ray runs: the driver then keeps a reference."""
+    import ray
+
+    return ray.put(value) if ray.is_initialized() else value
+
+
+def load(value: Any) -> Any:
+    import ray
+
+    return ray.get(value) if isinstance(value, ray.ObjectRef) else value

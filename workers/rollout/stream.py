@@ -1,0 +1,301 @@
+"""RolloutStream: generates in the background, while the trainer trains, into a `SampleBuffer`. docs/async-rl.md says
+what that means for the samples.
+
+Threads: "rollout-stream" runs the router: it gives groups to the workers, one at a time and by load, and collects them.
+`RolloutStream.close` ends it; so does an error, which `RolloutStream.take` raises. The rewards of a finished group are
+computed in the threads of the manager's reward runner, which then put the group into the buffer.
+Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_idle``, ``_ended``, ``_closed`` and
+``_stuck``. It is a leaf; the buffer has a lock of its own. Everything else belongs to the router's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from single_controller.base.closing import Closing
+from workers.rollout.collate import collate_completions
+from workers.rollout.errors import RolloutError, WeightVersionError
+from workers.rollout.exchange import Report
+from workers.rollout.manager import RolloutManager
+from workers.rollout.router import Generated, Prompts, Router, load, store
+from workers.rollout.sample_buffer import SampleBuffer
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+logger = logging.getLogger(__name__)
+
+UpdateMode = Literal["wait", "interrupt"]
+
+IDLE_SECONDS = 0.02
+"""How often the router looks for something to do, and `RolloutStream.take` for workers without weights."""
+
+REQUESTS_PER_WORKER = 256
+
+CLOSE_SECONDS = 10.0
+
+
+class RolloutStream(Closing):
+    """Generates groups (all samples of one prompt) all the time, as far as the buffer admits them.
+
+    `take` returns the next batch, as `RolloutManager.generate` would. `RayTrainGroup.update_weights` pauses the stream
+    by itself; around updates of your own, use `updating`. When a worker dies, its groups are given to others, and it is
+    restarted; it generates again after the next update. A context manager.
+
+    Args:
+        manager: the manager, in this process. Its group's engines must have requests (`RequestEngine`). A group that
+            was created with ``collectives=False`` keeps the other workers when one dies.
+        prompts: see `Prompts`; called in the router's thread, for rollouts of ``buffer.groups_per_batch`` prompts.
+            Group n is prompt n modulo that of rollout n divided by it. With a dynamic sampling, further rollouts
+            replace what was filtered, also beyond the last one.
+        buffer: the store, which says how old samples may be. It belongs to the stream from now on.
+        update_mode: what an update does with requests that are running. "wait": it waits for their ends. "interrupt":
+            it aborts them; they continue afterwards, on any worker, with the new weights.
+        dynamic_sampling: filter groups whose rewards are all equal. Give the buffer a ``max_filtered``, or `take` waits
+            for ever once all groups are so.
+        requests_per_worker: largest number of completions that a worker is given at a time, at least one group.
+
+    Raises:
+        TypeError: the manager is not a `RolloutManager` of this process, or ``prompts`` is not a function.
+        ValueError: an option is out of range, or the manager has another stream.
+    """
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        prompts: Prompts,
+        buffer: SampleBuffer,
+        *,
+        update_mode: UpdateMode = "wait",
+        dynamic_sampling: bool = False,
+        requests_per_worker: int = REQUESTS_PER_WORKER,
+    ) -> None:
+        if not isinstance(manager, RolloutManager) or not callable(prompts) or not isinstance(buffer, SampleBuffer):
+            raise TypeError(
+                "RolloutStream: expected a RolloutManager of this process, a function (rollout id) -> prompts, and a "
+                f"SampleBuffer; got {manager!r:.80}, {prompts!r:.80} and {buffer!r:.80}"
+            )
+        if update_mode not in ("wait", "interrupt"):
+            raise ValueError(f"RolloutStream: update_mode={update_mode!r}; expected 'wait' or 'interrupt'")
+        if not isinstance(requests_per_worker, int) or requests_per_worker < 1:
+            raise ValueError(f"RolloutStream: requests_per_worker={requests_per_worker!r}; expected at least 1")
+        if dynamic_sampling and (manager.samples_per_prompt < 2 or manager.rewards is None):
+            raise ValueError("RolloutStream: dynamic_sampling needs a reward function and samples_per_prompt > 1")
+        if manager.stream is not None:
+            raise ValueError("RolloutStream: the manager has a stream; close it first")
+        self.buffer = buffer
+        self._manager = manager
+        self._update_mode = update_mode
+        self._router = Router(
+            manager, prompts, buffer, dynamic_sampling=dynamic_sampling, requests_per_worker=requests_per_worker
+        )
+        self._changed = threading.Condition()
+        self._pauses = 0
+        self._idle = False
+        self._ended = False
+        self._closed = False
+        self._stuck: dict[int, int | None] | None = None
+        """Rank -> weight version, if no worker has that of the buffer."""
+        self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
+        self._thread.start()
+        manager.stream = self
+
+    @classmethod
+    def from_args(cls, args: Any, manager: RolloutManager, prompts: Prompts) -> RolloutStream:
+        """Create a stream and its buffer as a training run's configuration says; see `workers.train.args`.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
+        """
+        from workers.train.args import read_args
+
+        args = read_args(args)
+        buffer = SampleBuffer(
+            args.rollout_batch_size,
+            max_staleness=args.max_staleness if args.async_rollout else 0,
+            on_stale=args.on_stale,
+            order=args.rollout_order,
+            window=args.rollout_window,
+            update_interval=args.update_weights_interval,
+            num_batches=args.num_rollout,
+            max_filtered=4 * args.rollout_batch_size
+            if args.dynamic_sampling_max is None
+            else args.dynamic_sampling_max,
+        )
+        return cls(
+            manager,
+            prompts,
+            buffer,
+            update_mode=args.update_weights_mode,
+            dynamic_sampling=args.dynamic_sampling,
+        )
+
+    # --- for the driver's script ----------------------------------------------------------------------------------
+
+    def take(self, timeout: float | None = None) -> TensorDict:
+        """Wait for the next batch. It says that the batch before is trained; see `SampleBuffer.take`.
+
+        If no worker has the version of the last update, because they were restarted, the manager's ``refresh`` is
+        called.
+
+        Args:
+            timeout: seconds to wait, or None. After a timeout, call it again.
+
+        Returns:
+            One row per completion, as `RolloutManager.generate` returns them. ``group_ids`` are the groups' numbers.
+
+        Raises:
+            TimeoutError: the batch is not complete.
+            PromptError, RewardError: as `RolloutManager.generate`. The stream has ended, as after any other error of
+                it.
+            WeightVersionError: no worker has the version of the last update, and there is no ``refresh``, or it did
+                not help.
+            ValueError: all batches were taken, or there was no update of the weights yet.
+            SingleControllerError: a worker could not be restarted, or a call of the group failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        refreshed = -1
+        while True:
+            left = IDLE_SECONDS if deadline is None else max(0.0, min(IDLE_SECONDS, deadline - time.monotonic()))
+            try:
+                taken = self.buffer.take(left)
+                break
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+            with self._changed:
+                stuck = self._stuck
+            if stuck is not None:
+                self._refresh(stuck, again=refreshed == self._router.restarts)
+                refreshed = self._router.restarts
+        with self._changed:
+            self._changed.notify_all()  # the router may begin further groups
+        groups: list[Generated] = [load(one.payload) for one in taken]
+        rows = [
+            (group.prompt, completion, one.number)
+            for one, group in zip(taken, groups, strict=True)
+            for completion in group.completions
+        ]
+        rewards = [reward for group in groups for reward in group.rewards or ()]
+        return collate_completions(
+            [prompt for prompt, _, _ in rows],
+            [completion for _, completion, _ in rows],
+            group_ids=[number for _, _, number in rows],
+            weight_versions=[None] * len(rows),
+            rewards=rewards if self._manager.reward_function is not None else None,
+            pad_token_id=self._manager.pad_token_id,
+        )
+
+    def _refresh(self, stuck: dict[int, int | None], *, again: bool) -> None:
+        refresh, version = self._manager.refresh, self.buffer.version
+        error = WeightVersionError(
+            f"the stream needs weight version {version}, but no worker has it: {stuck} (rank: version); update the "
+            "workers' weights",
+            expected=version,
+            versions=stuck,
+        )
+        if refresh is None or again:
+            raise error
+        logger.warning("%s. Calling refresh()", error)
+        refresh()  # and so `updating`
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, no worker generates for the stream, so that their weights can be updated. See ``update_mode`` for
+        what was running. Afterwards it goes on with the workers that have ``manager.weight_version``; if that is None,
+        with those whose weights were never updated."""
+        with self._changed:
+            self._pauses += 1
+            self._changed.notify_all()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._idle or self._ended)
+            yield
+            self.buffer.set_version(self._manager.weight_version or 0)
+        finally:
+            with self._changed:
+                self._pauses -= 1
+                self._idle = False
+                self._stuck = None  # until the workers have reported again
+                self._changed.notify_all()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what happened since the last call; see `SampleBuffer.metrics`. ``rollout/restarts``: restarts of
+        workers since the beginning."""
+        return {**self.buffer.metrics(), "rollout/restarts": float(self._router.restarts)}
+
+    def state_dict(self, *, trained: int | None = None) -> dict[str, Any]:
+        """Return the state for a checkpoint, as `RayTrainGroup.save_model` takes it; see `SampleBuffer.state_dict`."""
+        return self.buffer.state_dict(load, trained=trained)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from a state, before the first update. Each prompt that was not trained is generated, or was.
+
+        The versions of the weights must continue, too: with `RayTrainGroup.driver_state` they do.
+
+        Raises:
+            ValueError: see `SampleBuffer.load_state_dict`; or the state is None.
+        """
+        if state is None:
+            raise ValueError("the checkpoint has no state of a stream: save_model() got no driver_state")
+        self.buffer.load_state_dict(state, restore=store)
+
+    def close(self) -> None:
+        """End the thread, and abort what is being generated. `take` raises from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.buffer.fail(RolloutError("the stream was closed"))
+        if self._manager.stream is self:
+            self._manager.stream = None
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("the rollout stream has not ended within %.0f s; a call of its workers hangs", CLOSE_SECONDS)
+
+    # --- the router's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._step()
+            self._router.leave()
+        except BaseException as error:
+            self.buffer.fail(error)
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _step(self) -> None:
+        with self._changed:
+            paused = self._pauses > 0
+            if paused and self._idle:
+                self._changed.wait()
+                return
+        if not paused:
+            self._router.begin_groups()
+        if paused or self._router.due:
+            reports = self._router.exchange(abort_all=paused and self._update_mode == "interrupt")
+            if reports is not None:
+                self._look(reports, paused)
+        else:
+            with self._changed:
+                if not self._closed and not self._pauses:
+                    self._changed.wait(IDLE_SECONDS)
+
+    def _look(self, reports: list[Report], paused: bool) -> None:
+        """Tell the other threads what the last exchange says about the workers."""
+        version = self.buffer.version
+        versions = {report.rank: report.weight_version for report in reports}
+        with self._changed:
+            if paused and self._pauses:
+                # All have reported since the pause began, so that no death goes unnoticed until the update meets it.
+                self._idle = not self._router.running
+                self._changed.notify_all()
+            elif not self._pauses and version is not None:
+                self._stuck = None if version in versions.values() else versions
