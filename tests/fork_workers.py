@@ -42,16 +42,27 @@ PRELOADED = (
 )
 """What the server imports."""
 
+WITHOUT_RAY = (
+    "numpy",
+    "omegaconf",
+    "tensordict",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+)
+"""What it imports for workers of several jobs."""
+
 STARTING = """#!/bin/sh
 exec {python} "$@"
 """
 FORKING = """#!/bin/sh
 case "$RAY_JOB_ID $1" in
-"{job} "*/default_worker.py | "{job} "*/setup_worker.py) exec {python} -IS {client} {address} "$@" ;;
+{job}" "*/default_worker.py | {job}" "*/setup_worker.py) exec {python} -IS {client} {address} "$@" ;;
 *) exec {python} "$@" ;;
 esac
 """
-"""Ray's native library reads the job when it is loaded, so workers of other jobs are not forked."""
+"""Ray's native library reads the job when it is loaded: a server that has loaded it forks workers of one job only."""
 
 CLIENT = """
 import json, os, socket, sys
@@ -63,8 +74,13 @@ server.recv(1)  # returns when the worker has ended
 
 
 @contextlib.contextmanager
-def forked_workers():
-    """Start Ray inside, and then call what this yields. Keep the context open until Ray is shut down."""
+def forked_workers(*, every_job=False):
+    """Start Ray inside, and then call what this yields. Keep the context open until Ray is shut down.
+
+    Args:
+        every_job: fork the workers of all drivers that connect to this Ray, not only of this one. They import Ray after
+            the fork. The call then returns the server's address, for `fork_script`.
+    """
     python = sys.executable
     with tempfile.TemporaryDirectory(prefix="fork-") as folder, contextlib.ExitStack() as stack:
         address, client, program = (Path(folder) / name for name in ("socket", "client.py", "python"))
@@ -79,8 +95,10 @@ def forked_workers():
             raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
             job = ray.get_runtime_context().get_job_id()
             read_when_loaded = {"RAY_AUTH_MODE": "token", "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(raylet)}
+            if every_job:
+                job, read_when_loaded = "*", {}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            command = [python, __file__, str(address)]
+            command = [python, __file__, str(address), *(WITHOUT_RAY if every_job else PRELOADED)]
             server = stack.enter_context(subprocess.Popen(command, env={**read_when_loaded, **os.environ}, **pipes))
             if server.stdout.readline() != b"ready\n":
                 raise RuntimeError("the server that forks Ray's workers has not started; its error is above")
@@ -88,6 +106,7 @@ def forked_workers():
             forking.write_text(FORKING.format(python=python, client=client, address=address, job=job))
             forking.chmod(0o755)
             forking.replace(program)
+            return address
 
         sys.executable = str(program)
         try:
@@ -96,9 +115,21 @@ def forked_workers():
             sys.executable = python
 
 
-def serve(address):
+def fork_script(address, *arguments, environment):
+    """Run a Python script as a fork of the server.
+
+    Returns:
+        A socket, which reads as closed when the process has ended.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(address))
+    connection.sendall(json.dumps([arguments, environment, os.getcwd()]).encode() + b"\n")
+    return connection
+
+
+def serve(address, *modules):
     """Fork a worker for each request, until stdin is closed."""
-    for name in PRELOADED:
+    for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # no worker needs to look at these objects
@@ -150,4 +181,4 @@ def run_script(arguments):
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])
