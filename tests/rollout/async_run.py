@@ -5,18 +5,24 @@ workers, the loop of tutorials/train_grpo.py. tests/rollout/nothing_lost.py kill
 
 FOLDER/config.json says how; the run leaves there what happened:
 
-- ``phase``: what the driver does now.
+- ``phases``: what the driver did, and when; the last line is what it does now.
 - ``pids/KIND-PID``: a file for each process of the run.
 - ``witness.jsonl``: what the trainer was given to train on, written by the trainer. Each line has a digest of the
   model's weights before and after, so that the lines form chains: that of the weights at the end is what the model has
   learned from, however often the run was killed, and whatever was lost with it.
+- ``die in update``, ``die in save``: made by others; the next rollout worker that gets weights, or the trainer while it
+  writes the next checkpoint, removes the file and kills itself.
 - ``driver.log``, and ``ended``, with the digest of the weights, when the run is complete.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import random
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -80,13 +86,25 @@ def here(folder, kind):
     (Path(folder) / "pids" / f"{kind}-{os.getpid()}").touch()
 
 
+def die(folder, moment, seconds=0.0):
+    """Kill this process after some seconds, if there is a file ``die in MOMENT``. One process dies for each file."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(Path(folder) / f"die in {moment}")
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Paced(HFEngine):
     """Sleeps in each step, so that generation takes long and costs little."""
 
     def __init__(self, *args, folder, seconds, **options):
         here(folder, "rollout")
         super().__init__(*args, **options)
-        self.seconds = seconds
+        self.folder, self.seconds = folder, seconds
+
+    def load_weights(self, weights):
+        die(self.folder, "update")
+        super().load_weights(weights)
 
     def _step(self, batch):
         time.sleep(self.seconds)
@@ -129,6 +147,11 @@ class Witness(FSDPTrainWorker):
             after=self.digest(),
         )
         return metrics
+
+    def save_model(self, step, force_sync=False, driver_state=None):
+        seconds = random.uniform(0, 0.05)
+        threading.Thread(target=die, args=(self.folder, "save", seconds), daemon=True).start()
+        return super().save_model(step, force_sync, driver_state)
 
 
 def run(folder, config, phase):
@@ -197,10 +220,9 @@ def main(folder):
     os.dup2(log, 1)
     os.dup2(log, 2)
     here(folder, "driver")
-    now = os.open(folder / "phase", os.O_WRONLY | os.O_CREAT)
 
     def phase(name, rollout_id=0):
-        os.pwrite(now, f"{name} {rollout_id}".ljust(32).encode(), 0)
+        append(folder / "phases", phase=name, rollout_id=rollout_id, at=time.time())
 
     phase("start")
     config = json.loads((folder / "config.json").read_text())

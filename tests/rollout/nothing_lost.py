@@ -2,9 +2,10 @@
 
     python tests/rollout/nothing_lost.py --runs 50
 
-A run is tests/rollout/async_run.py. At moments drawn uniformly over the duration of a run, its driver, a rollout worker
-or its trainer gets SIGKILL. A run whose driver has ended, killed or with the error of a trainer's death, is started
-again with ``load``, at once; the death of a rollout worker must not end a run that trains. At the end:
+A run is tests/rollout/async_run.py. At random moments of its start and of its training, its driver, a rollout worker or
+its trainer gets SIGKILL; some kills are aimed at the middle of an update or of a checkpoint. A run whose driver has
+ended, killed or with the error of a trainer's death, is started again with ``load``, at once. The death of a rollout
+worker must not end a run that trains. At the end:
 
 - The weights have been trained on each prompt exactly once. The trainer's witness says so, of the weights that are
   there at the end; what it says of weights that were lost does not count.
@@ -47,6 +48,9 @@ BATCH, SAMPLES, ROLLOUTS = 3, 2, 8
 MOST_KILLS = 3
 """In one run."""
 
+AIMED = 0.2
+"""Share of the kills that come in the middle of an update or of a checkpoint, which are short."""
+
 HANG = 120.0
 """Seconds after which a run that was started has to have ended, by itself or because it was killed."""
 
@@ -61,6 +65,7 @@ class Run:
         self.folder, self.server, self.rng = folder, server, rng
         self.starts, self.kills = 0, []
         self.lost = self.staleness = 0
+        self.gone = 0.0
         self.args = {
             "seed": seed,
             "rollout_batch_size": BATCH,
@@ -73,7 +78,7 @@ class Run:
             "async_save": rng.random() < 0.5,
         }
         (folder / "pids").mkdir(parents=True)
-        config = {"address": address, "seconds_per_token": 0.01, "args": self.args}
+        config = {"address": address, "seconds_per_token": 0.02, "args": self.args}
         (folder / "config.json").write_text(json.dumps(config))
 
     def play(self, moments):
@@ -101,17 +106,31 @@ class Run:
 
     def _kill(self):
         """Kill one of the processes. Returns whether the run may end now."""
+        if self.rng.random() < AIMED:
+            kind, moment = self.rng.choice((("rollout", "update"), ("trainer", "save")))
+            if not (self.folder / f"die in {moment}").exists():
+                (self.folder / f"die in {moment}").touch()
+                self.kills.append((kind, moment, "itself"))
+            return kind == "trainer"
         kind = self.rng.choice(KINDS)
         pids = self.living(kind, self.began)
         if not pids:
             kind, pids = "driver", self.living("driver", self.began)
         if not pids or self.ended:
             return False
-        phase = (self.folder / "phase").read_text().split()
+        now = self._lines("phases")[-1]
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.rng.choice(pids), signal.SIGKILL)
-        self.kills.append((kind, phase[0], "@".join([kind, " ".join(phase)])))
-        return kind != "rollout" or phase[0] == "start"
+        self.kills.append((kind, now["phase"], now["rollout_id"]))
+        return kind != "rollout" or now["phase"] == "start"
+
+    def _lines(self, name):
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    def seconds(self):
+        """How long the last start took, and what came after it."""
+        times = [line["at"] for line in self._lines("phases") if line["phase"] != "start" and line["at"] > self.began]
+        return (times[0] - self.began, times[-1] - times[0]) if times else (0.0, 0.0)
 
     def living(self, kind="*", since=0.0):
         """The pids of the run's processes, or of those that began later than a time."""
@@ -120,7 +139,7 @@ class Run:
 
     def check(self):
         """Check what is described at the top of the file."""
-        lines = [json.loads(line) for line in (self.folder / "witness.jsonl").read_text().splitlines()]
+        lines = self._lines("witness.jsonl")
         trained = chain(lines, (self.folder / "ended").read_text())
         assert [line["rollout_id"] for line in trained] == list(range(ROLLOUTS)), trained
         prompts = Counter(prompt for line in trained for prompt in line["prompts"])
@@ -176,7 +195,12 @@ def play(run, moments, before):
     began = time.monotonic()
     try:
         run.play(moments)
+        ended = time.monotonic()
         wait_gone(before, run)
+        run.gone = time.monotonic() - ended
+        run.kills = [
+            kill for kill in run.kills if kill[2] != "itself" or not (run.folder / f"die in {kill[1]}").exists()
+        ]
         run.check()
     except AssertionError as error:
         say(f"FAILED: {error}\n{run.log()}\nKilled: {run.kills}. Settings: {run.args}. See {run.folder}")
@@ -184,7 +208,6 @@ def play(run, moments, before):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return run, time.monotonic() - began, False
-    shutil.rmtree(run.folder)
     return run, time.monotonic() - began, True
 
 
@@ -204,19 +227,26 @@ def main():
             counts["numbers"] += 1
             return play(Run(Path(folder) / str(counts["numbers"]), address, server, rng, given.seed), moments, before)
 
-        _, seconds, right = played(())
+        run, _, right = played(())
         if not right:
             return 1
-        say(f"  -  nothing killed, {seconds:.1f} s")
+        start, rest = run.seconds()
+        say(f"  -  nothing killed: started in {start:.1f} s, trained in {rest:.1f} s")
+
+        def moment():
+            """A quarter of the kills come during the start, which takes longer than in a real run's proportion."""
+            return rng.uniform(0, start) if rng.random() < 0.25 else start + rng.uniform(0, rest)
+
         while counts["runs"] < given.runs:
-            run, took, right = played([rng.uniform(0, seconds) for _ in range(rng.randint(1, MOST_KILLS))])
+            run, took, right = played([moment() for _ in range(rng.randint(1, MOST_KILLS))])
             if right and not run.kills:
                 continue  # it had ended before the moment came
             counts.update(runs=1, right=right, kills=len(run.kills), lost=run.lost)
             counts.update(kind for kind, _, _ in run.kills)
             counts.update(f"in {phase}" for _, phase, _ in run.kills)
-            names = ", ".join(name for _, _, name in run.kills)
-            what = f"{run.starts} starts, {run.lost} batches again, staleness up to {run.staleness}, {took:.1f} s"
+            names = ", ".join(f"{kind} in {phase} {rollout_id}" for kind, phase, rollout_id in run.kills)
+            what = f"{run.starts} starts, {run.lost} batches again, staleness up to {run.staleness}; {took:.1f} s"
+            what += f", {run.seconds()[0]:.1f} s for the last start and {run.gone:.1f} s until all was gone"
             say(f"{counts['runs']:3d}  {names or 'nothing killed'}: {what}")
         if counts["right"] == counts["runs"]:
             shutil.rmtree(folder)
