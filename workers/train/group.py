@@ -7,6 +7,7 @@ ranks. On a rank, `PolicyTrainWorker.train` takes it from there.
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    SingleControllerError,
 )
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
@@ -30,6 +32,11 @@ from workers.train.placement import cluster_has_gpus, first_slots, share_of_slot
 from workers.train.rollout_link import RolloutLink
 from workers.train.shared_rollout import SharedRollout
 from workers.train.worker import TrainWorker
+
+logger = logging.getLogger(__name__)
+
+UPDATE_TRIES = 3
+"""How often an update of the weights is tried in which rollout workers die, if they are restarted."""
 
 
 class RayTrainGroup:
@@ -364,23 +371,33 @@ class RayTrainGroup:
 
     def update_weights(self) -> int:
         """Send the weights to the rollout workers, as the next version. If the manager has a `RolloutStream`, it is
-        paused meanwhile.
+        paused meanwhile; if a rollout worker dies in the update, the stream restarts it, and the update is repeated.
 
         Returns:
             The version. With ``debug_rollout_only``, nothing is sent and the version stays.
         """
         workers = self.ready_workers("update_weights")
         version = self.weight_version + 1
+        for left in reversed(range(UPDATE_TRIES)):
+            try:
+                self._send(workers, version)
+                break
+            except SingleControllerError as error:
+                if not left or workers.broken or self._rollout is None or not self._rollout.recovers:
+                    raise
+                logger.warning("repeating an update of the weights in which a rollout worker has died: %s", error)
+        return self.weight_version
+
+    def _send(self, workers: RayWorkerGroup, version: int) -> None:
         with nullcontext() if self._rollout is None else self._rollout.updating():
             if self.args.debug_rollout_only:
-                return self.weight_version
+                return
             if self._rollout is not None:
                 if self._rollout.outdated:
                     self._rollout.introduce(workers.set_rollout_manager)
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
             workers.update_weights(*((version,) if self._takes_version else ()))
             self.weight_version = version
-        return version
 
     def onload(self) -> int:
         """Move the workers' state back to device memory. Returns the bytes, summed over all ranks."""

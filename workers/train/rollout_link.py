@@ -55,6 +55,14 @@ class RolloutLink:
         """
         return self._actors() != self._receivers
 
+    @property
+    def recovers(self) -> bool:
+        """Whether rollout workers have died that the manager's stream restarts, or has restarted since the train
+        workers were told."""
+        if _is_actor(self.manager) or getattr(self.manager, "stream", None) is None:
+            return False
+        return self.outdated or not all(self.manager.group.alive())
+
     def updating(self) -> AbstractContextManager[None]:
         """Inside, the manager's stream is paused, if it has one in this process."""
         stream = None if _is_actor(self.manager) else getattr(self.manager, "stream", None)
