@@ -35,9 +35,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = [str(folder) for folder in (HERE, HERE.parent, HERE.parent / "groups", HERE.parent.parent)]
-sys.path[:0] = FOLDERS
-os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+sys.path += [folder for folder in FOLDERS if folder not in sys.path]
+if __name__ == "__main__":  # tests/conftest.py does the same for the tests
+    os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import ray  # noqa: E402
 from footprint import Footprint, runs  # noqa: E402
