@@ -22,7 +22,6 @@ from typing import Any, Generic, TypeVar, cast
 from dispatch import jagged
 from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
-from dispatch.imported import imported
 from dispatch.jagged import Made
 from dispatch.rows import Share, share_rows
 
@@ -130,6 +129,13 @@ def register_batch_type(
     _user_types[cls] = BatchType(length, cut, join)
 
 
+def imported(name: str) -> Any:
+    """Return a module if it was imported, else None. Also None while another thread imports it: its classes may not
+    exist yet, and no value of theirs does."""
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+
+
 def user_batch_types() -> dict[type, BatchType]:
     """The types registered in this process with `register_batch_type`."""
     return dict(_user_types)
@@ -143,9 +149,9 @@ def batch_type(value: Any) -> BatchType | None:
     if isinstance(value, (list, tuple)):
         return None if fields_of(value) else _SEQUENCE
     torch, numpy, tensordict = (imported(name) for name in ("torch", "numpy", "tensordict"))
-    if jagged.is_jagged(value):
-        return _JAGGED
     if torch is not None and isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor and jagged.is_jagged(value):
+            return _JAGGED
         return _NESTED if value.is_nested else _TENSOR
     if numpy is not None and isinstance(value, numpy.ndarray):
         return _NDARRAY
@@ -161,11 +167,9 @@ def goes_whole(value: Any) -> bool:
     if value is None or isinstance(value, (str, bytes, numbers.Number, enum.Enum, Broadcast)):
         return True
     torch, numpy = imported("torch"), imported("numpy")
-    if jagged.is_jagged(value):
-        return False
     if torch is not None:
         if isinstance(value, torch.Tensor):
-            return value.ndim == 0
+            return (type(value) is torch.Tensor or not jagged.is_jagged(value)) and value.ndim == 0
         if isinstance(value, (torch.dtype, torch.device)):
             return True
     return numpy is not None and (
@@ -269,7 +273,7 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
     has_rows = length(first) is not None
 
     def join_column(column: list[Any]) -> Any:
-        return _same_on_all(column) if has_rows and _goes_whole(column[0]) else join(column, made)
+        return _same_on_all(column) if has_rows and length(column[0]) is None else join(column, made)
 
     return rebuild(first, _by_key([dict(fields_of(value) or ()) for value in values], join_column))
 
@@ -291,11 +295,6 @@ def _by_key(values: list[dict[Any, Any]], function: Callable[[list[Any]], Any]) 
         except BatchError as error:
             raise BatchError(f"at {key!r}: {error}") from None
     return made
-
-
-def _goes_whole(part: Any) -> bool:
-    """Whether a field of a batch has no rows; true also for a dict of such fields."""
-    return length(part) is None
 
 
 def _same_on_all(parts: list[Any]) -> Any:
@@ -326,9 +325,9 @@ def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:
         return None
     fields = None if batch_type(value) is not None else fields_of(value)
     if fields is not None:
-        if _goes_whole(value):
+        if length(value) is None:
             raise BatchError(f"{describe(value)} has no rows, so its padding cannot be removed")
-        return rebuild(value, {k: part if _goes_whole(part) else trim(part, rows, real, made) for k, part in fields})
+        return rebuild(value, {k: part if length(part) is None else trim(part, rows, real, made) for k, part in fields})
     found = None if goes_whole(value) else batch_type(value)
     if found is None:
         raise BatchError(f"{describe(value)} has no rows, so its padding cannot be removed")
@@ -344,10 +343,10 @@ def joins_into_new_memory(value: Any) -> bool:
     """Whether `join` copies the rows of the value or of a part of it, even of a single value. True for tensors, arrays,
     and dicts and TensorDicts with one."""
     torch, numpy = imported("torch"), imported("numpy")
-    if jagged.is_jagged(value):
-        return True
     if torch is not None and isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and value.ndim > 0
+        if type(value) is not torch.Tensor:
+            return jagged.is_jagged(value)
+        return value.layout is torch.strided and not value.is_nested and value.ndim > 0
     if numpy is not None and isinstance(value, numpy.ndarray):
         return type(value) is numpy.ndarray and value.ndim > 0 and not value.dtype.hasobject
     return any(joins_into_new_memory(part) for _, part in _parts_of(value) or ())

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
-from dispatch.imported import imported
 
 Made = dict[tuple[Any, ...], Any]
 """What was done to which ragged dims -> the offsets that it gave."""
@@ -50,9 +49,10 @@ def _without_torch_function(function: F) -> F:
 
 
 def is_jagged(value: Any) -> bool:
-    """Whether a value is a jagged tensor."""
-    nested = _nested()
-    return nested is not None and isinstance(value, nested.NestedTensor)
+    """Whether a tensor is a jagged one. Its own attributes would say so, too, but slowly."""
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    return isinstance(value, NestedTensor)
 
 
 def length(value: Any) -> int:
@@ -64,21 +64,18 @@ def length(value: Any) -> int:
 def split(value: Any, ranges: Sequence[tuple[int, int]], made: Made) -> list[Any]:
     """Return the rows ``start:stop`` of each range, as views."""
     value = compact(value, made)
-    values, dim, extremes = _values(value), value._ragged_idx - 1, _extremes(value)
-    key = ("split", _ragged_size(value), extremes, *ranges)
-    if key not in made:
+    values, dim = _values(value), value._ragged_idx - 1
+    cuts, lengths = ("split", _ragged_size(value), *ranges), ("extremes", _ragged_size(value), *ranges)
+    if cuts not in made:
         offsets = value.offsets()
         starts = offsets.tolist()  # on a device, one transfer for all ranges
-        made[key] = [
-            (
-                offsets[a : b + 1] - starts[a],
-                starts[a],
-                starts[b] - starts[a],
-                extremes and _extremes_of(starts[a : b + 1]),
-            )
-            for a, b in ranges
-        ]
-    return [_build(values.narrow(dim, start, size), offsets, dim, own) for offsets, start, size, own in made[key]]
+        made[cuts] = [(offsets[a : b + 1] - starts[a], starts[a], starts[b] - starts[a]) for a, b in ranges]
+        made[lengths] = [_extremes_of(starts[a : b + 1]) for a, b in ranges]
+    known = made[lengths] if _extremes(value) else [None] * len(ranges)
+    return [
+        _build(values.narrow(dim, start, size), offsets, dim, extremes)
+        for (offsets, start, size), extremes in zip(made[cuts], known, strict=True)
+    ]
 
 
 @_without_torch_function
@@ -139,7 +136,9 @@ def reduce(value: Any, made: Made) -> tuple[Any, ...] | None:
     None for subclasses and other devices, whose own reduction is used. It would be right for all, but takes several
     times as long, and tensors that were moved to another device one by one have an ``offsets`` object each.
     """
-    if type(value) is not _nested().NestedTensor or value.device.type not in ("cpu", "cuda"):
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    if type(value) is not NestedTensor or value.device.type not in ("cpu", "cuda"):
         return None
     value = compact(value, made)
     size = ("send", _ragged_size(value))
@@ -172,11 +171,6 @@ def _read_offsets(data: bytes, dtype: Any) -> Any:
 def _rebuild(values: Any, offsets: Any, dim: int, extremes: Extremes, requires_grad: bool) -> Any:
     value = _build(values, offsets, dim, extremes)
     return value.requires_grad_() if requires_grad else value
-
-
-def _nested() -> Any:
-    """Torch's module of jagged tensors, which `import torch` loads; None before."""
-    return imported("torch.nested._internal.nested_tensor")
 
 
 def _ragged_size(value: Any) -> Any:

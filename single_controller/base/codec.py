@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dispatch import jagged
-from dispatch.batch import described
+from dispatch.batch import described, imported
 from dispatch.buffer_pool import buffer_pool
 from dispatch.errors import DispatchError, ResultError
-from dispatch.imported import imported
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, Parameter, Shard
 from dispatch.register import MethodSpec
@@ -186,13 +185,15 @@ class _Reducers:
         if isinstance(obj, self.reference_types):
             self.references.append(obj)
             return _nth_reference, (len(self.references) - 1,)
-        if jagged.is_jagged(obj) and (reduced := jagged.reduce(obj, self.made)):
-            return *reduced, None, None, _set_attributes
         # A value of these libraries exists only after somebody has imported them.
         numpy, torch = imported("numpy"), imported("torch")
         if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(numpy, obj):
             return _reduce_array(numpy, obj)
-        if torch is not None and isinstance(obj, torch.Tensor) and _is_plain_tensor(torch, obj):
+        tensor = torch is not None and isinstance(obj, torch.Tensor)
+        if tensor and type(obj) is not torch.Tensor and jagged.is_jagged(obj):
+            if reduced := jagged.reduce(obj, self.made):
+                return *reduced, None, None, _set_attributes
+        elif tensor and _is_plain_tensor(torch, obj):
             # A batch passed for two parameters was cut into two views of the same memory; it is sent once.
             view = (
                 type(obj),

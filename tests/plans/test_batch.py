@@ -31,9 +31,8 @@ from plan_helpers import (
 from tensordict import TensorDict, tensorclass
 
 from dispatch import Broadcast, register_batch_type
-from dispatch.batch import cut, describe, goes_whole, join, length, shard, trim
+from dispatch.batch import cut, describe, goes_whole, imported, join, length, shard, trim
 from dispatch.errors import BatchError
-from dispatch.imported import imported
 from dispatch.rows import share_rows
 
 # rows, shards: divisible; more rows than shards; fewer; equal; one of either; none

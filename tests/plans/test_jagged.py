@@ -277,6 +277,13 @@ class TestRejected:
         for made, longest in ((first, 5), (second, 3), (encode(second).decode(), 3), (join([second, first]), 5)):
             assert made.to_padded_tensor(0.0).shape == (len(made), longest, 2)
 
+    def test_tensors_of_one_ragged_size_stay_so_if_torch_knows_the_longest_row_of_one(self):
+        value = torch.nested.nested_tensor([torch.ones(n, 2) for n in (1, 4, 2)], layout=torch.jagged)
+        other = torch.nested.nested_tensor_from_jagged(torch.ones(7, 2), value.offsets())
+        parts = [encode(part).decode() for part in shard({"a": value, "b": other}, share_rows(3, 2, "ragged"))]
+        for batch in (*parts, join(parts)):
+            assert (batch["a"] + batch["b"]).values().eq(2).all()
+
     def test_same_rows_in_two_entries_are_sent_once(self):
         value, _ = jagged([1, 2, 3])
         twice = shard({"a": value, "b": value}, share_rows(3, 1, "error"))[0]

@@ -235,8 +235,15 @@ def test_exit_in_an_async_function_reaches_the_caller_and_the_runner_goes_on():
         assert runner.compute(group(2, 2)) == [1.0, 1.0]
 
 
-def interrupt_when(condition):
-    """Press Ctrl-C when the condition holds."""
+@pytest.fixture
+def interrupt_when():
+    """``interrupt_when(condition)`` presses Ctrl-C when the condition holds."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell of the tests has set
+    yield _interrupt_when
+    signal.signal(signal.SIGINT, before)
+
+
+def _interrupt_when(condition):
 
     def press():
         wait_until(condition)
@@ -245,7 +252,7 @@ def interrupt_when(condition):
     threading.Thread(target=press, daemon=True).start()
 
 
-def test_ctrl_c_cancels_an_async_function():
+def test_ctrl_c_cancels_an_async_function(interrupt_when):
     started, cancelled = [], []
 
     async def judge(prompt_ids, completion_ids):
@@ -266,7 +273,7 @@ def test_ctrl_c_cancels_an_async_function():
 
 
 @pytest.mark.parametrize("kind", ["blocks its loop", "plain in the queue"])
-def test_function_that_ctrl_c_cannot_end_is_not_called_again_before_it_returns(kind):
+def test_function_that_ctrl_c_cannot_end_is_not_called_again_before_it_returns(kind, interrupt_when):
     inside, calls = [], []
 
     def reward(prompt_ids, completion_ids):
@@ -291,7 +298,7 @@ def test_function_that_ctrl_c_cannot_end_is_not_called_again_before_it_returns(k
         assert runner.compute(group(1, 1)) == [1.0]
 
 
-def test_ctrl_c_interrupts_a_plain_function():
+def test_ctrl_c_interrupts_a_plain_function(interrupt_when):
     started = []
 
     def reward(prompt_ids, completion_ids):
@@ -391,7 +398,7 @@ def test_process_that_hangs_is_killed_and_one_that_dies_is_named(ray_cluster, tm
             runner.compute(group(1, 2), extras)
 
 
-def test_ctrl_c_kills_the_processes_that_are_busy(ray_cluster, tmp_path):
+def test_ctrl_c_kills_the_processes_that_are_busy(ray_cluster, tmp_path, interrupt_when):
     with RewardRunner(hangs_or_dies, workers=1) as runner:
         interrupt_when(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text())
         with pytest.raises(KeyboardInterrupt):

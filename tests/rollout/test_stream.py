@@ -193,7 +193,7 @@ def test_groups_without_variance_are_replaced(group):
 @pytest.mark.parametrize(
     ("source", "function", "kind", "message"),
     [
-        (lambda rollout_id: [*prompts(rollout_id)[1:], [99]], reward, PromptError, "prompt 3 has a token outside"),
+        (lambda rollout_id: [*prompts(rollout_id)[1:], [99]], reward, PromptError, "prompt 3 has token ids from 99"),
         (lambda rollout_id: [[], *prompts(rollout_id)[1:]], reward, PromptError, "prompt 0 is empty"),
         (lambda rollout_id: [[3]], reward, ValueError, r"prompts\(0\) returned 1 prompts; expected 4"),
         (lambda rollout_id: 1 / 0, reward, ZeroDivisionError, "division"),
