@@ -66,6 +66,14 @@ PROMISED = {
         "the train group agrees within 1e-4: True",
         "connect(): the actor group has 2 ranks, the critic group 1",
     ],
+    "7_asynchronous_rl": [
+        "staleness by rollout: [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]",
+        "staleness by rollout: [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]",
+        "the same first batch: True and the same second one: False",
+        "staleness of the oldest token: 2.0",
+        "some completions have tokens of several versions: True",
+        "both are faster than in turns: True",
+    ],
 }
 
 RAY_LOG_LINE = re.compile(r"^(\x1b\[\d+m)*\((raylet|autoscaler|\w+( rank \d+)? pid=)")
