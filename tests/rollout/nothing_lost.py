@@ -92,6 +92,7 @@ class Run:
         kill_at = time.monotonic() + next(moments, float("inf"))
         while not self.ended:
             fatal, deadline = False, time.monotonic() + HANG
+            aimed = (self.folder / "die in save").exists()  # left by a start that ended before it wrote a checkpoint
             self.starts, self.began = self.starts + 1, time.time()
             script = str(HERE / "async_run.py"), str(self.folder)
             with fork_script(self.server, *script, environment=dict(os.environ)) as driver:
@@ -99,6 +100,7 @@ class Run:
                     assert time.monotonic() < deadline, "the run hangs"
                     fatal |= self._kill()
                     kill_at = time.monotonic() + next(moments, float("inf"))
+            fatal |= aimed and not (self.folder / "die in save").exists()
             assert fatal or self.ended, "the run has ended, though nothing was killed that it needs"
 
     @property
