@@ -408,12 +408,12 @@ def test_ctrl_c_kills_the_processes_that_are_busy(ray_cluster, tmp_path, interru
 
 
 def test_process_that_cannot_start_says_why(ray_cluster, tmp_path, monkeypatch):
-    (tmp_path / "only_here.py").write_text("def reward(prompt_ids, completion_ids): return 1.0\n")
+    (tmp_path / "reward_of_the_driver.py").write_text("def reward(prompt_ids, completion_ids): return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    import only_here
+    import reward_of_the_driver
 
-    with RewardRunner(only_here.reward, workers=1) as runner:
-        with pytest.raises(RewardError, match=r"(?s)cannot start.*No module named 'only_here'"):
+    with RewardRunner(reward_of_the_driver.reward, workers=1) as runner:
+        with pytest.raises(RewardError, match=r"(?s)cannot start.*No module named 'reward_of_the_driver'"):
             runner.compute(group(0, 1))
 
 

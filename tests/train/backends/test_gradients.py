@@ -72,6 +72,9 @@ def expected(off_policy):
     return found
 
 
+SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in every parallel configuration"))]
+
+
 @pytest.mark.parametrize(
     ("way", "most"),
     [
@@ -128,7 +131,7 @@ def test_corrections_change_nothing_where_engine_and_trainer_agree(
             assert metrics["mismatch_k1"] == metrics["mismatch_k3"] == metrics["mismatch_perplexity_gap"] == 0
 
 
-@pytest.mark.parametrize("way", [FSDP2, PP2], ids=called)
+@pytest.mark.parametrize("way", SECOND_FULL, ids=called)
 def test_rollout_whose_completions_are_all_rejected_changes_nothing(
     fsdp_groups, megatron_groups, llama_folder, data, way
 ):
@@ -141,7 +144,7 @@ def test_rollout_whose_completions_are_all_rejected_changes_nothing(
     assert distance(whole_weights(group), before) == 0.0
 
 
-@pytest.mark.parametrize("way", [FSDP2, PP2], ids=called)
+@pytest.mark.parametrize("way", SECOND_FULL, ids=called)
 def test_registered_loss_and_advantage_run_on_the_ranks(fsdp_groups, megatron_groups, llama_folder, data, way):
     """The ranks have not imported the module that registers them. In the first step REINFORCE is PPO."""
     group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
