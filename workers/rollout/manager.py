@@ -75,9 +75,11 @@ class RolloutManager:
             they do not depend on the number of workers.
         batched_rewards: call the reward function once with lists over all completions, with extras repeated for each
             completion. It returns a list, array or tensor of as many numbers.
-        reward_concurrency, reward_workers, reward_timeout, on_reward_timeout: see `RewardRunner`: how many calls of an
-            ``async`` reward function run at once; how many processes run the function, or None; the seconds that one
-            call may take, or None; and the reward of a completion whose call takes longer, or None for a `RewardError`.
+        reward_concurrency: how many calls of an ``async`` reward function run at once; None for all. See `RewardRunner`
+            for this and the next three.
+        reward_workers: how many processes run the reward function; None runs it in this process.
+        reward_timeout: seconds that one call of the reward function may take, or None.
+        on_reward_timeout: the reward of a completion whose call takes longer; None for a `RewardError`.
         pad_token_id: the padding token.
         timeout: seconds that one call of the workers may take, or None. The group is broken after a timeout.
 
