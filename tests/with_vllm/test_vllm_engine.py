@@ -80,7 +80,7 @@ def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, told):
         VLLMEngine(CONFIG, **options)
     assert caught.value.__cause__ is not None
     assert not torch.distributed.is_initialized()
-    assert left_behind() == before
+    assert left_behind() <= before
 
 
 def test_attention_heads_without_a_kernel_are_told():
@@ -109,7 +109,7 @@ class TestLlama(EngineContract):
         yield Subject(engine, CONFIG)
         engine.close()
         engine.close()
-        assert left_behind() == before and not torch.distributed.is_initialized()
+        assert left_behind() <= before and not torch.distributed.is_initialized()
         with pytest.raises(RolloutError, match="was closed"):
             engine.generate([[1]], SamplingParams(), [0])
 

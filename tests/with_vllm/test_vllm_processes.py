@@ -99,7 +99,7 @@ def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
         engine.load_weights([("lm_head.weight", torch.zeros(32, 128))])
     engine.close()
     assert not any(one.is_running() for one in ranks)
-    assert left_behind() == before
+    assert left_behind() <= before  # the start of an engine removes what killed workers have left
 
 
 def test_failed_start_leaves_no_process_and_no_file():
@@ -107,7 +107,7 @@ def test_failed_start_leaves_no_process_and_no_file():
     with pytest.raises(RolloutError, match="could not start"):
         VLLMEngine(FIELDS, tensor_parallel_size=2, block_size=32, num_gpu_blocks_override=3)
     assert not ranks_of(os.getpid())
-    assert left_behind() == before
+    assert left_behind() <= before  # the start of an engine removes what killed workers have left
 
 
 @pytest.mark.parametrize("busy", [True, False])
