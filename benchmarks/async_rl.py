@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import statistics
 import time
@@ -41,7 +40,6 @@ STEP_SECONDS, TRAIN_SECONDS = 0.003, 0.15
 LR = 10.0
 
 
-@functools.lru_cache(maxsize=100_000)
 def length_of(seed: int) -> int:
     """Tokens of a completion, its stop token included."""
     drawn = numpy.random.default_rng(seed).lognormal(numpy.log(MEDIAN_LENGTH), SIGMA)
@@ -63,17 +61,18 @@ class ToyEngine(RequestEngine):
     def serve(self) -> None:
         """See `RequestEngine.serve`."""
         running: list[Request] = []
+        lengths: dict[int, int] = {}
         while (changes := self.next_step()) is not None:
             time.sleep(STEP_SECONDS)
             running = [one for one in (*running, *changes.added) if not one.ended]
             log_probs = self.logits.log_softmax(0)
             edges = log_probs.double().exp().cumsum(0)
             for request in running[:SLOTS]:
-                place = len(request.token_ids)
-                if place + 1 == length_of(request.seed):
+                place, seed = len(request.token_ids), request.seed
+                if place + 1 == (lengths.get(seed) or lengths.setdefault(seed, length_of(seed))):
                     self.record(request, [STOP], [0.0], "stop")
                     continue
-                draw = numpy.random.default_rng((request.seed, place)).random()
+                draw = numpy.random.default_rng((seed, place)).random()
                 token = min(int(torch.searchsorted(edges, draw * float(edges[-1]))), VOCABULARY - 1)
                 self.record(request, [token], [float(log_probs[token])])
             self.busy += len(running[:SLOTS])
