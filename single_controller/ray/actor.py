@@ -25,10 +25,10 @@ from single_controller.base.codec import CallMessage, Encoded, decode_message, e
 from single_controller.base.executor import Executor
 from single_controller.base.result import RankResult, remote_traceback
 from single_controller.base.worker import RankInfo
+from single_controller.ray.control_server import ControlAddress, ControlServer
 from single_controller.ray.devices import hide_other_devices, own_devices
 from single_controller.ray.internals import interface_of, name_lines
 from single_controller.ray.results import fetch
-from single_controller.ray.stack_server import StackAddress, StackServer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Location(NamedTuple):
         pid: the process.
         devices: ids of the accelerators that Ray assigned to it.
         node_id: Ray's id of the node.
-        stacks: whom to ask where it is.
+        control: where its process takes commands while it is busy.
     """
 
     address: str
@@ -55,7 +55,7 @@ class Location(NamedTuple):
     pid: int
     devices: tuple[str, ...]
     node_id: str = ""
-    stacks: StackAddress | None = None
+    control: ControlAddress | None = None
 
 
 class StartMessage(NamedTuple):
@@ -102,12 +102,12 @@ class RankActor:
     def __init__(self) -> None:
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
         self._executor = Executor(f"{self._hostname}, {self._address}", fetch)
-        self._stack_server = StackServer(self._address, self._executor.stacks)
+        self._control = ControlServer(self._address, {"stacks": self._executor.stacks})
         self._held_port: socket.socket | None = None
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
-        return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id, self._stack_server.address)
+        return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id, self._control.address)
 
     def _sc_rendezvous(self, address: str | None, port: int | None) -> tuple[str, int]:
         """The group's master address and port, on rank 0. The port stays bound, but not listening, as long as this

@@ -33,12 +33,12 @@ from single_controller.base.executor import Asked
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, Location, StartMessage
 from single_controller.ray.contact import Contact
+from single_controller.ray.control_server import Answer, ask
 from single_controller.ray.internals import death_of, death_seconds
 from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
-from single_controller.ray.stack_server import ask_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -237,8 +237,13 @@ class RayEngine(Engine):
 
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
         """See `Engine.stacks`."""
-        addresses = {rank: self.ranks[rank].location.stacks for rank in ranks}
-        return ask_stacks({rank: address for rank, address in addresses.items() if address is not None}, seconds)
+        answers = self.ask("stacks", ranks, seconds)
+        return {rank: answer.text if answer.ok else f"  {answer.text}" for rank, answer in answers.items()}
+
+    def ask(self, command: str, ranks: Iterable[int], seconds: float) -> dict[int, Answer]:
+        """Send a command to ranks that may be busy. See `control_server.ask`."""
+        addresses = {rank: self.ranks[rank].location.control for rank in ranks}
+        return ask({rank: address for rank, address in addresses.items() if address is not None}, command, seconds)
 
     @property
     def death_seconds(self) -> float:  # type: ignore[override]

@@ -32,7 +32,7 @@ from single_controller import (
     attach,
 )
 from single_controller.base.monitor import monitor
-from single_controller.ray.stack_server import CLIENT_SECONDS, StackAddress, StackServer, ask_stacks
+from single_controller.ray.control_server import CLIENT_SECONDS, Answer, ControlAddress, ControlServer, ask
 
 anywhere = pytest.mark.engines("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
@@ -488,11 +488,11 @@ def errors_of(*calls):
     return found
 
 
-class TestStackServer:
-    """Where ranks are asked for their stacks."""
+class TestControlServer:
+    """Where busy ranks take commands."""
 
     def test_slow_client_delays_the_next_one_by_its_limit_at_most(self):
-        server = StackServer("127.0.0.1", lambda: "  in train")
+        server = ControlServer("127.0.0.1", {"stacks": lambda: "  in train", "fail": lambda: str(1 // 0)})
         with socket.create_connection(server.address[:2]) as slow:
 
             def send_slowly():
@@ -503,8 +503,17 @@ class TestStackServer:
 
             thread = threading.Thread(target=send_slowly)
             thread.start()
-            assert ask_stacks({3: server.address}, 6 * CLIENT_SECONDS) == {3: "  in train"}
+            assert ask({3: server.address}, "stacks", 6 * CLIENT_SECONDS) == {3: Answer("  in train")}
             thread.join()
+        failed, unknown = (ask({3: server.address}, command, 2.0)[3] for command in ("fail", "dance"))
+        assert not failed.ok and "ZeroDivisionError" in failed.text
+        assert not unknown.ok and "no command 'dance'" in unknown.text
+
+    def test_without_the_key_there_is_no_answer(self):
+        called = []
+        server = ControlServer("127.0.0.1", {"stacks": lambda: called.append(1) or "secret"})
+        answer = ask({0: server.address._replace(key=b"0" * 32)}, "stacks", 2.0)[0]
+        assert not answer.ok and "sends nothing" in answer.text and not called
 
     @pytest.mark.parametrize(("sends", "told"), [(b"", "another process may have it"), (b".", "did not answer within")])
     def test_port_of_another_process_is_unknown_in_time(self, sends, told):
@@ -521,11 +530,11 @@ class TestStackServer:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=serve)
             thread.start()
-            address = StackAddress("127.0.0.1", listener.getsockname()[1], b"key", 1)
+            address = ControlAddress("127.0.0.1", listener.getsockname()[1], b"key", 1)
             with within(3):
-                found = ask_stacks({3: address}, 2.0)
+                found = ask({3: address}, "stacks", 2.0)[3]
             thread.join()
-        assert found[3].startswith("  unknown: ") and told in found[3]
+        assert not found.ok and told in found.text
 
 
 @contextlib.contextmanager
