@@ -89,7 +89,8 @@ class GroupState:
         closed: whether it was closed.
         dead: the ranks whose death broke it.
         restarting: whether its workers are being restarted.
-        restarts: number of successful restarts.
+        restarts: number of successful restarts and replacements of ranks.
+        replaces: whether a call first replaces ranks that have died before.
         sent: number of calls that were sent.
         layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
         deaths: deaths that calls found: number of restarts before, and the error.
@@ -112,6 +113,7 @@ class GroupState:
         self.dead: tuple[int, ...] = ()
         self.restarting = False
         self.restarts = 0
+        self.replaces = False
         self.sent = 0
         self.next_late_log = 0.0
         self.timing_out = False

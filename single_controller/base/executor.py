@@ -17,6 +17,7 @@ from dispatch.move import move
 from dispatch.plan import DeferredArgument, Parameter, split_arguments
 from dispatch.register import label, method_spec
 from single_controller.base.codec import CallMessage, Encoded, KeptResult, encode
+from single_controller.base.errors import GroupBrokenError
 from single_controller.base.joining import CallResults, Located
 from single_controller.base.result import Failure, RankResult
 from single_controller.base.stacks import stacks_under
@@ -73,6 +74,7 @@ class Executor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
         self._closed = False
+        self._refusing = False
 
     def start(self, info: RankInfo, roles: Callable[[], Mapping[str | None, Constructor]]) -> RankResult:
         """Create the workers, one after the other.
@@ -91,9 +93,36 @@ class Executor:
                 if role is not None:
                     self._role_workers[role] = worker
         except BaseException as error:
+            self.workers.clear()  # the constructors may run again
             if self._reraise(error):
                 raise
             return self.failed(error, "__init__", self.starting)
+        ended = time.time()
+        return RankResult(info.rank, clock=Clock(begun, begun, ended, ended))
+
+    def refuse_calls(self) -> None:
+        """Refuse the calls that have not begun, until `rejoin`: the driver has given them up. Any thread may call this,
+        while another one runs a method."""
+        self._refusing = True
+
+    def rejoin(self, info: RankInfo, leave: Callable[[], None]) -> RankResult:
+        """Give the workers that this process has another rendezvous, and possibly other local ranks.
+
+        Args:
+            info: the same rank, with the new rendezvous.
+            leave: ends the former process groups.
+        """
+        begun = time.time()
+        try:
+            for worker in self.workers.values():
+                worker._leave_process()
+            leave()
+        except Exception as error:
+            return self.failed(error, "on_membership_change", None)
+        self.info = info
+        for worker in self.workers.values():
+            worker._take_rank(info)
+        self._refusing = False
         ended = time.time()
         return RankResult(info.rank, clock=Clock(begun, begun, ended, ended))
 
@@ -114,6 +143,8 @@ class Executor:
         """
         alike = False
         try:
+            if self._refusing:
+                raise GroupBrokenError("the group is having a rank replaced, and has given this call up")
             arguments: dict[Parameter, Any] = {}
             rows, real, referring = message.rows, message.real, False
             for encoded in (whole, shard):
@@ -155,7 +186,7 @@ class Executor:
         except BaseException as error:  # a KeyboardInterrupt in the method too: the driver waits for a result
             if self._reraise(error):
                 raise
-            alike = alike and isinstance(error, SingleControllerError)
+            alike = self._refusing or (alike and isinstance(error, SingleControllerError))
             return self.failed(error, message.method, message.role, alike=alike), error
         if not keep:
             result.value = returned

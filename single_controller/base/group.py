@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -27,7 +27,7 @@ from single_controller.base.layout_report import layout_from
 from single_controller.base.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
 from single_controller.base.monitor import monitor
 from single_controller.base.stats import RECORDED_CALLS, CallStats, Stats, write_trace
-from single_controller.base.supervision import OnDeath, Replay, ReplayLog, Watcher, check_ranks, restart
+from single_controller.base.supervision import OnDeath, Replay, ReplayLog, Watcher, check_alone, check_ranks, restart
 from single_controller.base.worker import Worker
 
 P = ParamSpec("P")
@@ -128,6 +128,11 @@ class WorkerGroup(CallsByName, Closing):
         """Set what `GroupBrokenError` recommends, for wrappers of a group that recover in another way than
         `restart`."""
         self._state.advice = advice
+
+    @property
+    def generation(self) -> int:
+        """How often the group was restarted or had ranks replaced."""
+        return self._state.restarts
 
     @property
     def world_size(self) -> int:
@@ -360,6 +365,8 @@ class WorkerGroup(CallsByName, Closing):
                 pass
         if not state.closed and not self._engine.connected:
             state.break_(ENGINE_GONE)
+        if state.replaces and state.dead and not state.closed:
+            self.replace()
         state.check()
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
@@ -476,10 +483,11 @@ class WorkerGroup(CallsByName, Closing):
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         if ranks is None:
             return None
-        check_ranks(ranks, self.world_size, self.name, collectives=self._collectives, dead=self._engine.deaths().keys())
-        return tuple(ranks)
+        chosen = check_ranks("restart", ranks, self.world_size)
+        check_alone(chosen, self.name, collectives=self._collectives, dead=self._engine.deaths().keys())
+        return chosen
 
-    def _replay(self, ranks: tuple[int, ...] | None) -> None:
+    def _replay(self, ranks: Collection[int] | None) -> None:
         """Repeat the logged calls on new workers, which have no layout yet."""
         for record in self._records.values():
             record.layout = None

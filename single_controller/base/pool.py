@@ -45,18 +45,11 @@ class ResourcePool:
 
     def local_world_sizes(self) -> list[int]:
         """By rank, the number of processes of its entry (on its node): ``[2, 1]`` gives 2, 2, 1."""
-        homes = self._homes()
-        sizes = Counter(homes)
-        return [sizes[home] for home in homes]
+        return [size for _, size in local_ranks(self._homes())]
 
     def local_ranks(self) -> list[int]:
         """By rank, its rank within its entry (on its node): ``[2, 1]`` gives 0, 1, 0."""
-        seen: Counter[Hashable] = Counter()
-        ranks = []
-        for home in self._homes():
-            ranks.append(seen[home])
-            seen[home] += 1
-        return ranks
+        return [rank for rank, _ in local_ranks(self._homes())]
 
     def _homes(self) -> Sequence[Hashable]:
         """By rank, what it has in common with the ranks that are local to it: here its entry."""
@@ -64,6 +57,16 @@ class ResourcePool:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.store})"
+
+
+def local_ranks(homes: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """By rank, its rank among those of the same home, and how many these are."""
+    sizes, seen = Counter(homes), Counter[Hashable]()
+    found = []
+    for home in homes:
+        found.append((seen[home], sizes[home]))
+        seen[home] += 1
+    return found
 
 
 class ClassWithInitArgs:

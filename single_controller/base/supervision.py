@@ -77,28 +77,42 @@ class ReplayLog:
             return sorted(self._replays.values(), key=lambda replay: replay.number)
 
 
-def check_ranks(ranks: Sequence[int], world_size: int, name: str, *, collectives: bool, dead: Collection[int]) -> None:
-    """Check ranks that are to be restarted alone.
+def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Return ranks that are to be started anew.
 
     Args:
+        method: of the group, for the message.
         ranks: the ranks.
         world_size: number of ranks of the group.
+
+    Raises:
+        ValueError: they are not distinct ranks of the group.
+    """
+    chosen = tuple(ranks) if isinstance(ranks, Iterable) else ()
+    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(world_size)):
+        raise ValueError(
+            f"{method}(ranks={ranks!r}): expected a non-empty list of distinct ranks from 0 to {world_size - 1}"
+        )
+    return chosen
+
+
+def check_alone(chosen: Sequence[int], name: str, *, collectives: bool, dead: Collection[int]) -> None:
+    """Check that some ranks can be restarted without the others.
+
+    Args:
+        chosen: the ranks.
         name: the group's name.
         collectives: whether the ranks of the group wait for each other in collectives.
         dead: the ranks that have died.
 
     Raises:
-        ValueError: they are not distinct ranks of the group, other ranks have died too, or the ranks use collectives.
+        ValueError: other ranks have died too, or the ranks use collectives.
     """
-    chosen = tuple(ranks) if isinstance(ranks, Iterable) else ()
-    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(world_size)):
-        raise ValueError(
-            f"restart(ranks={ranks!r}): expected a non-empty list of distinct ranks from 0 to {world_size - 1}"
-        )
     if collectives:
         raise ValueError(
             f"restart(ranks={list(chosen)}): the ranks of {name} may use collectives, and a new process is not in "
-            "their process groups. Restart all ranks, or create the group with collectives=False"
+            f"their process groups. Call replace(ranks={list(chosen)}), which creates them anew, restart all ranks, or "
+            "create the group with collectives=False"
         )
     others = sorted(set(dead) - set(chosen))
     if others:

@@ -37,6 +37,7 @@ class RankInfo:
         node_rank: number of the rank's node, from 0, in the order of the nodes' first ranks.
         device_ids: ids of the accelerators that the engine assigned; () if none.
         one_process: whether all ranks of a group of several share one process, where collectives are impossible.
+        generation: how often the group was restarted or had ranks replaced before.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class RankInfo:
     node_rank: int = 0
     device_ids: tuple[str, ...] = ()
     one_process: bool = False
+    generation: int = 0
 
     def environment(self) -> dict[str, str]:
         """`RANK_ENVIRONMENT`: the variables that ``torch.distributed.init_process_group()`` reads, and verl's."""
@@ -126,14 +128,17 @@ class Worker:
         # Set here, not in __init__: subclasses may read self.rank before they call super().__init__(), or never call
         # it.
         self = super().__new__(cls)
-        object.__setattr__(self, "_rank_info", getattr(_assigned, "info", None) or RankInfo.from_environment())
+        self._take_rank(getattr(_assigned, "info", None) or RankInfo.from_environment())
         object.__setattr__(self, "_layout_report", LayoutReport())
         object.__setattr__(self, "_role_workers", getattr(_assigned, "role_workers", RoleWorkers()))
         object.__setattr__(self, "_cleanups", [])  # called after _leave_process()
-        # Read by workers written for verl. No properties: such a worker may also set them.
-        object.__setattr__(self, "_rank", self._rank_info.rank)
-        object.__setattr__(self, "_world_size", self._rank_info.world_size)
         return self
+
+    def _take_rank(self, info: RankInfo) -> None:
+        object.__setattr__(self, "_rank_info", info)
+        # Read by workers written for verl. No properties: such a worker may also set them.
+        object.__setattr__(self, "_rank", info.rank)
+        object.__setattr__(self, "_world_size", info.world_size)
 
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
         if cuda_visible_devices is not None:
@@ -169,6 +174,11 @@ class Worker:
     def node_rank(self) -> int:
         """Number of this rank's node, from 0, in the order of the nodes' first ranks."""
         return self._rank_info.node_rank
+
+    @property
+    def generation(self) -> int:
+        """How often the group was restarted or had ranks replaced before this worker joined it as it is now."""
+        return self._rank_info.generation
 
     @property
     def device_ids(self) -> tuple[str, ...]:
@@ -282,6 +292,19 @@ class Worker:
             ValueError: the mesh has no such axis, or does not contain this rank.
         """
         self.register_mesh(mesh_name, *mesh_coordinates(device_mesh, data_axes))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def on_membership_change(self, generation: int) -> None:
+        """Called on every rank after ``group.replace()`` has replaced some of them. Override it to create process
+        groups, and what depends on them, anew. The default does nothing.
+
+        On ranks that were not replaced, all process groups of torch.distributed were destroyed before, and the rank's
+        properties and environment describe the new rendezvous. On the others, the constructor has run, and the calls of
+        methods with ``replay=True`` were repeated. An override needs no decorator.
+
+        Args:
+            generation: how often the group was restarted or had ranks replaced, this time included.
+        """
 
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,9 +25,10 @@ from single_controller.base.codec import CallMessage, Encoded, decode_message, e
 from single_controller.base.executor import Executor
 from single_controller.base.result import RankResult, remote_traceback
 from single_controller.base.worker import RankInfo
+from single_controller.ray.collectives import abort_collectives, end_collectives, listening_ports
 from single_controller.ray.control_server import ControlAddress, ControlServer
 from single_controller.ray.devices import hide_other_devices, own_devices
-from single_controller.ray.internals import interface_of, name_lines
+from single_controller.ray.internals import interface_of, name_lines, resident_memory
 from single_controller.ray.results import fetch
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class StartMessage(NamedTuple):
         local_world_size: number of ranks of that entry.
         environment: variables of ``worker_env``.
         node_rank: number of its node, in the order of the nodes' first ranks.
+        generation: how often the group was restarted or had ranks replaced before.
     """
 
     rank: int
@@ -76,6 +78,7 @@ class StartMessage(NamedTuple):
     local_world_size: int
     environment: dict[str, str]
     node_rank: int = 0
+    generation: int = 0
 
 
 class Identity(NamedTuple):
@@ -102,8 +105,11 @@ class RankActor:
     def __init__(self) -> None:
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
         self._executor = Executor(f"{self._hostname}, {self._address}", fetch)
-        self._control = ControlServer(self._address, {"stacks": self._executor.stacks})
+        self._control = ControlServer(
+            self._address, {"stacks": self._executor.stacks, "leave": self._leave, "abort": self._abort}
+        )
         self._held_port: socket.socket | None = None
+        self._own_ports = listening_ports()  # of Ray and of the control server
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
@@ -119,36 +125,62 @@ class RankActor:
             port = self._held_port.getsockname()[1]
         return address or self._address, port
 
-    def _sc_start(self, message: StartMessage, made: Encoded, master: tuple[str, int]) -> bytes | RankResult:
-        """Take a rank, load the user's classes and create the workers."""
+    def _sc_prepare(self, environment: dict[str, str], made: Encoded) -> tuple[Location, int]:
+        """Import the user's classes without taking a rank; see `Standby`.
+
+        Returns:
+            Where this process runs, and its resident memory in bytes.
+        """
+        self._load(environment, made)
+        return self._sc_locate(), resident_memory()
+
+    def _load(self, environment: dict[str, str], made: Encoded) -> Any:
+        """Set the environment, and return the constructors."""
+        # First: importing the module of the user's class may import torch, which reads the environment.
+        hide_other_devices(own_devices(), environment)
+        for variable, interface in interface_variables(self._address).items():
+            os.environ.setdefault(variable, interface)
+        os.environ.update(environment)
+        try:
+            constructors, batch_types = made.decode()
+        except Exception as error:
+            error.add_note(
+                "The worker's class, or an argument of its constructor, cannot be unpickled on this rank. Make its "
+                f"module importable for {sys.executable} on the rank's host, or pass plain data"
+            )
+            raise
+        _add_batch_types(batch_types)
+        return constructors
+
+    def _sc_join(self, message: StartMessage, made: Encoded, master: tuple[str, int]) -> bytes | RankResult:
+        """Take a rank. A new process then loads the user's classes and creates the workers. A process that has workers
+        keeps them and leaves its former process groups."""
         name_lines(f"{type(self).__name__} rank {message.rank}")
         numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)
-        info = RankInfo(*numbers, *master, message.node_rank, own_devices())
+        info = RankInfo(*numbers, *master, message.node_rank, own_devices(), generation=message.generation)
+        if self._executor.workers:
+            os.environ.update(info.environment())
+            return self._executor.rejoin(info, end_collectives).to_message()
 
         def load() -> Any:
-            # The environment first: importing the module of the user's class may import torch, which reads it.
-            hide_other_devices(info.device_ids, message.environment)
-            for variable, interface in interface_variables(self._address).items():
-                os.environ.setdefault(variable, interface)
-            os.environ.update(message.environment)
-            os.environ.update(info.environment())
-            try:
-                constructors, batch_types = made.decode()
-            except Exception as error:
-                error.add_note(
-                    "The worker's class, or an argument of its constructor, cannot be unpickled on this rank. Make its "
-                    f"module importable for {sys.executable} on the rank's host, or pass plain data"
-                )
-                raise
-            _add_batch_types(batch_types)
-            return constructors
+            os.environ.update(info.environment())  # before the import, which may read it
+            return self._load(message.environment, made)
 
         return self._executor.start(info, load).to_message()
 
-    def _sc_identity(self) -> Identity:
-        """Who this worker is."""
+    def _leave(self) -> str:
+        """Refuse calls until `_sc_join`, and make the collectives fail in which a method may wait."""
+        self._executor.refuse_calls()
+        return self._abort()
+
+    def _abort(self) -> str:
+        abort_collectives(self._own_ports)
+        return ""
+
+    def _sc_identity(self) -> Identity | None:
+        """Who this worker is; None for a standby."""
         if self._executor.info is None:
-            raise RuntimeError("this worker has not been started")
+            return None
         context = ray.get_runtime_context()
         classes = encode({role: type(worker) for role, worker in self._executor.workers.items()})
         group = context.get_placement_group_id()

@@ -84,7 +84,10 @@ def find_workers(
         ) from None
     except RayError as error:
         raise WorkerDiedError(f"from_detached(): a worker does not respond: {one_line(error)}") from error
-    found = sorted(zip(identities, worker_handles, strict=True), key=lambda pair: pair[0].info.rank)
+    pairs = zip(identities, worker_handles, strict=True)
+    found = sorted(((who, handle) for who, handle in pairs if who is not None), key=lambda pair: pair[0].info.rank)
+    if not found:
+        raise ValueError("from_detached(): none of these workers was started")
     first = found[0][0]
     numbers = [identity.info.rank for identity, _ in found]
     if numbers != list(range(first.info.world_size)):

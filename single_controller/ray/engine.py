@@ -8,7 +8,7 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -51,6 +51,9 @@ WITHDRAW_SECONDS = 0.25
 """How long a task is left alone before it is cancelled. If Ray 2.60 cancels a task of an actor that it is just about to
 send, the actor waits 30 s for the task's number, and then refuses all later tasks as lost."""
 
+ABORT_SECONDS = 1.0
+"""Pause between two commands to abort collectives."""
+
 FORGET_SECONDS = 10.0
 """A suspect that nobody has asked about for this long, because its call was abandoned, is a new suspect next time."""
 
@@ -72,6 +75,32 @@ class Rank:
     location: Location
     slot: Slot | None = None
     message: StartMessage | None = None
+
+
+@dataclass(frozen=True)
+class Standby:
+    """A process without a rank. It has imported the worker's class, and waits to replace a rank that dies.
+
+    Attributes:
+        actor: its handle, a ray.actor.ActorHandle.
+        name: the actor's name.
+        slot: its slot in the pool.
+        prepared: a reference to its location and its resident memory in bytes, once it is ready.
+    """
+
+    actor: Any
+    name: str
+    slot: Slot | None
+    prepared: Any
+
+    def location(self) -> Location:
+        """Where it runs. Waits until it is ready.
+
+        Raises:
+            RayError: it has died, or the worker's class could not be imported.
+        """
+        location: Location = ray.get(self.prepared)[0]
+        return location
 
 
 class _Sendable(NamedTuple):
@@ -96,6 +125,10 @@ class RayEngine(Engine):
     Args:
         ranks: the actors, in order of rank.
         pool: the pool that they run in. Kept alive as long as a call of theirs is.
+
+    Attributes:
+        standbys: processes without a rank in the same pool.
+        fresh: ranks with new processes, on which the calls to be repeated have not been repeated yet.
     """
 
     def __init__(self, ranks: Sequence[Rank], pool: object = None) -> None:
@@ -107,6 +140,8 @@ class RayEngine(Engine):
         self._deaths: dict[int, str] = {}
         self._probing = threading.Lock()
         self._suspects: dict[int, Contact] = {}
+        self.standbys: list[Standby] = []
+        self.fresh: frozenset[int] = frozenset()
 
     @property
     def connected(self) -> bool:
@@ -245,6 +280,29 @@ class RayEngine(Engine):
         addresses = {rank: self.ranks[rank].location.control for rank in ranks}
         return ask({rank: address for rank, address in addresses.items() if address is not None}, command, seconds)
 
+    @contextlib.contextmanager
+    def leaving(self, ranks: Collection[int]) -> Iterator[None]:
+        """Have ranks refuse calls until they join again, and abort their collectives as long as the context lasts: a
+        method may begin another one after the first was aborted.
+
+        Thread: a thread named "abort-collectives" repeats that. It has ended when the context ends, so that it cannot
+        abort what the ranks begin afterwards.
+        """
+        self.ask("leave", ranks, MAX_STACK_SECONDS)
+        ended = threading.Event()
+
+        def repeat() -> None:
+            while not ended.wait(ABORT_SECONDS):
+                self.ask("abort", ranks, MAX_STACK_SECONDS)
+
+        thread = threading.Thread(target=repeat, name="abort-collectives", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
     @property
     def death_seconds(self) -> float:  # type: ignore[override]
         """See `Engine.death_seconds`."""
@@ -268,11 +326,12 @@ class RayEngine(Engine):
         """See `Engine.kill`."""
         self.ended = True
         if self.connected:
-            for rank in self.ranks:
+            processes: list[Rank | Standby] = [*self.ranks, *self.standbys]
+            for process in processes:
                 try:
-                    ray.kill(rank.actor, no_restart=True)
+                    ray.kill(process.actor, no_restart=True)
                 except Exception:  # the cluster that it ran in is gone
-                    logger.debug("%s could not be killed", rank.name, exc_info=True)
+                    logger.debug("%s could not be killed", process.name, exc_info=True)
             remove_pools_of(rank.actor for rank in self.ranks)
 
     def _locate(self, spec: MethodSpec, plan: CallPlan) -> tuple[CallPlan, Token | None]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import time
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, TypedDict, Unpack
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 from ray.actor import ActorHandle
 
@@ -13,10 +15,11 @@ from dispatch.plan import CallPlan
 from single_controller.base.checks import check_seconds
 from single_controller.base.colocate import Colocated
 from single_controller.base.engine import Sent
-from single_controller.base.errors import GroupBrokenError
+from single_controller.base.errors import GroupBrokenError, WorkerDiedError
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.base.methods import suggestion
+from single_controller.base.methods import CallOptions, suggestion
 from single_controller.base.monitor import monitor
+from single_controller.base.supervision import check_ranks, restart
 from single_controller.base.worker import RANK_ENVIRONMENT, Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
@@ -24,7 +27,13 @@ from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.pool_plan import PoolPlan, plan_group
 from single_controller.ray.runtime import nodes
-from single_controller.ray.start import StartPlan, slot_location, start, start_ranks
+from single_controller.ray.start import StartPlan, fill, join, slot_location, start
+
+REPLACE_SECONDS = 300.0
+REPLACE_TRIES = 3
+"""How often `RayWorkerGroup.replace` begins if further ranks die meanwhile."""
+
+logger = logging.getLogger(__name__)
 
 
 class VerlOptions(TypedDict, total=False):
@@ -66,6 +75,11 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout: seconds that the constructors may take, or None.
         error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
         collectives: whether ranks use collectives. If not, ``restart(ranks=[3])`` may restart some of them alone.
+        standby: how many of the pool's slots, the last ones, have a standby instead of a rank: a process that has
+            imported the class and waits for a rank that dies, see `replace`. A pool whose last slots are on a host of
+            their own keeps them there.
+        on_death: what a call does if a rank has died before: ``"error"`` raises `GroupBrokenError`, ``"replace"`` calls
+            `replace` first. The call in which the rank died raises `WorkerDiedError` in both cases.
         namespace: Ray's namespace of the actors' names; the driver's own by default.
         verl: options that drivers written for verl pass. They have no effect; a warning says what to use instead.
 
@@ -96,6 +110,8 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout: float | None = None,
         error_grace: float = ERROR_GRACE_SECONDS,
         collectives: bool = True,
+        standby: int = 0,
+        on_death: Literal["error", "replace"] = "error",
         namespace: str | None = None,
         **verl: Unpack[VerlOptions],
     ) -> None:
@@ -113,9 +129,16 @@ class RayWorkerGroup(WorkerGroup):
         process = ProcessSpec(ray_cls_with_init)
         for made in process.roles.values():
             made.check_arguments()
+        if not isinstance(standby, int) or isinstance(standby, bool) or not 0 <= standby < resource_pool.world_size:
+            raise ValueError(
+                f"standby={standby!r}: expected a number that leaves at least one slot of {resource_pool!r} for a rank"
+            )
+        if on_death not in ("error", "replace"):
+            raise ValueError(f"on_death={on_death!r}: expected 'error' or 'replace'")
         self._rendezvous = ("", 0)
         super().__init__(process.classes, f"group {name_prefix or ''}{process.name}", error_grace)
         self._collectives = bool(collectives)
+        self._state.replaces = on_death == "replace"
         use_gpu = resource_pool.use_gpu if use_gpu is None else bool(use_gpu)
         if use_gpu and not resource_pool.use_gpu:
             raise ValueError(f"use_gpu=True, but {resource_pool!r} has no GPUs")
@@ -143,6 +166,7 @@ class RayWorkerGroup(WorkerGroup):
             use_gpu=use_gpu,
             name=self.name,
             namespace=namespace,
+            standby=standby,
         )
         try:
             self._start(self._start_plan)
@@ -260,6 +284,98 @@ class RayWorkerGroup(WorkerGroup):
         slots = self.resource_pool.slots() if self.resource_pool is not None else None
         return plan_group(self.name, [slot_location(rank.location) for rank in self._ray.ranks], slots, nodes())
 
+    # --- life cycle ---------------------------------------------------------------------------------------
+
+    def replace(self, ranks: Sequence[int] | None = None, timeout: float = REPLACE_SECONDS) -> tuple[int, ...]:
+        """Replace the ranks that have died. The others keep their processes and their workers.
+
+        The dead ranks are filled with standbys, or with new processes in their slots. Collectives in which other ranks
+        wait are aborted, and their process groups destroyed. All ranks then have a new rendezvous: ``master_port`` and
+        the environment change, and local ranks too if a standby is elsewhere. The latest successful call of each method
+        that is registered with ``replay=True`` is repeated on the new ranks alone, so such a method must not run
+        collectives. Finally `Worker.on_membership_change` runs on all ranks.
+
+        In a group that was created with ``collectives=False`` nothing happens on the other ranks, as with
+        ``restart(ranks)``.
+
+        Args:
+            ranks: living ranks to end and replace too, such as one that hangs.
+            timeout: seconds that the ranks may take to leave the calls that they are in, and to start.
+
+        Returns:
+            The ranks that were replaced.
+
+        Raises:
+            GroupClosedError: the group was closed.
+            GroupBrokenError: another driver started these workers.
+            ValueError: the group has no such ranks.
+            CallTimeoutError: a rank takes longer than ``timeout``, because it computes, or waits for something else
+                than a collective. The message shows where it is. Include it in ``ranks``, or call `restart`.
+            SingleControllerError: what starting workers, a repeated call or `Worker.on_membership_change` raises. The
+                group then stays broken.
+        """
+        end = time.monotonic() + check_seconds("timeout", timeout)
+        self._state.check_process()
+        replaced: set[int] = set()
+        with self._state.sending:  # from the first try to the last, so that no other thread sends in between
+            self._owned_plan()
+            wanted = check_ranks("replace", ranks, self.world_size) if ranks is not None else ()
+            for left in reversed(range(REPLACE_TRIES)):
+                dead = {*wanted, *self._state.dead, *self._engine.deaths()}
+                if not dead and self.broken is None:
+                    break
+                replaced |= dead
+                try:
+                    self._replace(tuple(sorted(dead)), end)
+                    break
+                except WorkerDiedError as error:
+                    if not left:
+                        raise
+                    wanted = ()
+                    logger.warning("%s: another rank died while ranks were replaced: %s", self.name, error)
+        return tuple(sorted(replaced))
+
+    def _replace(self, dead: tuple[int, ...], end: float) -> None:
+        def left() -> float:
+            return max(0.1, end - time.monotonic())
+
+        restart(
+            self._state,
+            choose=lambda: dead,
+            start=lambda chosen: self._fill(dead, left()),
+            replay=lambda chosen: self._after_fill(left()),
+        )
+
+    def _fill(self, chosen: Sequence[int], timeout: float | None) -> None:
+        """Put new processes at ranks, and have all join a new rendezvous, or the new ones the old one."""
+        plan, before = self._owned_plan(), self._ray
+        encoded = plan.process.encode()
+        # Set at once: whatever fails from here on, the group has these actors.
+        self._state.engine = engine = fill(plan, before, chosen, encoded, self.generation + 1)
+
+        def wait(engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
+            self._wait_for_constructors(engine, plan, sent, timeout)
+
+        if not self._collectives:
+            self._rendezvous = join(plan, engine, chosen, encoded, wait, self._rendezvous)
+            return
+        moved = engine.ranks[0].location.node_id != before.ranks[0].location.node_id
+        address = None if moved else plan.master[0]
+        with engine.leaving([rank for rank in range(self.world_size) if rank not in engine.fresh]):
+            self._rendezvous = join(plan, engine, range(self.world_size), encoded, wait, (address, None))
+
+    def _after_fill(self, timeout: float) -> None:
+        """Repeat the logged calls on the new ranks, and tell all ranks."""
+        self._replay(self._ray.fresh)
+        for role in self._tables if self._collectives else ():
+            group = self if role is None else self._role_group(role)
+            spec, options = group._any_method("on_membership_change"), CallOptions(timeout=timeout)
+            plan = group._plan(spec, (self.generation + 1,), {}, options)
+            call = group._send(spec, plan, future=False, options=options, recorded=False)
+            monitor.wait(call)
+            if call.error is not None:
+                raise call.error
+
     def close(self) -> None:
         """End the workers, unless another driver started them. A second close does nothing."""
         if self._owns:
@@ -282,24 +398,31 @@ class RayWorkerGroup(WorkerGroup):
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
         plan.pool.admit(self, plan.bin_pack, plan.process.additional_resource, counted=counted)
-        self._state.engine, self._rendezvous = start(plan, self._wait_started, again)
+        self._state.engine, self._rendezvous = start(plan, self._wait_started, again, self.generation + again)
 
-    def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+    def _owned_plan(self) -> StartPlan:
         if self._start_plan is None:
             advice = (
                 "close it and create a new group" if self._owns else "only the driver that started it can restart it"
             )
             raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here; {advice}")
+        return self._start_plan
+
+    def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        self._owned_plan()
         return super()._check_restart(ranks)
 
     def _start_workers(self, ranks: tuple[int, ...] | None) -> None:
-        if self._start_plan is None:
-            return
+        plan = self._owned_plan()
         if ranks is None:
             self._ray.kill()
-            self._start(self._start_plan, again=True)
+            self._start(plan, again=True)
         else:
-            self._state.engine = start_ranks(self._start_plan, self._ray, ranks, self._rendezvous, self._wait_started)
+            self._fill(ranks, self._start_timeout)
+
+    def _replay(self, ranks: Collection[int] | None) -> None:
+        super()._replay(ranks)
+        self._ray.fresh = frozenset()
 
     def _wait_started(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
         self._wait_for_constructors(engine, plan, sent, self._start_timeout)

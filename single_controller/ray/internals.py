@@ -5,7 +5,8 @@
 - `process_of` (``ray._private.state.actors``) and `node_service` (fields of ``ray.nodes()``): where the process of an
   actor, and that of its node, listen. Replace them by public access to the addresses.
 - `death_seconds` (``ray._raylet.Config``): the settings of the health checks. Replace it when Ray has a public query.
-- `interface_of` (psutil, which Ray brings along): which network interface has an address.
+- `interface_of`, `tcp_connections`, `resident_memory` (psutil, which Ray brings along): which network interface has an
+  address; the connections and the memory of this process.
 - `detached_actors` (the control store's actor table): dead detached actors and their placement groups. Replace it when
   ``ray.util.list_named_actors`` returns both.
 - `worker_pools` (the control store's table of placement groups): which actor created a placement group. Replace it when
@@ -209,6 +210,21 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return str(name)
     return None
+
+
+def tcp_connections() -> list[Any]:
+    """The TCP sockets of this process, with ``fd``, ``laddr``, ``raddr`` and ``status``, as psutil describes them."""
+    import psutil
+
+    process = psutil.Process()
+    return list(getattr(process, "net_connections", process.connections)("tcp"))
+
+
+def resident_memory() -> int:
+    """The memory of this process in bytes."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def declared_class(cls: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,4 +1,5 @@
 """Starting a group's workers: create actors in the slots, assign ranks by where they run, then run the constructors.
+Replacing some of them: fill their ranks with standbys or new actors, then have all ranks join a new rendezvous.
 
 No step handles one rank after the other: all actors are created at once, asked for their location at once, and sent
 their start messages at once. Rank 0's address travels along as a reference.
@@ -21,10 +22,12 @@ from ray.exceptions import RayError
 from dispatch.plan import CallPlan
 from single_controller.base.engine import Sent
 from single_controller.base.errors import PlacementError, WorkerDiedError
+from single_controller.base.pool import local_ranks
 from single_controller.ray import python_env
 from single_controller.ray.actor import Location, StartMessage, actor_class
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
-from single_controller.ray.engine import Rank, RayEngine
+from single_controller.ray.engine import Rank, RayEngine, Standby
+from single_controller.ray.internals import death_of
 from single_controller.ray.placement import node_locations, remove_pools_of, wait_started
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.results import one_line
@@ -57,6 +60,7 @@ class StartPlan:
         use_gpu: whether each worker takes its share of a GPU.
         name: the group's name, for messages.
         namespace: Ray's namespace of the actors' names; None for the driver's.
+        standby: how many of the pool's slots, the last ones, have a standby instead of a rank.
     """
 
     pool: RayResourcePool
@@ -69,19 +73,23 @@ class StartPlan:
     use_gpu: bool
     name: str
     namespace: str | None = None
+    standby: int = 0
 
 
 WaitForConstructors = Callable[[RayEngine, CallPlan, Sent], None]
 """Waits until the constructors have returned, and raises the error of one that failed."""
 
 
-def start(plan: StartPlan, wait: WaitForConstructors, again: bool = False) -> tuple[RayEngine, tuple[str, int]]:
+def start(
+    plan: StartPlan, wait: WaitForConstructors, again: bool = False, generation: int = 0
+) -> tuple[RayEngine, tuple[str, int]]:
     """Start the workers.
 
     Args:
         plan: what to start.
         wait: waits until the constructors have returned, and raises the error of one that failed.
         again: whether workers of the same names were just ended, so that their names may still be taken.
+        generation: how often the group was restarted or had ranks replaced before.
 
     Returns:
         The engine, and the address and port of the rendezvous.
@@ -98,49 +106,120 @@ def start(plan: StartPlan, wait: WaitForConstructors, again: bool = False) -> tu
         locations = _make(plan, slots, names, actors, again=again)
         # Reorders the pool's slots if this is its first group, so what is read from the pool below is by rank.
         order = plan.pool.assign_ranks(slots, [slot_location(where) for where in locations])
-        ranks = [
+        made = [
             Rank(actors[index], names[index], locations[index], slot)
             for index, slot in zip(order, plan.pool.slots(), strict=True)
         ]
-        return _run_constructors(plan, ranks, encoded, wait)
+        count = len(made) - plan.standby
+        engine = RayEngine(_with_messages(plan, made[:count], generation), plan.pool)
+        engine.standbys = [_standby(plan, one.actor, one.name, one.slot, encoded) for one in made[count:]]
+        return engine, join(plan, engine, range(count), encoded, wait, plan.master)
 
 
-def start_ranks(
-    plan: StartPlan, engine: RayEngine, chosen: Sequence[int], master: tuple[str, int], wait: WaitForConstructors
-) -> RayEngine:
-    """End some ranks and start new ones in their slots. The others are not touched.
+def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any, generation: int) -> RayEngine:
+    """End some ranks, and fill them with standbys or, where there is none, with new actors in their slots. No user code
+    runs on them before `join`.
 
     Args:
         plan: what was started.
         engine: the group's present engine.
-        chosen: the ranks.
-        master: address and port of the group's rendezvous.
-        wait: waits until the constructors have returned, and raises the error of one that failed.
+        chosen: the ranks, dead or alive.
+        encoded: the constructors.
+        generation: of the group when these ranks have joined.
 
     Raises:
-        PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. The new
-            actors were ended.
+        PlacementError, WorkerDiedError: see `RayWorkerGroup`. The new actors were ended.
     """
-    encoded = plan.process.encode()
     before = [engine.ranks[rank] for rank in chosen]
-    slots = [rank.slot for rank in before if rank.slot is not None]
-    messages = [rank.message for rank in before if rank.message is not None]
     engine.restarted |= frozenset(chosen)  # before the kill, so that no watcher reports these deaths
     for rank in before:
         ray.kill(rank.actor, no_restart=True)
     remove_pools_of(rank.actor for rank in before)
+    ranks, standbys = list(engine.ranks), [one for one in engine.standbys if death_of(one.actor) is None]
+    lost = [one.slot for one in engine.standbys if one not in standbys]
+    missing = []
+    for number, rank in zip(chosen, before, strict=True):
+        standby = _ready(standbys, plan.pool.placement_timeout)
+        if standby is None:
+            missing.append(number)
+        else:
+            lost.append(rank.slot)
+            ranks[number] = Rank(standby.actor, standby.name, standby.location(), standby.slot)
+    slots = [slot for number in missing if (slot := ranks[number].slot) is not None]
     # A detached actor keeps its name, because others find it by that name.
-    names = [rank.name for rank in before] if plan.detached else _names(plan, chosen)
+    names = [ranks[number].name for number in missing] if plan.detached else _names(plan, missing)
     with _ended_on_error(plan) as actors:
-        locations = _make(plan, slots, names, actors, again=True)
-        ranks = list(engine.ranks)
-        for index, (number, message) in enumerate(zip(chosen, messages, strict=True)):
-            ranks[number] = Rank(actors[index], names[index], locations[index], slots[index], message)
-        restarted = RayEngine(ranks, plan.pool)
-        # Ranks that go on have the address of the group's rendezvous in their environment, so the new ones get it too.
-        tokens = {ranks[k].actor._sc_start.remote(ranks[k].message, encoded, master): k for k in chosen}
-        wait(restarted, CallPlan.empty(restarted.world_size).only(chosen), Sent(tokens))
-    return restarted
+        locations = _make(plan, slots, names, actors, again=True) if missing else []
+    for number, actor, name, where, slot in zip(missing, actors, names, locations, slots, strict=True):
+        ranks[number] = Rank(actor, name, where, replace(slot, location=slot_location(where)))
+    filled = RayEngine(_with_messages(plan, ranks, generation), plan.pool)
+    filled.standbys = standbys
+    filled.fresh = engine.fresh | frozenset(chosen)
+    # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
+    make = _actor_maker(plan, again=True) if lost else None
+    taken = {rank.name for rank in ranks} | {one.name for one in standbys}
+    names = [name for name in _names(plan, range(len(ranks) + plan.standby + len(lost))) if name not in taken]
+    for slot, name in zip(lost, names[len(names) - len(lost) :], strict=True):
+        if make is not None and slot is not None:
+            actor = make(slot, name)
+            filled.standbys.append(_standby(plan, actor, name, slot, encoded))
+    return filled
+
+
+def join(
+    plan: StartPlan,
+    engine: RayEngine,
+    chosen: Sequence[int],
+    encoded: Any,
+    wait: WaitForConstructors,
+    master: tuple[str | None, int | None],
+) -> tuple[str, int]:
+    """Have ranks join a rendezvous: on a new process the constructors run, and one that has workers keeps them.
+
+    Args:
+        plan: what was started.
+        engine: the engine.
+        chosen: the ranks.
+        encoded: the constructors.
+        wait: waits until the ranks have joined, and raises the error of one that failed.
+        master: address and port of the rendezvous; rank 0 chooses what is None.
+
+    Returns:
+        Address and port of the rendezvous.
+
+    Raises:
+        StartError, WorkerDiedError, CallTimeoutError: see `RayWorkerGroup`.
+    """
+    # A reference: Ray delivers its value to a rank before it runs _sc_join there. So no rank joins before rank 0 has
+    # chosen the port, and the driver does not wait in between.
+    rendezvous: Any = engine.ranks[0].actor._sc_rendezvous.remote(*master) if None in master else ray.put(master)
+    tokens = {engine.ranks[k].actor._sc_join.remote(engine.ranks[k].message, encoded, rendezvous): k for k in chosen}
+    wait(engine, CallPlan.empty(engine.world_size).only(chosen), Sent(tokens))
+    try:
+        found: tuple[str, int] = ray.get(rendezvous)
+    except RayError as error:
+        raise WorkerDiedError(f"{plan.name}: rank 0 died after its start: {one_line(error)}", rank=0) from error
+    return found
+
+
+def _standby(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot | None, encoded: Any) -> Standby:
+    return Standby(actor, name, slot, actor._sc_prepare.remote(_worker_environment(plan), encoded))
+
+
+def _ready(standbys: list[Standby], timeout: float) -> Standby | None:
+    """Take a living standby out of the list: one that is ready, or else the one that will be first."""
+    while standbys:
+        ready, _ = ray.wait([one.prepared for one in standbys], timeout=timeout)
+        if not ready:
+            return None  # there is no room for them, for example, so a new actor would not start either
+        standby = next(one for one in standbys if one.prepared == ready[0])
+        standbys.remove(standby)
+        try:
+            standby.location()
+            return standby
+        except RayError as error:
+            logger.warning("%s: a standby cannot be used: %s", standby.name, one_line(error))
+    return None
 
 
 def _names(plan: StartPlan, numbers: Iterable[int]) -> list[str]:
@@ -275,28 +354,21 @@ def _locations(refs: Sequence[Any], name: str) -> list[Location]:
         raise WorkerDiedError(f"{name}: a worker died before it was started: {one_line(error)}") from error
 
 
-def _run_constructors(
-    plan: StartPlan, ranks: Sequence[Rank], encoded: Any, wait: WaitForConstructors
-) -> tuple[RayEngine, tuple[str, int]]:
-    world_size = len(ranks)
-    # A reference: Ray delivers its value to a rank before it runs _sc_start there. So no rank starts before rank 0 has
-    # chosen the port, and the driver does not wait in between.
-    master = ranks[0].actor._sc_rendezvous.remote(*plan.master)
+def _with_messages(plan: StartPlan, ranks: Sequence[Rank], generation: int) -> list[Rank]:
+    """The ranks, each with what it is told when it joins."""
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    local_ranks, local_sizes = plan.pool.local_ranks(), plan.pool.local_world_sizes()
+    homes = [rank.slot.home for rank in ranks if rank.slot is not None]
+    environment = _worker_environment(plan)
+    return [
+        replace(
+            rank,
+            message=StartMessage(number, len(ranks), *local, environment, node_ranks[nodes[number]], generation),
+        )
+        for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True))
+    ]
+
+
+def _worker_environment(plan: StartPlan) -> dict[str, str]:
     # PYTHONPATH was set when the process started, and has more in it by now, which the worker's own children need too.
-    environment = {key: value for key, value in plan.environment.items() if key != "PYTHONPATH"}
-    started = []
-    for number, rank in enumerate(ranks):
-        local, size, node = local_ranks[number], local_sizes[number], node_ranks[nodes[number]]
-        message = StartMessage(number, world_size, local, size, environment, node)
-        started.append(replace(rank, message=message))
-    engine = RayEngine(started, plan.pool)
-    tokens = {rank.actor._sc_start.remote(rank.message, encoded, master): k for k, rank in enumerate(started)}
-    wait(engine, CallPlan.empty(world_size), Sent(tokens))
-    try:
-        address, port = ray.get(master)
-    except RayError as error:
-        raise WorkerDiedError(f"{plan.name}: rank 0 died after its start: {one_line(error)}", rank=0) from error
-    return engine, (address, port)
+    return {key: value for key, value in plan.environment.items() if key != "PYTHONPATH"}
