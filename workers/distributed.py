@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from single_controller import GroupBrokenError
 from workers.device import DeviceError
 
 if TYPE_CHECKING:
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 
     from single_controller import Worker
 
+
+STORE_POLL_SECONDS = 0.05
 
 _timeout = datetime.timedelta(minutes=30)
 """Timeout of the default process group. `new_cpu_group` and `new_rows` use it too, instead of torch's default."""
@@ -34,6 +39,7 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
     Raises:
         LocalEngineError: the worker is in a `LocalWorkerGroup` of several ranks, which share one process.
         DeviceError: two ranks have the same GPU. This is checked if the backend has both gloo and nccl.
+        GroupBrokenError: the group is having a rank replaced.
     """
     import torch.distributed as dist
 
@@ -47,6 +53,8 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
         _default_group = dist.group.WORLD
         worker._cleanups.append(_end_default_group)
         return
+    if worker.rank:
+        _wait_for_store(worker, timeout)
     host = f"[{worker.master_addr}]" if ":" in worker.master_addr else worker.master_addr
     address = f"tcp://{host}:{worker.master_port}"
     dist.init_process_group(
@@ -54,6 +62,26 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
     )
     if "nccl" in backend and "gloo" in backend:
         _refuse_shared_devices()
+
+
+def _wait_for_store(worker: Worker, timeout: datetime.timedelta) -> None:
+    """Wait until rank 0 listens, or the timeout ends, after which torch raises its own error.
+
+    torch's TCPStore waits by itself, but nothing can end that wait, neither a signal nor a broken connection. If rank
+    0 died before it listens, this rank could not take part in the replacement of rank 0.
+
+    Raises:
+        GroupBrokenError: the group is having a rank replaced.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
+        if worker._leaving:
+            raise GroupBrokenError(f"rank {worker.rank} was told to give up its rendezvous: a rank is being replaced")
+        try:
+            socket.create_connection((worker.master_addr, worker.master_port), timeout=STORE_POLL_SECONDS).close()
+            return
+        except OSError:
+            time.sleep(STORE_POLL_SECONDS)
 
 
 def _end_default_group() -> None:

@@ -104,6 +104,8 @@ class Executor:
         """Refuse the calls that have not begun, until `rejoin`: the driver has given them up. Any thread may call this,
         while another one runs a method."""
         self._refusing = True
+        for worker in list(self.workers.values()):
+            worker._leaving = True
 
     def rejoin(self, info: RankInfo, leave: Callable[[], None]) -> RankResult:
         """Give the workers that this process has another rendezvous, and possibly other local ranks.
@@ -122,6 +124,7 @@ class Executor:
         self.info = info
         for worker in self.workers.values():
             worker._take_rank(info)
+            worker._leaving = False
         self._refusing = False
         ended = time.time()
         return RankResult(info.rank, clock=Clock(begun, begun, ended, ended))

@@ -123,6 +123,8 @@ class Worker:
     _layout_report: LayoutReport
     _role_workers: RoleWorkers
     _cleanups: list[Callable[[], object]]
+    _leaving = False
+    """Whether the group is having a rank replaced, and the method that runs should end. Set by another thread."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Set here, not in __init__: subclasses may read self.rank before they call super().__init__(), or never call

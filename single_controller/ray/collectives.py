@@ -54,5 +54,11 @@ def abort_collectives(known_ports: Collection[int]) -> None:
 def end_collectives() -> None:
     """Destroy all process groups of torch.distributed, so that the process can initialize it again."""
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    if dist is None or not dist.is_available():
+        return
+    if dist.is_initialized():
         dist.destroy_process_group()
+    else:
+        # An initialization that failed has counted its process group. torch derives the groups' names from the count,
+        # so ranks with different counts would wait for each other under different names.
+        dist.distributed_c10d._world.group_count = 0

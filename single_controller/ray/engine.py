@@ -36,6 +36,7 @@ from single_controller.ray.contact import Contact
 from single_controller.ray.control_server import Answer, ask
 from single_controller.ray.internals import death_of, death_seconds
 from single_controller.ray.placement import remove_pools_of
+from single_controller.ray.pool_plan import StandbyPlan
 from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
 from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
@@ -90,7 +91,7 @@ class Standby:
 
     actor: Any
     name: str
-    slot: Slot | None
+    slot: Slot
     prepared: Any
 
     def location(self) -> Location:
@@ -101,6 +102,19 @@ class Standby:
         """
         location: Location = ray.get(self.prepared)[0]
         return location
+
+    def plan(self, group: str) -> StandbyPlan | None:
+        """Its place in the plan of a group; None if it is dead."""
+        if death_of(self.actor) is not None:
+            return None
+        address, hostname, memory = "?", "?", None
+        if ray.wait([self.prepared], timeout=0)[0]:
+            try:
+                location, memory = ray.get(self.prepared)
+                address, hostname = location.address, location.hostname
+            except RayError:  # the worker's class could not be imported
+                return None
+        return StandbyPlan(group, address, hostname, self.slot.entry, self.slot.bundle, memory)
 
 
 class _Sendable(NamedTuple):

@@ -25,7 +25,7 @@ from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.pool import RayResourcePool
-from single_controller.ray.pool_plan import PoolPlan, plan_group
+from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_group
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import StartPlan, fill, join, slot_location, start
 
@@ -281,8 +281,12 @@ class RayWorkerGroup(WorkerGroup):
             GroupClosedError, GroupBrokenError: the group takes no calls.
         """
         self._check()
-        slots = self.resource_pool.slots() if self.resource_pool is not None else None
-        return plan_group(self.name, [slot_location(rank.location) for rank in self._ray.ranks], slots, nodes())
+        ranks = [(slot_location(rank.location), rank.slot) for rank in self._ray.ranks]
+        return plan_group(self.name, ranks, nodes(), self.standbys())
+
+    def standbys(self) -> list[StandbyPlan]:
+        """Where the standbys are that live, and what memory they take. Waits for nothing."""
+        return [plan for one in self._ray.standbys if (plan := one.plan(self.name)) is not None]
 
     # --- life cycle ---------------------------------------------------------------------------------------
 

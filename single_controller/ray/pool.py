@@ -21,7 +21,7 @@ from single_controller.ray.external_group import external_reservation
 from single_controller.ray.feasibility import Forecast, join_requests, shortage
 from single_controller.ray.placement import Reservation
 from single_controller.ray.pool_options import PoolOptions
-from single_controller.ray.pool_plan import PoolPlan, plan_pool, refuse_impossible
+from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
 from single_controller.ray.runtime import ensure_ray, forked, nodes, session
 from single_controller.ray.slots import Slot, SlotLocation, location_key
 
@@ -37,6 +37,8 @@ class Occupant(Protocol):
 
     @property
     def closed(self) -> bool: ...
+
+    def standbys(self) -> list[StandbyPlan]: ...
 
     def close(self) -> None: ...
 
@@ -324,7 +326,10 @@ class RayResourcePool(Closing, ResourcePool):
         forecasts = {reservation: reservation.forecast(cluster, free) for reservation in self.reservations}
         slots_of = {reservation: each.slots for reservation, each in forecasts.items() if each.slots is not None}
         slots = self._slots_in(slots_of) if len(slots_of) == len(forecasts) else None
-        return plan_pool(repr(self), list(forecasts.values()), slots, cluster)
+        with _occupying:
+            groups = list(self._groups)
+        standbys = [one for group in groups if not group.closed for one in group.standbys()]
+        return plan_pool(repr(self), list(forecasts.values()), slots, cluster, standbys)
 
     # --- reserving --------------------------------------------------------------------------------------
 

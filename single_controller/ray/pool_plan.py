@@ -64,6 +64,27 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class StandbyPlan:
+    """Where one standby of a group is, and what it costs besides its slot.
+
+    Attributes:
+        group: the group's name.
+        address: the node's address; "?" while the process starts.
+        hostname: the node's name; likewise.
+        entry: number of the pool's entry.
+        bundle: index of the bundle in its placement group.
+        memory: the process's resident memory in bytes when it was ready; None while it starts.
+    """
+
+    group: str
+    address: str
+    hostname: str
+    entry: int
+    bundle: int
+    memory: int | None
+
+
+@dataclass(frozen=True)
 class NodePlan(Node):
     """What one node has: a `Node` without Ray's internal resources.
 
@@ -91,6 +112,7 @@ class PoolPlan:
         nodes: the living nodes, by address.
         asked: what is asked for, in words.
         missing: what is missing, in words.
+        standbys: the standbys of the group, or of the pool's groups.
     """
 
     what: str
@@ -99,6 +121,7 @@ class PoolPlan:
     nodes: tuple[NodePlan, ...]
     asked: str
     missing: str
+    standbys: tuple[StandbyPlan, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -109,7 +132,7 @@ class PoolPlan:
         lines = [self.headline, self.asked, *self._node_table()]
         if self.state != "placed":
             lines.append(f"missing: {self.missing}")
-        return "\n".join([*lines, *self._rank_table()])
+        return "\n".join([*lines, *self._rank_table(), *self._standby_table()])
 
     def _node_table(self) -> list[str]:
         names = {name for node in self.nodes for name in node.total}
@@ -137,9 +160,20 @@ class PoolPlan:
             rows.append([str(rank.rank), f"{rank.address} ({rank.hostname})", entry, bundle, device])
         return _aligned(rows)
 
+    def _standby_table(self) -> list[str]:
+        rows = [["standby of", "node", "entry", "bundle", "memory"]] if self.standbys else []
+        for one in self.standbys:
+            memory = "starting" if one.memory is None else f"{one.memory / 2**20:.0f} MiB"
+            rows.append([one.group, f"{one.address} ({one.hostname})", str(one.entry), str(one.bundle), memory])
+        return _aligned(rows)
+
 
 def plan_pool(
-    what: str, forecasts: Sequence[Forecast], slots: Sequence[Slot] | None, cluster: Sequence[Node]
+    what: str,
+    forecasts: Sequence[Forecast],
+    slots: Sequence[Slot] | None,
+    cluster: Sequence[Node],
+    standbys: Sequence[StandbyPlan] = (),
 ) -> PoolPlan:
     """Return the plan of a pool.
 
@@ -148,6 +182,7 @@ def plan_pool(
         forecasts: of the reservations that its slots are in.
         slots: its own slots by rank, with locations; None where they cannot be told.
         cluster: the nodes.
+        standbys: of the pool's groups.
     """
     state = min((each.state for each in forecasts), key=list(_HEADLINE).index)
     worst = [each.request for each in forecasts if each.state == state]
@@ -165,7 +200,7 @@ def plan_pool(
     known = [slot for slot in slots or () if slot.location is not None and state in ("fits", "placed")]
     ranks = tuple(_rank_plan(rank, slot.location, slot) for rank, slot in enumerate(known) if slot.location is not None)
     nodes = tuple(_node_plan(node, worst[0], state) for node in cluster)
-    return PoolPlan(what, state, ranks, nodes, asked, missing)
+    return PoolPlan(what, state, ranks, nodes, asked, missing, tuple(standbys))
 
 
 def refuse_impossible(request: Request, cluster: Sequence[Node], what: str) -> None:
@@ -179,21 +214,22 @@ def refuse_impossible(request: Request, cluster: Sequence[Node], what: str) -> N
 
 
 def plan_group(
-    what: str, locations: Sequence[SlotLocation], slots: Sequence[Slot] | None, cluster: Sequence[Node]
+    what: str,
+    ranks: Sequence[tuple[SlotLocation, Slot | None]],
+    cluster: Sequence[Node],
+    standbys: Sequence[StandbyPlan] = (),
 ) -> PoolPlan:
     """Return the plan of a group that runs.
 
     Args:
         what: the group, in words.
-        locations: of each rank.
-        slots: by rank; None for a group that was attached to.
+        ranks: location and slot of each; None for the slots of a group that was attached to.
         cluster: the nodes.
+        standbys: of the group.
     """
-    ranks = tuple(
-        _rank_plan(rank, where, slots[rank] if slots is not None else None) for rank, where in enumerate(locations)
-    )
-    asked = f"runs: {count_processes(len(ranks))}"
-    return PoolPlan(what, "placed", ranks, tuple(map(_node_plan, cluster)), asked, "nothing")
+    plans = tuple(_rank_plan(rank, where, slot) for rank, (where, slot) in enumerate(ranks))
+    asked = f"runs: {count_processes(len(plans))}"
+    return PoolPlan(what, "placed", plans, tuple(map(_node_plan, cluster)), asked, "nothing", tuple(standbys))
 
 
 def _rank_plan(rank: int, where: SlotLocation, slot: Slot | None) -> RankPlan:

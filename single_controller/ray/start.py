@@ -112,7 +112,9 @@ def start(
         ]
         count = len(made) - plan.standby
         engine = RayEngine(_with_messages(plan, made[:count], generation), plan.pool)
-        engine.standbys = [_standby(plan, one.actor, one.name, one.slot, encoded) for one in made[count:]]
+        engine.standbys = [
+            _standby(plan, one.actor, one.name, one.slot, encoded) for one in made[count:] if one.slot is not None
+        ]
         return engine, join(plan, engine, range(count), encoded, wait, plan.master)
 
 
@@ -143,7 +145,7 @@ def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any
         if standby is None:
             missing.append(number)
         else:
-            lost.append(rank.slot)
+            lost += [] if rank.slot is None else [rank.slot]
             ranks[number] = Rank(standby.actor, standby.name, standby.location(), standby.slot)
     slots = [slot for number in missing if (slot := ranks[number].slot) is not None]
     # A detached actor keeps its name, because others find it by that name.
@@ -160,7 +162,7 @@ def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any
     taken = {rank.name for rank in ranks} | {one.name for one in standbys}
     names = [name for name in _names(plan, range(len(ranks) + plan.standby + len(lost))) if name not in taken]
     for slot, name in zip(lost, names[len(names) - len(lost) :], strict=True):
-        if make is not None and slot is not None:
+        if make is not None:
             actor = make(slot, name)
             filled.standbys.append(_standby(plan, actor, name, slot, encoded))
     return filled
@@ -202,7 +204,7 @@ def join(
     return found
 
 
-def _standby(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot | None, encoded: Any) -> Standby:
+def _standby(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encoded: Any) -> Standby:
     return Standby(actor, name, slot, actor._sc_prepare.remote(_worker_environment(plan), encoded))
 
 

@@ -1,0 +1,92 @@
+"""Workers for the tests of replacing ranks."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from single_controller import Dispatch, Worker, register
+from workers.distributed import initialize_distributed
+
+
+class Member(Worker):
+    """Keeps a process group, as models do, and counts what happens to it."""
+
+    def __init__(self, folder=None):
+        super().__init__()
+        self.folder = folder
+        self.history = ["constructed"]
+        if not self.generation:
+            self._form()
+
+    def _form(self):
+        initialize_distributed(self, "gloo")
+        self.group = dist.new_group(list(range(self.world_size)))
+
+    def on_membership_change(self, generation):
+        self.history.append(f"generation {generation}")
+        if self.folder is not None:
+            try:  # only the first rank to come here, once
+                (Path(self.folder) / "die").unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileNotFoundError:
+                pass
+        self._form()
+
+    @register(Dispatch.ONE_TO_ALL, replay=True)
+    def configure(self, value):
+        self.history.append(f"configured {value}")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def note(self, text):
+        self.history.append(text)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def total(self, kill=None, absent=()):
+        """The sum of rank + 1 over all ranks, three times over; kill a rank, or leave some out."""
+        if self.rank == kill:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        value = torch.full((1000,), self.rank + 1.0)
+        for _ in range(0 if self.rank in absent else 3):
+            dist.all_reduce(value, group=self.group)
+        return float(value[0])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep_on(self, ranks, seconds, kill=None):
+        if self.rank == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank in ranks:
+            time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def me(self):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        return {
+            "pid": os.getpid(),
+            "history": self.history,
+            "port": self.master_port,
+            "environment": [os.environ[name] for name in names],
+        }
+
+
+class Lone(Worker):
+    """Uses no collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, x, kill=None):
+        if self.rank == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.value += x
+        return self.value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def on_membership_change(self, generation):
+        self.value = "told"

@@ -1,0 +1,187 @@
+"""Ranks that die are replaced; the others keep their processes and what they hold."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from replace_workers import Lone, Member
+from test_failure import wait_until, within
+
+from single_controller import (
+    CallTimeoutError,
+    GroupBrokenError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    WorkerDiedError,
+)
+
+RANKS = 4
+TOTAL = 10.0 * RANKS * RANKS
+
+
+@pytest.fixture(scope="module")
+def wide(pool):
+    with RayResourcePool([RANKS + 1], use_gpu=False) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("members")
+
+
+@pytest.fixture(scope="module")
+def members(wide, folder):
+    """Four ranks with process groups, and a standby."""
+    with RayWorkerGroup(wide, RayClassWithInitArgs(Member, str(folder)), standby=1) as group:
+        group.configure("first")
+        group.configure("second")
+        yield group
+
+
+def die(group, *args, **kwargs):
+    with pytest.raises(WorkerDiedError) as error, within(5):
+        group.total(*args, **kwargs)
+    return error.value
+
+
+def check_replaced(group, before, replaced):
+    """Only those ranks have new processes; the collectives work; the rendezvous is new on all ranks."""
+    after = group.me()
+    assert [one["pid"] != two["pid"] for one, two in zip(before, after, strict=True)] == [
+        rank in replaced for rank in range(RANKS)
+    ]
+    assert group.total() == [TOTAL] * RANKS
+    assert {one["port"] for one in after} == {group.master_port} != {before[0]["port"]}
+    assert [one["environment"] for one in after] == [
+        [str(rank), str(RANKS), str(rank), str(group.master_port)] for rank in range(RANKS)
+    ]
+    return [one["history"] for one in after]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_dead_rank_is_replaced_and_the_others_keep_what_they_hold(members, victim):
+    before, generation = members.me(), members.generation
+    assert members.total() == [TOTAL] * RANKS
+    # Rank 3 takes no part, so the others wait for it too, and no connection to it breaks by itself.
+    assert die(members, kill=victim, absent=[3]).ranks == (victim,)
+    with within(10):
+        assert members.replace() == (victim,)
+    assert members.generation == generation + 1 and members.broken is None
+    histories = check_replaced(members, before, {victim})
+    told = f"generation {generation + 1}"
+    for rank, history in enumerate(histories):
+        kept = before[rank]["history"] if rank != victim else ["constructed", "configured second"]
+        assert history == [*kept, told]
+
+
+def test_call_that_had_not_begun_is_not_run_by_the_survivors(members):
+    before = members.me()
+    dying = members.sleep_on.remote([0, 2, 3], 1.0, kill=1)
+    waiting = [members.note.remote("late") for _ in range(3)]
+    with pytest.raises(WorkerDiedError):
+        dying.result(10)
+    assert members.replace() == (1,)
+    for call in waiting:
+        with pytest.raises((GroupBrokenError, WorkerDiedError)):
+            call.result(5)
+    assert not any("late" in history for history in check_replaced(members, before, {1}))
+
+
+def test_another_death_while_ranks_are_replaced(members, folder):
+    before = members.me()
+    die(members, kill=3)
+    (folder / "die").touch()
+    with within(20):
+        replaced = members.replace()
+    assert len(replaced) == 2 and 3 in replaced
+    check_replaced(members, before, set(replaced))
+
+
+def test_dead_standby_is_no_obstacle_and_is_started_again(members):
+    wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
+    (standby,) = members._engine.standbys
+    os.kill(standby.location().pid, signal.SIGKILL)
+    wait_until(lambda: not members.standbys(), 5)
+    before = members.me()
+    die(members, kill=2)
+    assert members.replace() == (2,)
+    check_replaced(members, before, {2})
+    wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
+
+
+def test_plans_show_what_a_standby_costs(members, wide):
+    (standby,) = members.plan().standbys
+    assert standby.bundle not in {rank.bundle for rank in members.plan().ranks}
+    wait_until(lambda: members.standbys()[0].memory, 20)
+    assert wide.plan().standbys == tuple(members.standbys())
+    assert members.standbys()[0].memory > 50e6
+    assert "standby of" in str(wide.plan()) and "MiB" in str(wide.plan())
+
+
+def test_rank_that_hangs_is_named_and_can_be_replaced_too(members):
+    before = members.me()
+    with pytest.raises(CallTimeoutError):
+        members.sleep_on.options(timeout=0.2)([1], 60.0)
+    with pytest.raises(CallTimeoutError, match=r"rank 1.*\n.*sleep_on") as error:
+        members.replace(timeout=1.5)
+    assert error.value.ranks == (1,)
+    with pytest.raises(GroupBrokenError, match="its restart failed"):
+        members.total()
+    assert members.replace(ranks=[1]) == (1,)
+    check_replaced(members, before, {1})
+
+
+def test_nothing_to_replace(members):
+    before, generation = members.me(), members.generation
+    assert members.replace() == ()
+    assert members.me() == before and members.generation == generation
+    for ranks in ([], [9], [1, 1], 1):
+        with pytest.raises(ValueError, match=r"replace\(ranks="):
+            members.replace(ranks=ranks)
+    with pytest.raises(ValueError, match="timeout"):
+        members.replace(timeout=0)
+
+
+def test_policy_replaces_at_the_next_call_once_for_all_threads(wide):
+    with RayWorkerGroup(wide[:3], RayClassWithInitArgs(Lone), collectives=False, on_death="replace") as group:
+        assert group.add(1) == [1, 1, 1]
+        port = group.master_port
+        with pytest.raises(WorkerDiedError):
+            group.add(1, kill=1)
+        results, begun = [], threading.Barrier(3)
+
+        def call():
+            begun.wait()
+            results.append(group.add(0))
+
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert results == [[2, 0, 2]] * 3, "the others keep their state, and are told nothing"
+        assert group.generation == 1 and group.master_port == port
+
+
+def test_attached_group_and_bad_options_are_refused(wide, members):
+    attached = RayWorkerGroup.from_detached(worker_handles=members.workers)
+    with pytest.raises(GroupBrokenError, match="attached"):
+        attached.replace()
+    for options in ({"standby": 5}, {"standby": -1}, {"standby": True}, {"on_death": "ignore"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            RayWorkerGroup(wide, RayClassWithInitArgs(Lone), **options)
+
+
+def test_closed_group_ends_its_standby(wide):
+    with RayWorkerGroup(wide[:2], RayClassWithInitArgs(Lone), standby=1) as group:
+        assert group.world_size == 1
+        location = group._engine.standbys[0].location()
+        assert group.add(1) == [1]
+    end = time.monotonic() + 10
+    while os.path.exists(f"/proc/{location.pid}") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{location.pid}")
