@@ -70,6 +70,7 @@ class StartMessage(NamedTuple):
         environment: variables of ``worker_env``.
         node_rank: number of its node, in the order of the nodes' first ranks.
         generation: how often the group was restarted or had ranks replaced before.
+        replacement: see `RankInfo`.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class StartMessage(NamedTuple):
     environment: dict[str, str]
     node_rank: int = 0
     generation: int = 0
+    replacement: bool = False
 
 
 class Identity(NamedTuple):
@@ -157,7 +159,7 @@ class RankActor:
         keeps them and leaves its former process groups."""
         name_lines(f"{type(self).__name__} rank {message.rank}")
         numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)
-        info = RankInfo(*numbers, *master, message.node_rank, own_devices(), generation=message.generation)
+        info = RankInfo(*numbers, *master, message.node_rank, own_devices(), False, *message[-2:])
         if self._executor.workers:
             os.environ.update(info.environment())
             return self._executor.rejoin(info, end_collectives).to_message()

@@ -355,12 +355,13 @@ class RayWorkerGroup(WorkerGroup):
         plan, before = self._owned_plan(), self._ray
         encoded = plan.process.encode()
         # Set at once: whatever fails from here on, the group has these actors.
-        self._state.engine = engine = fill(plan, before, chosen, encoded, self.generation + 1)
+        generation, collectives = self.generation + 1, self._collectives
+        self._state.engine = engine = fill(plan, before, chosen, encoded, generation, collectives=collectives)
 
         def wait(engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
             self._wait_for_constructors(engine, plan, sent, timeout)
 
-        if not self._collectives:
+        if not collectives:
             self._rendezvous = join(plan, engine, chosen, encoded, wait, self._rendezvous)
             return
         moved = engine.ranks[0].location.node_id != before.ranks[0].location.node_id
@@ -373,7 +374,7 @@ class RayWorkerGroup(WorkerGroup):
         self._replay(self._ray.fresh)
         for role in self._tables if self._collectives else ():
             group = self if role is None else self._role_group(role)
-            spec, options = group._any_method("on_membership_change"), CallOptions(timeout=timeout)
+            spec, options = group._any_method("_change_membership"), CallOptions(timeout=timeout)
             plan = group._plan(spec, (self.generation + 1,), {}, options)
             call = group._send(spec, plan, future=False, options=options, recorded=False)
             monitor.wait(call)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,7 +118,9 @@ def start(
         return engine, join(plan, engine, range(count), encoded, wait, plan.master)
 
 
-def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any, generation: int) -> RayEngine:
+def fill(
+    plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any, generation: int, *, collectives: bool
+) -> RayEngine:
     """End some ranks, and fill them with standbys or, where there is none, with new actors in their slots. No user code
     runs on them before `join`.
 
@@ -128,6 +130,7 @@ def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any
         chosen: the ranks, dead or alive.
         encoded: the constructors.
         generation: of the group when these ranks have joined.
+        collectives: whether the ranks use collectives.
 
     Raises:
         PlacementError, WorkerDiedError: see `RayWorkerGroup`. The new actors were ended.
@@ -154,9 +157,9 @@ def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any
         locations = _make(plan, slots, names, actors, again=True) if missing else []
     for number, actor, name, where, slot in zip(missing, actors, names, locations, slots, strict=True):
         ranks[number] = Rank(actor, name, where, replace(slot, location=slot_location(where)))
-    filled = RayEngine(_with_messages(plan, ranks, generation), plan.pool)
-    filled.standbys = standbys
-    filled.fresh = engine.fresh | frozenset(chosen)
+    fresh = engine.fresh | frozenset(chosen)
+    filled = RayEngine(_with_messages(plan, ranks, generation, fresh if collectives else ()), plan.pool)
+    filled.standbys, filled.fresh = standbys, fresh
     # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
     make = _actor_maker(plan, again=True) if lost else None
     taken = {rank.name for rank in ranks} | {one.name for one in standbys}
@@ -356,7 +359,9 @@ def _locations(refs: Sequence[Any], name: str) -> list[Location]:
         raise WorkerDiedError(f"{name}: a worker died before it was started: {one_line(error)}") from error
 
 
-def _with_messages(plan: StartPlan, ranks: Sequence[Rank], generation: int) -> list[Rank]:
+def _with_messages(
+    plan: StartPlan, ranks: Sequence[Rank], generation: int, replacements: Collection[int] = ()
+) -> list[Rank]:
     """The ranks, each with what it is told when it joins."""
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
@@ -365,7 +370,9 @@ def _with_messages(plan: StartPlan, ranks: Sequence[Rank], generation: int) -> l
     return [
         replace(
             rank,
-            message=StartMessage(number, len(ranks), *local, environment, node_ranks[nodes[number]], generation),
+            message=StartMessage(
+                number, len(ranks), *local, environment, node_ranks[nodes[number]], generation, number in replacements
+            ),
         )
         for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True))
     ]

@@ -19,7 +19,7 @@ class Member(Worker):
         super().__init__()
         self.folder = folder
         self.history = ["constructed"]
-        if not self.generation:
+        if not self.is_replacement:
             self._form()
 
     def _form(self):
@@ -87,6 +87,5 @@ class Lone(Worker):
         self.value += x
         return self.value
 
-    @register(Dispatch.ONE_TO_ALL)
     def on_membership_change(self, generation):
         self.value = "told"

@@ -168,6 +168,9 @@ class ModelWorker(TrainWorker):
         """See `TrainWorker.get_parallel_config`."""
         return {"dp_size": dist.get_world_size(self.dp_group)}
 
+    def on_membership_change(self, generation: int) -> None:
+        """Nothing: the train group calls `init` on all ranks, which creates process groups and model."""
+
     # --- weights ----------------------------------------------------------------------------------------
 
     def update_weights(self, version: int | None = None) -> int:
