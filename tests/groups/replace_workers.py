@@ -45,8 +45,10 @@ class Member(Worker):
         self.history.append(text)
 
     @register(Dispatch.ONE_TO_ALL)
-    def total(self, kill=None, absent=()):
-        """The sum of rank + 1 over all ranks, three times over; kill a rank, or leave some out."""
+    def total(self, kill=None, absent=(), asleep=()):
+        """The sum of rank + 1 over all ranks, three times over; kill a rank, leave some out, or let some sleep."""
+        if self.rank in asleep:
+            time.sleep(60)
         if self.rank == kill:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
