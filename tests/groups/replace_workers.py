@@ -58,6 +58,13 @@ class Member(Worker):
         return float(value[0])
 
     @register(Dispatch.ONE_TO_ALL)
+    def loop(self, seconds):
+        """All-reduce again and again."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            dist.all_reduce(torch.ones(1000), group=self.group)
+
+    @register(Dispatch.ONE_TO_ALL)
     def sleep_on(self, ranks, seconds, kill=None):
         if self.rank == kill:
             os.kill(os.getpid(), signal.SIGKILL)
