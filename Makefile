@@ -69,7 +69,7 @@ docs: $(READY)
 
 chaos: $(READY)
 	@$(PY) tests/chaos.py $(ARGS)
-	@$(PY) tests/recovery.py --rounds 200 $(ARGS)
+	@$(PY) tests/recovery.py --rounds 200
 
 benchmark: $(READY)
 	@$(PY) -m benchmarks $(ARGS)
