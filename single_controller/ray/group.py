@@ -144,7 +144,7 @@ class RayWorkerGroup(WorkerGroup):
         self._owns = True
         self._owned_placement: tuple[str, ...] = ()
         self._registration: Registration | None = None
-        self.left: Any = None
+        self._takeover_data: Any = None
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_plan: StartPlan | None = StartPlan(
             pool=resource_pool,
@@ -233,7 +233,7 @@ class RayWorkerGroup(WorkerGroup):
         self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous)
         self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
         self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces = left.settings
-        self._owned_placement, self.left = left.placement_groups, left.left
+        self._owned_placement, self._takeover_data = left.placement_groups, left.data
         plan.pool.admit(self, plan.bin_pack)
         left.restore(self._state)
         self._register(left.key)
@@ -254,7 +254,7 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool = None
         self._start_timeout = None
         self._start_plan = None
-        self._owns, self._owned_placement, self._registration, self.left = False, (), None, None
+        self._owns, self._owned_placement, self._registration, self._takeover_data = False, (), None, None
         self._state.engine, self._rendezvous = RayEngine(ranks), rendezvous
         return self
 
@@ -305,14 +305,15 @@ class RayWorkerGroup(WorkerGroup):
 
     # --- life cycle ---------------------------------------------------------------------------------------
 
-    def leave(self, value: Any) -> None:
-        """Leave a value for the driver that takes this group over, which finds it in ``left``. No effect unless the
-        group is detached.
+    @property
+    def takeover_data(self) -> Any:
+        """A value for the driver that takes this group over, which finds it here. Setting it has no effect on other
+        drivers unless the group is detached. It must be picklable, and small: Ray's control store keeps it."""
+        return self._takeover_data
 
-        Args:
-            value: replaces what was left before. It must be picklable, and small: Ray's control store keeps it.
-        """
-        self.left = value
+    @takeover_data.setter
+    def takeover_data(self, value: Any) -> None:
+        self._takeover_data = value
         if self._registration is not None and self._start_plan is not None and self._start_plan.detached:
             self._registration.write()
 
@@ -444,7 +445,7 @@ class RayWorkerGroup(WorkerGroup):
         if plan is None or not plan.detached:
             return None
         settings = self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces
-        return Takeover.encode(plan, self._ray, self._rendezvous, settings, self.left)
+        return Takeover.encode(plan, self._ray, self._rendezvous, settings, self._takeover_data)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)

@@ -42,7 +42,7 @@ class Takeover:
         standbys: actor, name and slot of its standbys.
         rendezvous: address and port.
         settings: the other arguments of the group.
-        left: see `RayWorkerGroup.leave`.
+        data: `RayWorkerGroup.takeover_data`.
     """
 
     key: str
@@ -52,11 +52,11 @@ class Takeover:
     standbys: tuple[tuple[Any, str, Slot], ...]
     rendezvous: tuple[str, int]
     settings: Settings
-    left: Any
+    data: Any
 
     @staticmethod
     def encode(
-        plan: StartPlan, engine: RayEngine, rendezvous: tuple[str, int], settings: Settings, left: Any
+        plan: StartPlan, engine: RayEngine, rendezvous: tuple[str, int], settings: Settings, data: Any
     ) -> bytes | None:
         """Encode what a group's driver leaves; None if it cannot be pickled, or is too large."""
         pool = plan.pool
@@ -68,7 +68,7 @@ class Takeover:
             standbys,
             rendezvous,
             settings,
-            left,
+            data,
         )
         try:
             encoded: bytes = ray.cloudpickle.dumps(values)
@@ -90,9 +90,9 @@ class Takeover:
     @classmethod
     def decode(cls, key: str, record: GroupRecord, encoded: bytes) -> Takeover:
         """Read what was left."""
-        plan, (options, request, slots), ranks, standbys, rendezvous, settings, left = pickle.loads(encoded)
+        plan, (options, request, slots), ranks, standbys, rendezvous, settings, data = pickle.loads(encoded)
         pool = RayResourcePool.of_slots(options, request, slots)
-        return cls(key, record, replace(plan, pool=pool), ranks, standbys, rendezvous, settings, left)
+        return cls(key, record, replace(plan, pool=pool), ranks, standbys, rendezvous, settings, data)
 
     @property
     def placement_groups(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def leave(workers: RayWorkerGroup, group: Any, changed: Mapping[str, Any]) -> No
         group: the train group.
         changed: values that the fields are about to have.
     """
-    workers.leave(Left({**{name: getattr(group, name) for name in FIELDS}, **changed}))
+    workers.takeover_data = Left({**{name: getattr(group, name) for name in FIELDS}, **changed})
 
 
 def find_left(name: str, namespace: str | None) -> tuple[RayWorkerGroup, dict[str, Any]]:
@@ -61,8 +61,8 @@ def find_left(name: str, namespace: str | None) -> tuple[RayWorkerGroup, dict[st
         ValueError: there are no such workers, or they are of no train group, or it was not initialized.
     """
     workers = RayWorkerGroup.attach(name, namespace, own=True)
-    if isinstance(workers.left, Left):
-        return workers, {**workers.left.fields, "pool": workers.resource_pool}
+    if isinstance(workers.takeover_data, Left):
+        return workers, {**workers.takeover_data.fields, "pool": workers.resource_pool}
     raise ValueError(
         f"{workers.name} cannot be continued: it is no train group, or async_init() was not called. End its workers "
         "with end_detached(), and create a new group"
