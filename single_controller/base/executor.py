@@ -89,7 +89,7 @@ class Executor:
         self._refusing = False
         # Changed by the threads that run calls, copied by any other. Each of these operations on a dict is atomic, so
         # there is no lock that a busy method could hold while somebody asks.
-        self._calls: dict[object, tuple[str, float]] = {}
+        self._calls: dict[object, tuple[str | None, str, float]] = {}
 
     def start(self, info: RankInfo, roles: Callable[[], Mapping[str | None, Constructor]]) -> RankResult:
         """Create the workers, one after the other.
@@ -104,7 +104,7 @@ class Executor:
         try:
             for role, (cls, args, kwargs) in roles().items():
                 self.starting = role
-                self._calls[entry] = label(role, "__init__"), time.monotonic()
+                self._calls[entry] = role, "__init__", time.monotonic()
                 with assign(info, self._role_workers):
                     self.workers[role] = worker = cls(*args, **kwargs)
                 if role is not None:
@@ -165,7 +165,7 @@ class Executor:
         """
         alike = False
         entry = object()
-        self._calls[entry] = label(message.role, message.method), time.monotonic()
+        self._calls[entry] = message.role, message.method, time.monotonic()
         try:
             if self._refusing:
                 raise GroupBrokenError("the group is having a rank replaced, and has given this call up")
@@ -221,7 +221,7 @@ class Executor:
     def call_directly(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`call`, on behalf of a process that has the engine's handle of the rank instead of the group."""
         entry = object()
-        self._calls[entry] = label(role, method), time.monotonic()
+        self._calls[entry] = role, method, time.monotonic()
         try:
             return self.call(role, method, args, kwargs)
         finally:
@@ -248,7 +248,7 @@ class Executor:
         """The calls that run now, the oldest first. Any thread may ask."""
         now = time.monotonic()
         calls = list(self._calls.values())  # a dict keeps the order in which the calls began
-        return tuple(RunningCall(method, now - began) for method, began in calls)
+        return tuple(RunningCall(label(role, method), now - began) for role, method, began in calls)
 
     def stacks(self) -> str:
         """The Python stack of each thread that runs a call now, taken from the thread that asks. See `stacks_under`."""

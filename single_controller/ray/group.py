@@ -24,6 +24,7 @@ from single_controller.base.worker import RANK_ENVIRONMENT, Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.engine import Rank, RayEngine
+from single_controller.ray.group_records import Registration
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_group
 from single_controller.ray.runtime import nodes
@@ -150,6 +151,7 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool: RayResourcePool | None = resource_pool
         self._owns = True
         self._owned_placement: tuple[str, ...] = ()
+        self._registration: Registration | None = None
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_plan: StartPlan | None = StartPlan(
             pool=resource_pool,
@@ -173,6 +175,7 @@ class RayWorkerGroup(WorkerGroup):
         except BaseException:
             self._state.close()
             raise
+        self._register()
 
     @classmethod
     def from_detached(
@@ -239,7 +242,7 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool = None
         self._start_timeout = None
         self._start_plan = None
-        self._owns, self._owned_placement = False, ()
+        self._owns, self._owned_placement, self._registration = False, (), None
         self._state.engine, self._rendezvous = RayEngine(ranks), rendezvous
         return self
 
@@ -388,6 +391,8 @@ class RayWorkerGroup(WorkerGroup):
             if self._owned_placement and self._ray.connected:
                 remove_placement_groups(self._owned_placement)
             self._owned_placement = ()
+            if self._registration is not None:
+                self._registration.write()
         else:
             monitor.forget(self._state.close())
 
@@ -399,6 +404,11 @@ class RayWorkerGroup(WorkerGroup):
         if not isinstance(engine, RayEngine):
             raise TypeError(f"{self.name} does not run on Ray")
         return engine
+
+    def _register(self, key: str | None = None) -> None:
+        self._registration = Registration(self._state, key)
+        self._state.on_change = self._registration.write_soon
+        self._registration.write_soon()
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)

@@ -166,7 +166,7 @@ class PoolPlan:
         for one in self.standbys:
             memory = "starting" if one.memory is None else f"{one.memory / 2**20:.0f} MiB"
             rows.append([one.group, f"{one.address} ({one.hostname})", str(one.entry), str(one.bundle), memory])
-        return _aligned(rows)
+        return aligned(rows)
 
 
 def plan_pool(
