@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
-import warnings
+import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from ray.actor import ActorHandle
 
@@ -17,7 +16,7 @@ from single_controller.base.colocate import Colocated
 from single_controller.base.engine import Sent
 from single_controller.base.errors import GroupBrokenError, WorkerDiedError
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.base.methods import CallOptions, suggestion
+from single_controller.base.methods import CallOptions
 from single_controller.base.monitor import monitor
 from single_controller.base.supervision import check_ranks, restart
 from single_controller.base.worker import RANK_ENVIRONMENT, Worker
@@ -29,30 +28,14 @@ from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_group
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import StartPlan, fill, join, slot_location, start
+from single_controller.ray.takeover import Takeover, find_takeover
+from single_controller.ray.verl_options import VerlOptions, check_verl_options
 
 REPLACE_SECONDS = 300.0
 REPLACE_TRIES = 3
 """How often `RayWorkerGroup.replace` begins if further ranks die meanwhile."""
 
 logger = logging.getLogger(__name__)
-
-
-class VerlOptions(TypedDict, total=False):
-    """Options of verl's groups that have no meaning here, and None where they were not given."""
-
-    device_name: str | None
-    ray_wait_register_center_timeout: float | None
-    profile_steps: Sequence[int] | None
-    worker_nsight_options: Mapping[str, Any] | None
-
-
-_INSTEAD = {
-    "device_name": "use_gpu= and resources= of the pool say which devices the workers have",
-    "ray_wait_register_center_timeout": "start_timeout= limits the start",
-    "profile_steps": "a worker's methods start and stop its profiler",
-    "worker_nsight_options": "call ray_cls_with_init.update_options({'runtime_env': {'nsight': {...}}})",
-}
-"""What to use instead of each of `VerlOptions`."""
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -116,7 +99,7 @@ class RayWorkerGroup(WorkerGroup):
         namespace: str | None = None,
         **verl: Unpack[VerlOptions],
     ) -> None:
-        _check_verl_options(type(self), verl)
+        check_verl_options(type(self), verl)
         if not isinstance(resource_pool, RayResourcePool):
             raise TypeError(f"resource_pool is a RayResourcePool, got {resource_pool!r}")
         if not isinstance(ray_cls_with_init, (RayClassWithInitArgs, Colocated)):
@@ -190,8 +173,8 @@ class RayWorkerGroup(WorkerGroup):
     ) -> Self:
         """Attach to running workers, for example to those that another driver started with ``detached=True``.
 
-        Give exactly one of the first three arguments. Closing the group leaves the workers running, unless it owns
-        them. It cannot restart them.
+        Give exactly one of the first three arguments. Closing the group leaves the workers running, and it cannot
+        restart them, unless it owns them.
 
         Args:
             name_prefix: the ``name_prefix`` that they were started with.
@@ -200,14 +183,20 @@ class RayWorkerGroup(WorkerGroup):
             ray_cls_with_init: their class. By default the workers are asked for it. Distinguishes groups with one
                 prefix.
             namespace: Ray's namespace of the names; by default the driver's own, or any other if it has no such names.
-            own: take the workers over after their driver has ended: closing the group ends them and removes their
-                placement groups, with everything else in those.
+            own: take the workers over after their driver has ended. The group can then do what that driver's could:
+                `close` ends the workers and removes their placement groups, with everything else in those; `restart`
+                and `replace` work, also if ranks have died meanwhile. Calls registered with ``replay=True`` that the
+                former driver made are not repeated. With ``worker_handles``, it can close alone.
 
         Raises:
             ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
-            WorkerDiedError: a worker is dead.
+            WorkerDiedError: a worker is dead, and the group is not taken over.
         """
         process = None if ray_cls_with_init is None else ProcessSpec(ray_cls_with_init)
+        if own and worker_handles is None and (name_prefix is None) != (worker_names is None):
+            left = find_takeover(name_prefix, worker_names, process.name if process else None, namespace)
+            if left is not None:
+                return cls._take_over(left)
         found = find_workers(name_prefix, worker_names, worker_handles, process.name if process else None, namespace)
         classes = found.classes() if process is None else process.classes
         stem = found.engine.ranks[0].name.rpartition("_")[0]
@@ -223,9 +212,22 @@ class RayWorkerGroup(WorkerGroup):
         Args:
             name: the name of the workers without the number at its end.
             namespace: Ray's namespace of the name.
-            own: take the workers over: closing the group ends them.
+            own: take the workers over; see `from_detached`.
         """
         return cls.from_detached(name_prefix=name, namespace=namespace, own=own)
+
+    @classmethod
+    def _take_over(cls, left: Takeover) -> Self:
+        """A group of workers whose driver has ended."""
+        plan = left.plan
+        self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous)
+        self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
+        self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces = left.settings
+        self._owned_placement = left.placement_groups
+        plan.pool.admit(self, plan.bin_pack)
+        left.restore(self._state)
+        self._register(left.key)
+        return self
 
     @classmethod
     def _attached(
@@ -406,9 +408,17 @@ class RayWorkerGroup(WorkerGroup):
         return engine
 
     def _register(self, key: str | None = None) -> None:
-        self._registration = Registration(self._state, key)
+        self._registration = Registration(self._state, weakref.WeakMethod(self._to_take_over), key)
         self._state.on_change = self._registration.write_soon
         self._registration.write_soon()
+
+    def _to_take_over(self) -> bytes | None:
+        """What another driver needs to own this group; None unless it is detached."""
+        plan = self._start_plan
+        if plan is None or not plan.detached:
+            return None
+        settings = self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces
+        return Takeover.encode(plan, self._ray, self._rendezvous, settings)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
@@ -441,18 +451,6 @@ class RayWorkerGroup(WorkerGroup):
 
     def _wait_started(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
         self._wait_for_constructors(engine, plan, sent, self._start_timeout)
-
-
-def _check_verl_options(group: type, options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _INSTEAD:
-            known = [other for other in inspect.signature(group).parameters if other != "verl"]
-            raise TypeError(f"{group.__name__}() got an unexpected keyword argument {name!r}{suggestion(name, known)}")
-        if value is None:
-            continue
-        if name == "worker_nsight_options":
-            raise ValueError(f"{name} has no effect here: {_INSTEAD[name]}")
-        warnings.warn(f"{name}={value!r} has no effect: {_INSTEAD[name]}", stacklevel=3)
 
 
 def _checked_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import socket
 import threading
 import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ from single_controller.ray.runtime import session
 logger = logging.getLogger(__name__)
 
 _PREFIX = "group/"
+TAKEOVER = "takeover/"
+"""Prefix of the key under which a detached group leaves what another driver needs to own it."""
 
 
 class RankRecord(NamedTuple):
@@ -84,12 +87,16 @@ class Registration:
     Args:
         state: the state of the group. It may keep the registration, which refers to it weakly: the workers end when the
             last reference to the state is gone.
+        takeover: returns what another driver needs to own the group, or None.
         key: the key of the group's record, if it was another driver's group; by default a new one.
     """
 
-    def __init__(self, state: GroupState, key: str | None = None) -> None:
+    def __init__(
+        self, state: GroupState, takeover: weakref.WeakMethod[Callable[[], bytes | None]], key: str | None = None
+    ) -> None:
         self._state = weakref.ref(state)
-        self._key = key or f"{_PREFIX}{uuid.uuid4().hex}"
+        self._takeover = takeover
+        self._key = key or uuid.uuid4().hex
         self._session = session()
         self._writing = threading.Lock()
 
@@ -106,9 +113,12 @@ class Registration:
                 if self._session is None or session() != self._session:
                     return
                 if state is None or state.closed or not isinstance(engine, RayEngine):
-                    internals.delete_record(self._key)
-                else:
-                    internals.write_record(self._key, pickle.dumps(_record(state, engine)))
+                    delete(self._key)
+                    return
+                takeover = self._takeover()
+                if takeover is not None and (left := takeover()) is not None:
+                    internals.write_record(TAKEOVER + self._key, left)
+                internals.write_record(_PREFIX + self._key, pickle.dumps(_record(state, engine)))
         except Exception:
             logger.debug("the record of a group could not be written", exc_info=True)
 
@@ -140,10 +150,17 @@ class Records(NamedTuple):
     jobs: frozenset[str]
 
 
+def delete(key: str) -> None:
+    """Remove what is known of a group."""
+    for prefix in (_PREFIX, TAKEOVER):
+        internals.delete_record(prefix + key)
+
+
 def read() -> Records:
     """All records. Removes those whose workers and driver have ended."""
     found = Records({}, internals.all_actors(), internals.living_jobs())
-    for key, value in internals.read_records(_PREFIX).items():
+    for full, value in internals.read_records(_PREFIX).items():
+        key = full.removeprefix(_PREFIX)
         try:
             record: GroupRecord = pickle.loads(value)
             known = [found.actors.get(rank.actor) for rank in record.ranks]
@@ -152,7 +169,7 @@ def read() -> Records:
             continue
         if not any(actor is not None and actor.alive for actor in known):
             if record.job not in found.jobs:
-                internals.delete_record(key)
+                delete(key)
                 continue
             if record.broken is None and all(actor is None or actor.ended_on_purpose for actor in known):
                 continue  # its driver has dropped it without closing it

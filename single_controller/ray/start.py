@@ -113,7 +113,7 @@ def start(
         count = len(made) - plan.standby
         engine = RayEngine(_with_messages(plan, made[:count], generation), plan.pool)
         engine.standbys = [
-            _standby(plan, one.actor, one.name, one.slot, encoded) for one in made[count:] if one.slot is not None
+            standby_of(plan, one.actor, one.name, one.slot, encoded) for one in made[count:] if one.slot is not None
         ]
         return engine, join(plan, engine, range(count), encoded, wait, plan.master)
 
@@ -167,7 +167,7 @@ def fill(
     for slot, name in zip(lost, names[len(names) - len(lost) :], strict=True):
         if make is not None:
             actor = make(slot, name)
-            filled.standbys.append(_standby(plan, actor, name, slot, encoded))
+            filled.standbys.append(standby_of(plan, actor, name, slot, encoded))
     return filled
 
 
@@ -207,7 +207,8 @@ def join(
     return found
 
 
-def _standby(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encoded: Any) -> Standby:
+def standby_of(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encoded: Any) -> Standby:
+    """Have an actor without a rank import the worker's class."""
     return Standby(actor, name, slot, actor._sc_prepare.remote(_worker_environment(plan), encoded))
 
 
