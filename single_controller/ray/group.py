@@ -19,7 +19,7 @@ from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
 from single_controller.base.methods import CallOptions
 from single_controller.base.monitor import monitor
 from single_controller.base.supervision import check_ranks, restart
-from single_controller.base.worker import RANK_ENVIRONMENT, Worker
+from single_controller.base.worker import Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.engine import Rank, RayEngine
@@ -27,7 +27,16 @@ from single_controller.ray.group_records import Registration
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_group
 from single_controller.ray.runtime import nodes
-from single_controller.ray.start import StartPlan, fill, join, slot_location, start
+from single_controller.ray.start import (
+    StartPlan,
+    checked_address,
+    checked_environment,
+    checked_port,
+    fill,
+    join,
+    slot_location,
+    start,
+)
 from single_controller.ray.takeover import Takeover, find_takeover
 from single_controller.ray.verl_options import VerlOptions, check_verl_options
 
@@ -135,6 +144,7 @@ class RayWorkerGroup(WorkerGroup):
         self._owns = True
         self._owned_placement: tuple[str, ...] = ()
         self._registration: Registration | None = None
+        self.left: Any = None
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_plan: StartPlan | None = StartPlan(
             pool=resource_pool,
@@ -142,11 +152,11 @@ class RayWorkerGroup(WorkerGroup):
             bin_pack=bool(bin_pack),
             prefix=name_prefix or "",
             detached=bool(detached),
-            master=(_checked_address(master_addr), _checked_port(master_port)),
+            master=(checked_address(master_addr), checked_port(master_port)),
             environment={
                 "WG_BACKEND": "ray",  # this and the next are for workers written for verl
                 "WG_PREFIX": name_prefix or "",
-                **_checked_environment(worker_env or {}),
+                **checked_environment(worker_env or {}),
             },
             use_gpu=use_gpu,
             name=self.name,
@@ -223,7 +233,7 @@ class RayWorkerGroup(WorkerGroup):
         self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous)
         self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
         self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces = left.settings
-        self._owned_placement = left.placement_groups
+        self._owned_placement, self.left = left.placement_groups, left.left
         plan.pool.admit(self, plan.bin_pack)
         left.restore(self._state)
         self._register(left.key)
@@ -244,7 +254,7 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool = None
         self._start_timeout = None
         self._start_plan = None
-        self._owns, self._owned_placement, self._registration = False, (), None
+        self._owns, self._owned_placement, self._registration, self.left = False, (), None, None
         self._state.engine, self._rendezvous = RayEngine(ranks), rendezvous
         return self
 
@@ -294,6 +304,22 @@ class RayWorkerGroup(WorkerGroup):
         return [plan for one in self._ray.standbys if (plan := one.plan(self.name)) is not None]
 
     # --- life cycle ---------------------------------------------------------------------------------------
+
+    def leave(self, value: Any) -> None:
+        """Leave a value for the driver that takes this group over, which finds it in ``left``. No effect unless the
+        group is detached.
+
+        Args:
+            value: replaces what was left before. It must be picklable, and small: Ray's control store keeps it.
+        """
+        self.left = value
+        if self._registration is not None and self._start_plan is not None and self._start_plan.detached:
+            self._registration.write()
+
+    def hand_over_placement(self) -> tuple[str, ...]:
+        """Make closing a group that was taken over leave its placement groups. Returns their ids, in hex."""
+        ids, self._owned_placement = self._owned_placement, ()
+        return ids
 
     def replace(self, ranks: Sequence[int] | None = None, timeout: float = REPLACE_SECONDS) -> tuple[int, ...]:
         """Replace the ranks that have died. The others keep their processes and their workers.
@@ -418,7 +444,7 @@ class RayWorkerGroup(WorkerGroup):
         if plan is None or not plan.detached:
             return None
         settings = self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces
-        return Takeover.encode(plan, self._ray, self._rendezvous, settings)
+        return Takeover.encode(plan, self._ray, self._rendezvous, settings, self.left)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
@@ -451,37 +477,6 @@ class RayWorkerGroup(WorkerGroup):
 
     def _wait_started(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
         self._wait_for_constructors(engine, plan, sent, self._start_timeout)
-
-
-def _checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(environment, Mapping):
-        raise TypeError(f"worker_env is a dict of strings, got {environment!r}")
-    for key, value in environment.items():
-        if key in RANK_ENVIRONMENT:
-            raise ValueError(f"worker_env cannot set {key}: the group sets it for each rank")
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"worker_env maps strings to strings, got {key!r}: {value!r}")
-        if not key or "=" in key or "\0" in key + value:
-            raise ValueError(f"worker_env: {key!r}: {value!r} is not a valid environment variable")
-    return dict(environment)
-
-
-def _checked_address(address: str | None) -> str | None:
-    if address is not None and (not isinstance(address, str) or not address):
-        raise ValueError(f"master_addr is a host name or address, got {address!r}")
-    return address
-
-
-def _checked_port(port: int | str | None) -> int | None:
-    if port is None:
-        return None
-    try:
-        number = int(port)
-    except (TypeError, ValueError):
-        number = -1
-    if not 0 < number < 65536:
-        raise ValueError(f"master_port is a port number from 1 to 65535, got {port!r}")
-    return number
 
 
 def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from dispatch.plan import CallPlan
 from single_controller.base.engine import Sent
 from single_controller.base.errors import PlacementError, WorkerDiedError
 from single_controller.base.pool import local_ranks
+from single_controller.base.worker import RANK_ENVIRONMENT
 from single_controller.ray import python_env
 from single_controller.ray.actor import Location, StartMessage, actor_class
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
@@ -382,3 +383,49 @@ def _with_messages(
 def _worker_environment(plan: StartPlan) -> dict[str, str]:
     # PYTHONPATH was set when the process started, and has more in it by now, which the worker's own children need too.
     return {key: value for key, value in plan.environment.items() if key != "PYTHONPATH"}
+
+
+def checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``worker_env``.
+
+    Raises:
+        TypeError, ValueError: it is invalid.
+    """
+    if not isinstance(environment, Mapping):
+        raise TypeError(f"worker_env is a dict of strings, got {environment!r}")
+    for key, value in environment.items():
+        if key in RANK_ENVIRONMENT:
+            raise ValueError(f"worker_env cannot set {key}: the group sets it for each rank")
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"worker_env maps strings to strings, got {key!r}: {value!r}")
+        if not key or "=" in key or "\0" in key + value:
+            raise ValueError(f"worker_env: {key!r}: {value!r} is not a valid environment variable")
+    return dict(environment)
+
+
+def checked_address(address: str | None) -> str | None:
+    """Return ``master_addr``.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    if address is not None and (not isinstance(address, str) or not address):
+        raise ValueError(f"master_addr is a host name or address, got {address!r}")
+    return address
+
+
+def checked_port(port: int | str | None) -> int | None:
+    """Return ``master_port`` as a number.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    if port is None:
+        return None
+    try:
+        number = int(port)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 < number < 65536:
+        raise ValueError(f"master_port is a port number from 1 to 65535, got {port!r}")
+    return number

@@ -42,6 +42,7 @@ class Takeover:
         standbys: actor, name and slot of its standbys.
         rendezvous: address and port.
         settings: the other arguments of the group.
+        left: see `RayWorkerGroup.leave`.
     """
 
     key: str
@@ -51,22 +52,26 @@ class Takeover:
     standbys: tuple[tuple[Any, str, Slot], ...]
     rendezvous: tuple[str, int]
     settings: Settings
+    left: Any
 
     @staticmethod
-    def encode(plan: StartPlan, engine: RayEngine, rendezvous: tuple[str, int], settings: Settings) -> bytes | None:
+    def encode(
+        plan: StartPlan, engine: RayEngine, rendezvous: tuple[str, int], settings: Settings, left: Any
+    ) -> bytes | None:
         """Encode what a group's driver leaves; None if it cannot be pickled, or is too large."""
         pool = plan.pool
         standbys = tuple((one.actor, one.name, one.slot) for one in engine.standbys)
-        left = (
+        values = (
             replace(plan, pool=cast(Any, None)),
             (pool.options, pool.reservations[0].request, pool.slots()),
             engine.ranks,
             standbys,
             rendezvous,
             settings,
+            left,
         )
         try:
-            encoded: bytes = ray.cloudpickle.dumps(left)
+            encoded: bytes = ray.cloudpickle.dumps(values)
         except Exception:
             logger.warning("%s cannot be restarted by another driver: it cannot be pickled", plan.name, exc_info=True)
             return None
@@ -85,9 +90,9 @@ class Takeover:
     @classmethod
     def decode(cls, key: str, record: GroupRecord, encoded: bytes) -> Takeover:
         """Read what was left."""
-        plan, (options, request, slots), ranks, standbys, rendezvous, settings = pickle.loads(encoded)
+        plan, (options, request, slots), ranks, standbys, rendezvous, settings, left = pickle.loads(encoded)
         pool = RayResourcePool.of_slots(options, request, slots)
-        return cls(key, record, replace(plan, pool=pool), ranks, standbys, rendezvous, settings)
+        return cls(key, record, replace(plan, pool=pool), ranks, standbys, rendezvous, settings, left)
 
     @property
     def placement_groups(self) -> tuple[str, ...]:

@@ -95,10 +95,11 @@ class ModelWorker(TrainWorker):
             raise ValueError(f"init(role={role!r}): expected one of {', '.join(map(repr, ROLES))}")
         self._forget()
         self.args, self.role = role_args(read_args(args), role), role
-        self.weight_version = self.optimizer_step = 0
+        self.weight_version, self.optimizer_step, self.next_rollout_id = 0, 0, None
         before = process_groups()
         try:
-            return self._make(with_ref)
+            self.next_rollout_id = self._make(with_ref)
+            return self.next_rollout_id
         finally:
             self._groups = [group for group in process_groups() if group not in before]
 
