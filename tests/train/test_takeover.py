@@ -21,18 +21,32 @@ def rows(step):
     return {"x": np.arange(4) + step}
 
 
+def killed(folder, code):
+    """Run a script as another driver of this Ray, kill it when it prints "ready", and return what it printed there."""
+    context = ray.get_runtime_context()
+    script = folder / "driver.py"
+    script.write_text(
+        f"import ray, time\nray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)\n"
+        + textwrap.dedent(code)
+        + "\ntime.sleep(60)\n"
+    )
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    try:
+        return next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+
+
 @pytest.fixture(scope="module")
 def killed_driver(ray_cluster, tmp_path_factory):
     """Kill a driver after three steps of two groups, "going_" and "losing_". Returns the pids of the latter's ranks."""
     folder = tmp_path_factory.mktemp("killed")
-    context = ray.get_runtime_context()
-    script = folder / "driver.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import time
+    said = killed(
+        folder,
+        f"""
         import numpy as np
-        import ray
-        ray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)
         from plain_train_workers import Manager, Plain
         from workers.train.group import RayTrainGroup
         groups = []
@@ -48,16 +62,9 @@ def killed_driver(ray_cluster, tmp_path_factory):
                 if step == 1:
                     group.save_model(step)
         print("ready", *(said["pid"] for said in group.worker_group.said()), flush=True)
-        time.sleep(60)
-        """)
+        """,
     )
-    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    try:
-        return [int(pid) for pid in next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]]
-    finally:
-        driver.kill()
-        driver.wait()
-        driver.stdout.close()
+    return [int(pid) for pid in said]
 
 
 def states():
@@ -96,3 +103,37 @@ def test_dead_rank_means_the_last_checkpoint(killed_driver):
     while states() - {"REMOVED"}:
         assert time.monotonic() < end, "placement groups of a group that was taken over are left"
         time.sleep(0.05)
+
+
+@pytest.mark.full("a model of a killed driver that another driver trains on")
+def test_model_goes_on_bit_for_bit(ray_cluster, tmp_path):
+    """Two FSDP ranks train three steps, the last one after their driver was killed. Weights and optimizer are those of
+    a run that nobody disturbed."""
+    from reference import small_llama
+    from train_helpers import begin, distance, learn, rollout, saved, whole_weights
+
+    args = {"train_backend": "fsdp", "hf_checkpoint": saved(small_llama(), tmp_path), "lr": 1e-2}
+    killed(
+        tmp_path,
+        f"""
+        from reference import small_llama
+        from train_helpers import learn, rollout
+        from workers.train.group import RayTrainGroup
+        group = RayTrainGroup({args!r}, 1, 2, detached=True, name_prefix="model_")
+        ray.get(group.async_init())
+        for step in range(2):
+            learn(group, step, rollout(small_llama(), seed=step))
+        print("ready ", flush=True)
+        """,
+    )
+    found = []
+    with RayTrainGroup.attach("model_") as group:
+        assert group.next_rollout_id == 2
+        learn(group, 2, rollout(small_llama(), seed=2))
+        found.append(whole_weights(group))
+    with RayTrainGroup(args, 1, 2) as group:
+        begin(group, args)
+        for step in range(3):
+            learn(group, step, rollout(small_llama(), seed=step))
+        found.append(whole_weights(group))
+    assert distance(*found) == 0.0
