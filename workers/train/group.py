@@ -30,6 +30,8 @@ from workers.train.backends import takes_version, worker_class
 from workers.train.checkpoints import LastCheckpoint
 from workers.train.environment import train_environment
 from workers.train.placement import cluster_has_gpus, first_slots, share_of_slot
+from workers.train.recovery import Recovery
+from workers.train.replacing import START, Progress, replace_ranks
 from workers.train.rollout_link import RolloutLink
 from workers.train.shared_rollout import SharedRollout
 from workers.train.takeover import common_position, find_left, leave
@@ -59,6 +61,7 @@ class RayTrainGroup:
         num_resources_per_node: amount of each custom resource to reserve per node, if the pool is created here; by
             default what the ranks take.
         actor_cls: the worker class, a `TrainWorker`; by default that of ``args.train_backend``.
+        standby: how many standbys the group keeps, in slots of their own: see `RayWorkerGroup`. ``pg`` must have room.
         detached: whether the workers outlive the driver; see `attach`. A pool that is passed must be detached too.
         name_prefix: distinguishes the workers' names from those of other runs in the cluster.
 
@@ -87,6 +90,7 @@ class RayTrainGroup:
         resources: Mapping[str, float] | None = None,
         num_resources_per_node: float | None = None,
         actor_cls: type[TrainWorker] | None = None,
+        standby: int = 0,
         detached: bool = False,
         name_prefix: str = "",
     ) -> None:
@@ -100,6 +104,9 @@ class RayTrainGroup:
                 f"num_gpus_per_actor={num_gpus_per_actor!r}: expected a share of a slot, above 0 and at most 1"
             )
         self._share = num_gpus_per_actor
+        if not isinstance(standby, int) or isinstance(standby, bool) or standby < 0:
+            raise ValueError(f"standby={standby!r}: expected an integer of at least 0")
+        self._standby = standby
         self._resources = dict(resources or {})
         if num_resources_per_node is not None and not (self._resources and pg is None):
             raise ValueError(
@@ -116,19 +123,20 @@ class RayTrainGroup:
                 for name, amount in self._resources.items()
             }
             pg = self._owned = RayResourcePool(
-                [num_gpus_per_node] * num_nodes,
+                [num_gpus_per_node] * num_nodes + [standby] * (standby > 0),
                 use_gpu=cluster_has_gpus(),
                 name_prefix=f"{role}_",
                 max_colocate_count=math.floor(1 / num_gpus_per_actor + 1e-6),
                 resources=per_node,
                 detached=detached,
             )
-        self.pool = first_slots(pg, self._ranks)
+        self.pool = first_slots(pg, self._ranks + standby)
         self._detached, self._name_prefix = bool(detached), name_prefix
         self._placement: tuple[str, ...] = ()
         self._with_ref: bool | None = None  # as given to async_init(); None before
         self._saved = LastCheckpoint()
         self._asleep = False
+        self._progress = Progress()
         self._start_alone()
         try:
             self.create()
@@ -170,7 +178,7 @@ class RayTrainGroup:
         workers, fields = find_left(f"{name_prefix}{role}_", namespace)
         self = cls.__new__(cls)
         vars(self).update(fields)
-        self._owned, self._closed = None, False
+        self._owned, self._closed, self._progress = None, False, Progress()
         self._placement = workers.hand_over_placement()
         self._start_alone()
         self._group, self._made = workers, workers.workers
@@ -180,6 +188,7 @@ class RayTrainGroup:
             self.next_rollout_id = begun[0] if begun else None
         else:
             self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
+            self._progress = Progress(trained=position[0] - 1 if position[0] else START)
         return self
 
     def _leave(self, **changed: Any) -> None:
@@ -215,13 +224,14 @@ class RayTrainGroup:
             name_prefix=f"{self._name_prefix}{self.role}_",
             detached=self._detached,
             worker_env=environment.worker,
+            standby=self._standby,
         )
         self._group.advise(
             "Call RayTrainGroup.restart() to create new workers, which continue from the last checkpoint that the "
             "group saved, or from the beginning if there is none; or close()"
         )
         self._made = self._group.workers
-        self._asleep = False
+        self._asleep, self._progress = False, Progress()
         if self._with_ref is None:
             return None
         try:
@@ -268,6 +278,49 @@ class RayTrainGroup:
         """
         self.release()
         return self.create()
+
+    def replace(self) -> list[int] | None:
+        """Replace the ranks that have died, and continue from the latest snapshots in the memory of the ranks, which
+        ``args.peer_snapshot_interval`` asks for. The other ranks keep their processes. All ranks return to the same
+        rollout. Without a complete set of snapshots, all continue from the checkpoint, as after `restart`.
+
+        The rollout workers then have the weights of that rollout: if they have newer ones, or the checkpoint was
+        loaded, `update_weights` is called.
+
+        Returns:
+            By rank, the rollout id to continue with; None if no rank was replaced, or the group was not initialized.
+
+        Raises:
+            SingleControllerError: see `RayWorkerGroup.replace`. The group is broken; call `restart`.
+        """
+        workers = self.worker_group
+        begin = replace_ranks(workers, self._with_ref, self._continue)
+        self._made = workers.workers
+        if begin is None:
+            return None
+        self._asleep, self._progress.trained = False, begin[0] - 1
+        if self._rollout is not None:
+            self._rollout.introduce(workers.set_rollout_manager)
+            if self.weight_version and self._progress.sent_after != self._progress.trained:
+                self.update_weights()
+        if self._pair is not None:
+            self._pair.forget()
+            if not any(group.worker_group.broken for group in self._pair.groups):
+                self._pair.groups[0].connect(self._pair.groups[1])
+        return begin
+
+    def _continue(self, recovery: Recovery | None) -> list[int]:
+        workers, version = self.worker_group, self.weight_version
+        begin: list[int]
+        if recovery is None:
+            self._progress = Progress()
+            begin = workers.init(self._args_to_continue(), self.role, self._with_ref)
+            workers.set_weight_version(version)
+            return begin
+        sent = self._progress.has_sent(recovery)
+        self._progress = Progress(sent_after=recovery.rollout_id if sent else None)
+        begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
+        return begin
 
     def close(self) -> None:
         """End the workers, and free the pool if the group created it. A checkpoint that is being written in the
@@ -366,6 +419,7 @@ class RayTrainGroup:
         sent = workers.init.remote(args, self.role, with_ref)
         self.args, self._with_ref = args, bool(with_ref)
         self._saved, self._asleep = LastCheckpoint(), False
+        self._progress = Progress()
         if self._rollout is not None:
             self._rollout.forget()
         if self._pair is not None:
@@ -401,6 +455,7 @@ class RayTrainGroup:
             self._class.check_rows(self.args, rollout_data_ref)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
         shared.take(rollout_id, rollout_data_ref)
+        self._progress.trained = rollout_id
         return list(workers.train.remote(rollout_id, shared.data, **shared.computed()).refs)
 
     def save_model(self, step: int, force_sync: bool = False, *, driver_state: Any = None) -> str | None:
@@ -469,7 +524,7 @@ class RayTrainGroup:
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
             self._leave(weight_version=version)  # before: no other update may have this version
             workers.update_weights(*((version,) if self._takes_version else ()))
-            self.weight_version = version
+            self.weight_version, self._progress.sent_after = version, self._progress.trained
 
     def onload(self) -> int:
         """Move the workers' state back to device memory. Returns the bytes, summed over all ranks."""

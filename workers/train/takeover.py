@@ -18,6 +18,7 @@ FIELDS = (
     "_ranks",
     "_share",
     "_resources",
+    "_standby",
     "_class",
     "_takes_version",
     "_detached",
