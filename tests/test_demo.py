@@ -37,8 +37,13 @@ def test_demo_learns(way, tmp_path):
         "seconds/sync",
     ):
         assert sorted(scalars(tmp_path, name)) == list(range(30)), name
-    # Trainer and engine compute the same log-probabilities, in every step.
-    assert max(scalars(tmp_path, "rollout_log_prob_diff").values()) < 1e-4
+    # Trainer and engine compute the same log-probabilities, in every step whose completions are of the same weights.
+    differences = scalars(tmp_path, "rollout_log_prob_diff")
+    if way == "async":
+        staleness = scalars(tmp_path, "staleness/max")
+        assert staleness[0] == 0 < max(staleness.values()) <= 1
+        differences = {step: value for step, value in differences.items() if staleness[step] == 0}
+    assert max(differences.values()) < 1e-4
 
 
 def test_ppo_learns_with_a_critic(tmp_path):

@@ -309,6 +309,11 @@ class Worker:
         """
         self.register_mesh(mesh_name, *mesh_coordinates(device_mesh, data_axes))
 
+    @classmethod
+    def prepare_standby(cls) -> None:
+        """Called in the process of a standby, which has no rank yet. Override it to import what the worker imports
+        later, so that a rank is replaced sooner. The default does nothing."""
+
     def on_membership_change(self, generation: int) -> None:
         """Called on every rank after ``group.replace()`` has replaced some of them. Override it to create process
         groups, and what depends on them, anew. The default does nothing.

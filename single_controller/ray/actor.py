@@ -150,7 +150,8 @@ class RankActor:
         Returns:
             Where this process runs, and its resident memory in bytes.
         """
-        self._load(environment, made)
+        for cls, _, _ in self._load(environment, made).values():
+            cls.prepare_standby()
         return self._sc_locate(), resident_memory()
 
     def _load(self, environment: dict[str, str], made: Encoded) -> Any:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from single_controller.ray.results import fetch
 from workers.device import has_cuda, use_device
 from workers.distributed import end_process_groups, process_groups, rank_by_rank
+from workers.extras import require
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
@@ -260,6 +261,13 @@ class ModelWorker(TrainWorker):
     def get_parallel_config(self) -> dict[str, int]:
         """See `TrainWorker.get_parallel_config`."""
         return {"dp_size": dist.get_world_size(self.dp_group)}
+
+    @classmethod
+    def prepare_standby(cls) -> None:
+        """Import what creating a model imports."""
+        transformers: Any = require("transformers", extra="hf")
+        with torch.device("meta"):  # creating a model of one architecture imports most of what any other needs
+            transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(num_hidden_layers=1))
 
     def on_membership_change(self, generation: int) -> None:
         """Nothing: the train group calls `init` on all ranks, which creates process groups and model."""
