@@ -205,9 +205,11 @@ def end_process_groups(groups: Sequence[ProcessGroup]) -> None:
     """
     import torch.distributed as dist
 
-    if not groups:
+    known = process_groups()
+    groups = [group for group in groups if group in known]
+    if not groups:  # or they were destroyed with the default group, when ranks were replaced
         return
     dist.barrier()  # another rank may still be receiving the last message of a group
     for group in groups:
-        if group in process_groups():
+        if group in process_groups():  # destroying one may destroy others
             dist.destroy_process_group(group)

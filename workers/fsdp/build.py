@@ -32,13 +32,13 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> De
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_remote_code: bool) -> Any:
+def build(hf_config: Any, role: str, *, seed: int | None, folder: str | None, trust_remote_code: bool) -> Any:
     """Build the whole model in float32: with its weights on rank 0's CPU, on the meta device of the other ranks.
 
     Args:
         hf_config: the Hugging Face config.
         role: "critic" has a head with one value per token, other roles have the language model's head.
-        seed: seed of random weights.
+        seed: seed of random weights; None leaves the model on the meta device on rank 0 too.
         folder: Hugging Face folder of the weights; None for random weights. A critic's head is random if the folder has
             none.
         trust_remote_code: whether code in that folder may run.
@@ -60,7 +60,7 @@ def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_rem
         hf_config = copy.deepcopy(hf_config)
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
     with all_or_none(ModelFilesError, "the model could not be built"):
-        if dist.get_rank():
+        if dist.get_rank() or seed is None:
             with torch.device("meta"):
                 return kind.from_config(hf_config, **options).train()
         with torch.random.fork_rng(devices=[]):
@@ -80,7 +80,7 @@ def build(hf_config: Any, role: str, *, seed: int, folder: str | None, trust_rem
 
 def shard(
     model: Any, mesh: DeviceMesh, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype,
-    cpu_offload: bool = False,
+    cpu_offload: bool = False, empty: bool = False,
 ) -> None:  # fmt: skip
     """Shard a model that `build` returned over the ranks, layer by layer and in place, and distribute rank 0's weights.
 
@@ -91,6 +91,7 @@ def shard(
         param_dtype: dtype of the computation; parameters stay float32.
         reduce_dtype: dtype in which gradients are reduced.
         cpu_offload: whether to keep shards in host memory while they are not used.
+        empty: leave parameters and buffers uninitialized.
     """
     whole = dict(model.state_dict()) if not dist.get_rank() else {}
     mixed = MixedPrecisionPolicy(
@@ -107,8 +108,9 @@ def shard(
     model.to_empty(device="cpu" if cpu_offload else device)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
-    take_weights(model, whole, cpu_offload)
-    _same_buffers(model, buffers, device)
+    if not empty:
+        take_weights(model, whole, cpu_offload)
+    _same_buffers(model, None if empty else buffers, device)
 
 
 def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -> None:
@@ -123,10 +125,13 @@ def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -
     set_model_state_dict(model, whole, options=options)
 
 
-def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Broadcast the buffers from rank 0. Some, such as rotary frequencies, are in no state dict."""
+def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor] | None, device: torch.device) -> None:
+    """Broadcast the buffers from rank 0, or allocate them if there are none. Some, such as rotary frequencies, are in
+    no state dict."""
     for name, buffer in list(model.named_buffers()):
-        whole = rank_0s[name] if not dist.get_rank() else torch.empty_like(buffer, device=device)
-        dist.broadcast(whole, src=0)
+        whole = torch.empty_like(buffer, device=device)
+        if rank_0s is not None:
+            whole = whole if dist.get_rank() else rank_0s[name]
+            dist.broadcast(whole, src=0)
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner)._buffers[attribute] = whole

@@ -73,20 +73,29 @@ class FSDPTrainModel(TrainModel):
         device: device of this rank.
         options: see `FSDPOptions`.
         folder: Hugging Face folder, or model name on the hub, of the initial weights; None for random weights.
+        empty: leave the weights uninitialized, and do not read ``folder``.
     """
 
     def __init__(
-        self, hf_config: Any, role: str, device: torch.device, options: FSDPOptions, folder: str | None = None
+        self,
+        hf_config: Any,
+        role: str,
+        device: torch.device,
+        options: FSDPOptions,
+        folder: str | None = None,
+        *,
+        empty: bool = False,
     ) -> None:
         # The warning concerns writes to the model's outputs, and there are none.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.hf_config, self.role, self.options, self.device = hf_config, role, options, device
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
         trust = options.trust_remote_code
-        self.module: Any = build(hf_config, role, seed=options.seed, folder=folder, trust_remote_code=trust)
+        seed = None if empty else options.seed
+        self.module: Any = build(hf_config, role, seed=seed, folder=folder, trust_remote_code=trust)
         if options.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload)
+        shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
         self._optimizer = torch.optim.AdamW(
             self.module.parameters(),
             lr=0.0,
@@ -203,6 +212,21 @@ class FSDPTrainModel(TrainModel):
 
     def weights_changed(self) -> None:
         """See `TrainModel`: there are no copies."""
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainModel`."""
+        yield from self.weights()
+        saved = self.module.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name not in saved)
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            state = self._optimizer.state[parameter]
+            if not state:  # as AdamW does in its first step
+                moments = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
+                state.update(step=torch.tensor(0.0), **moments)
+            for key, value in state.items():
+                yield f"optimizer.{key}.{name}", _local(value)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `TrainModel`."""

@@ -31,7 +31,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
         initialize_distributed(self, every_backend(), self.args.distributed_timeout_minutes)
         self.register_layout({"dp": self.world_size}, dp=self.rank)
 
-    def make_model(self, hf_config: Any) -> FSDPTrainModel:
+    def make_model(self, hf_config: Any, *, empty: bool = False) -> FSDPTrainModel:
         """See `ModelWorker.make_model`."""
         args = self.args
         options = FSDPOptions(
@@ -48,7 +48,17 @@ class FSDPTrainWorker(PolicyTrainWorker):
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
         )
-        return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint)
+        return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
+
+    def make_empty_model(self, hf_config: Any) -> FSDPTrainModel:
+        """See `ModelWorker.make_empty_model`."""
+        return self.make_model(hf_config, empty=True)
+
+    @property
+    def replicas(self) -> list[int]:
+        """See `ModelWorker.replicas`: the ranks of the same shard, with HSDP."""
+        shard = self.args.fsdp_shard_size or self.world_size
+        return list(range(self.rank % shard, self.world_size, shard))
 
     @property
     def dp_group(self) -> Any:

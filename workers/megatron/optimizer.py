@@ -137,6 +137,12 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return [inner.optimizer for inner in chained if inner.optimizer is not None]
 
 
+def scalers(optimizer: Any) -> list[Any]:
+    """Megatron's scalers of the loss, for fp16."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner.grad_scaler for inner in chained if getattr(inner, "grad_scaler", None) is not None]
+
+
 def allocate_state(optimizer: Any) -> None:
     """Give every parameter without Adam state the initial one. Megatron's distributed optimizer can only load into
     existing state."""

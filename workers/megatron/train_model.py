@@ -15,7 +15,15 @@ from workers.extras import require
 from workers.megatron.checkpoint import Checkpoints
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models
-from workers.megatron.optimizer import AdamOptions, data_parallel, finite_step, inner_optimizers, make_optimizer
+from workers.megatron.optimizer import (
+    AdamOptions,
+    allocate_state,
+    data_parallel,
+    finite_step,
+    inner_optimizers,
+    make_optimizer,
+    scalers,
+)
 from workers.megatron.weights import load_hf, read_hf, to_hf
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
@@ -279,6 +287,45 @@ class MegatronTrainModel(TrainModel):
         """As in `TrainModel`: one flat tensor over each storage. Covers parameters, Megatron's buffers of parameters,
         the optimizer's float32 parameters and its state."""
         return self._storages(self._held())
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights()
+        for number, model in enumerate(self.models):
+            yield from ((f"{number}.{name}", buffer) for name, buffer in model.named_buffers())
+        if self._optimizer is None:
+            return
+        allocate_state(self._optimizer)
+        for number, inner in enumerate(inner_optimizers(self._optimizer)):
+            parameters = (parameter for group in inner.param_groups for parameter in group["params"])
+            for place, parameter in enumerate(parameters):
+                # For bf16 and fp16, and with the distributed optimizer, a float32 copy of a parameter or of its shard.
+                yield f"optimizer.{number}.{place}", parameter.detach()
+                for key, value in inner.state[parameter].items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"optimizer.{number}.{place}.{key}", value
+
+    def counters(self) -> dict[str, Any]:
+        found = [scaler.state_dict() for scaler in scalers(self._optimizer)]
+        return {
+            "scalers": [{name: float(value) for name, value in state.items()} for state in found],
+            # Optimizers other than torch's count a group's steps, not a parameter's.
+            "steps": [int(group.get("step", 0)) for group in self._parameter_groups()],
+        }
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        for scaler, values in zip(scalers(self._optimizer), counters["scalers"], strict=True):
+            state = scaler.state_dict()
+            for name, value in values.items():
+                old = state[name]
+                state[name] = torch.full_like(old, value) if isinstance(old, torch.Tensor) else int(value)
+            scaler.load_state_dict(state)
+        for group, step in zip(self._parameter_groups(), counters["steps"], strict=True):
+            if step:
+                group["step"] = step
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        optimizers = [] if self._optimizer is None else inner_optimizers(self._optimizer)
+        return [group for inner in optimizers for group in inner.param_groups]
 
     def scratch(self) -> Iterator[torch.Tensor]:
         """As in `TrainModel`: Megatron's buffers of gradients, which `train_step` sets to 0 first."""

@@ -53,13 +53,15 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         super().seed(number)
         tensor_parallel.model_parallel_cuda_manual_seed(number, force_reset_rng=True)
 
-    def make_model(self, hf_config: Any) -> MegatronTrainModel:
+    def make_model(self, hf_config: Any, *, empty: bool = False) -> MegatronTrainModel:
         """See `ModelWorker.make_model`."""
         args = self.args
         overrides = dict(args.megatron_overrides)
         if args.gradient_checkpointing:
             overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
                          **overrides}  # fmt: skip
+        if empty:
+            overrides["perform_initialization"] = False
         model = MegatronTrainModel(
             hf_config,
             role=self.role,
@@ -74,9 +76,18 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
             max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
             overrides=overrides,
         )
-        if args.hf_checkpoint is not None:
+        if args.hf_checkpoint is not None and not empty:
             model.load_hf(args.hf_checkpoint)
         return model
+
+    def make_empty_model(self, hf_config: Any) -> MegatronTrainModel:
+        """See `ModelWorker.make_empty_model`."""
+        return self.make_model(hf_config, empty=True)
+
+    @property
+    def replicas(self) -> list[int]:
+        """See `ModelWorker.replicas`: the dp ranks, unless they share the optimizer state."""
+        return [self.rank] if self.args.use_distributed_optimizer else dist.get_process_group_ranks(self.dp_group)
 
     @property
     def dp_group(self) -> Any:

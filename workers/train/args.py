@@ -188,6 +188,12 @@ class TrainArgs:
         least=1,
     )
     async_save: bool = _key(False, "write checkpoints in the background")
+    peer_snapshot_interval: int = _key(
+        0,
+        "rollouts between snapshots of each rank's state in the memory of another rank, from which "
+        "RayTrainGroup.replace() continues after a death; 0 for none",
+        least=0,
+    )
     save_hf: str | None = _key(None, "folder for save_model's Hugging Face export; {rollout_id} in it is replaced")
     no_load_optim: bool = _key(False, "load only the weights of a checkpoint, not the optimizer state and step")
     ref_load: str | None = _key(None, "Hugging Face folder of the reference model; by default the initial weights")

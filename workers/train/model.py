@@ -98,6 +98,21 @@ class TrainModel(ABC):
     def weights_changed(self) -> None:
         """Update the backend's copies of the parameters. Called after `weights` were written to."""
 
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return all that training on bit for bit needs, as live tensors with names that are unique on this rank: this
+        rank's shards of parameters, buffers and optimizer state. Optimizer state that the first step would create is
+        created. For snapshots of the whole state (``peer_snapshot_interval``); not a collective."""
+        raise NotImplementedError(f"{type(self).__name__} has no state_tensors(), which peer_snapshot_interval needs")
+
+    def counters(self) -> dict[str, Any]:
+        """Return the part of that state which is not in tensors, such as a loss scale. It can be written as JSON."""
+        return {}
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Restore what `counters` returned."""
+        if counters:
+            raise NotImplementedError(f"{type(self).__name__} has counters(), but no set_counters()")
+
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
         """Return all tensors that this rank keeps on its device between steps, except `scratch`: parameters, optimizer

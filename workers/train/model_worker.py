@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 
@@ -21,7 +22,9 @@ from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
 from workers.train.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
 from workers.train.model import TrainModel
-from workers.train.weight_backup import WeightBackup
+from workers.train.peer_snapshots import PeerSnapshots
+from workers.train.recovery import Recovery, Versions
+from workers.train.weight_backup import WeightBackup, live_tensors, write_snapshot
 from workers.train.worker import TrainWorker
 from workers.weight_sync import WeightSender
 
@@ -69,6 +72,16 @@ class ModelWorker(TrainWorker):
     def make_model(self, hf_config: Any) -> TrainModel:
         """Create the model of `args` and `role`, with the weights of hf_checkpoint or random weights."""
 
+    def make_empty_model(self, hf_config: Any) -> TrainModel:
+        """Create the model as `make_model` does, but with any weights, because a snapshot replaces them. By default
+        `make_model` creates it."""
+        return self.make_model(hf_config)
+
+    @property
+    def replicas(self) -> list[int]:
+        """The ranks with the same `TrainModel.state_tensors`, bit for bit, this one included."""
+        return [self.rank]
+
     def seed(self, number: int) -> None:
         """Seed the random generators that the model uses in training, for dropout.
 
@@ -93,16 +106,23 @@ class ModelWorker(TrainWorker):
         """See `TrainWorker.init`."""
         if role not in ROLES:
             raise ValueError(f"init(role={role!r}): expected one of {', '.join(map(repr, ROLES))}")
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+        self.weight_version = self.optimizer_step = 0
+        return self._anew(args, role, lambda: self._make(with_ref))
+
+    def _anew(self, args: Any, role: str, make: Callable[[], int]) -> int:
         self._forget()
         self.args, self.role = role_args(read_args(args), role), role
-        self.weight_version = self.optimizer_step = 0
         before = process_groups()
         try:
-            return self._make(with_ref)
+            return make()
         finally:
             self._groups = [group for group in process_groups() if group not in before]
 
     _groups: Sequence[Any] = ()
+    _peers: PeerSnapshots | None = None
 
     def _forget(self) -> None:
         """Free the model of an earlier `init`, its memory, and the process groups that were created for it."""
@@ -128,13 +148,7 @@ class ModelWorker(TrainWorker):
         self.begin()
         if self.args.debug_rollout_only:
             return 0
-        with rank_by_rank(self):
-            hf_config = read_config(self.args)
-            self.tokenizer = read_tokenizer(self.args)
-        self.vocab_size = vocab_size_of(self.args, hf_config, self.tokenizer)
-        self.model = self.make_model(hf_config)
-        self.memory = DeviceMemory(self.model.tensors, self.model.scratch)
-        self.backup = WeightBackup(self.model.weights, after=self.model.weights_changed)
+        self._build(self.make_model)
         if with_ref:
             if self.args.ref_load is not None:
                 self.backup.copy("actor")
@@ -144,6 +158,32 @@ class ModelWorker(TrainWorker):
                 self.backup.drop("actor")
             else:
                 self.backup.copy("ref")
+        found = self.checkpoints.find()
+        if found is not None:
+            self.model.load(found.folder, optimizer=not self.args.no_load_optim)
+            if not self.args.no_load_optim:
+                self.optimizer_step = found.optimizer_step
+            self.weight_version = found.weight_version
+        self._versions = {}
+        if self._keeps_versions and found is None:  # a checkpoint's weights are newer than its weight version
+            self._keep_version(self.weight_version)
+        self.clear_memory()
+        if self.args.peer_snapshot_interval and self.world_size > 1:
+            self._peers = self._new_peers()
+            self._peers.join(self.rank, self.generation, self.node_rank, self.replicas)
+            if with_ref:
+                self._peers.set_reference(self.backup.snapshot("ref"))
+            self._snapshot(-1 if found is None else found.rollout_id)
+        return 0 if found is None else found.rollout_id + 1
+
+    def _build(self, make_model: Callable[[Any], TrainModel]) -> None:
+        with rank_by_rank(self):
+            hf_config = read_config(self.args)
+            self.tokenizer = read_tokenizer(self.args)
+        self.vocab_size = vocab_size_of(self.args, hf_config, self.tokenizer)
+        self.model = make_model(hf_config)
+        self.memory = DeviceMemory(self.model.tensors, self.model.scratch)
+        self.backup = WeightBackup(self.model.weights, after=self.model.weights_changed)
         self.checkpoints = RolloutCheckpoints(
             self.args.load,
             self.args.save,
@@ -152,17 +192,68 @@ class ModelWorker(TrainWorker):
             keep=self.args.save_keep,
             keep_every=self.args.save_keep_every,
         )
-        found = self.checkpoints.find()
-        if found is not None:
-            self.model.load(found.folder, optimizer=not self.args.no_load_optim)
-            if not self.args.no_load_optim:
-                self.optimizer_step = found.optimizer_step
-            self.weight_version = found.weight_version
-        self._versions: dict[str, int] = {}
-        if self._keeps_versions and found is None:  # a checkpoint's weights are newer than its weight version
-            self._keep_version(self.weight_version)
+
+    # --- snapshots --------------------------------------------------------------------------------------
+
+    def _new_peers(self) -> PeerSnapshots:
+        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        # Other ranks wait for the slowest one in a collective.
+        return PeerSnapshots(host, seconds=30 * self.args.distributed_timeout_minutes)
+
+    def snapshot_after(self, rollout_id: int) -> dict[str, float]:
+        """Take a snapshot after this rollout, if ``args.peer_snapshot_interval`` says so. All ranks call it. Returns
+        metrics, the same on every rank."""
+        if self._peers is None or (rollout_id + 1) % self.args.peer_snapshot_interval:
+            return {}
+        return self._snapshot(rollout_id)
+
+    def _snapshot(self, rollout_id: int) -> dict[str, float]:
+        if self._peers is None:
+            return {}
+        about = {
+            "rollout_id": rollout_id,
+            "optimizer_step": self.optimizer_step,
+            "weight_version": self.weight_version,
+            "versions": self._versions,
+            "counters": self.model.counters(),
+        }
+        return self._peers.take(self._state(), about)
+
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors that training on bit for bit needs, with the kept weights of older versions."""
+        yield from self.model.state_tensors()
+        for kept in self._versions:
+            yield from ((f"{kept}/{name}", part) for name, part in self.backup.snapshot(kept).parts.items())
+
+    def peer_snapshots(self) -> Versions:
+        """See `TrainWorker.peer_snapshots`."""
+        return {} if self._peers is None else self._peers.versions()
+
+    def recover(self, args: Any, role: str, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:
+        """See `TrainWorker.recover`."""
+        return self._anew(args, role, lambda: self._restore(with_ref, recovery, version, current))
+
+    def _restore(self, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:
+        self.check_args(self.args, self.world_size, with_ref)
+        self.begin()
+        self._build(self.make_empty_model)
+        if self._peers is None:
+            self._peers = self._new_peers()
+        snapshot, about, reference = self._peers.restore(recovery, self.rank)
+        if with_ref and reference is not None:
+            self.backup.put("ref", reference)
+        self._versions = dict(about["versions"])
+        for kept in self._versions:
+            self.backup.copy(kept)  # memory for what is restored now
+        write_snapshot(snapshot, live_tensors(self._state()), f"after rollout {recovery.rollout_id}")
+        self.model.set_counters(about["counters"])
+        self.optimizer_step, self.weight_version = about["optimizer_step"], about["weight_version"]
+        if self._keeps_versions and current and version > self.weight_version:
+            self._keep_version(version)  # as `update_weights` did with these very weights
+        self.weight_version = version
+        self._peers.join(self.rank, self.generation, self.node_rank, self.replicas)
         self.clear_memory()
-        return 0 if found is None else found.rollout_id + 1
+        return recovery.rollout_id + 1
 
     def get_parallel_config(self) -> dict[str, int]:
         """See `TrainWorker.get_parallel_config`."""
@@ -186,6 +277,7 @@ class ModelWorker(TrainWorker):
         return version
 
     _sender: WeightSender | None = None
+    _versions: dict[str, int]
 
     def set_weight_version(self, version: int) -> None:
         """See `TrainWorker.set_weight_version`. Kept weights are dropped: their versions are no longer known."""

@@ -58,7 +58,7 @@ class PolicyTrainWorker(ModelWorker):
         with _profiled(self.args, self.role, rollout_id, self.rank):
             data = self._checked(lambda: self._rows(rollout_data_ref, computed))
             learn = self._train_critic if self.role == "critic" else self._train_actor
-            metrics = learn(data)
+            metrics = {**learn(data), **self.snapshot_after(rollout_id)}
         return {**metrics, "seconds": time.perf_counter() - began}
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")

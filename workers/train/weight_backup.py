@@ -15,6 +15,8 @@ from workers.device import has_cuda, host_memory
 ALIGNMENT = 64
 """Alignment in bytes of tensors in a snapshot, suitable for any dtype."""
 
+Layout = list[tuple[str, str, tuple[int, ...], int]]
+
 _Memory = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
@@ -23,7 +25,7 @@ class BackupError(SingleControllerError, LookupError):
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class Snapshot:
     """Copies of tensors in one block of host memory.
 
     Attributes:
@@ -33,6 +35,26 @@ class _Snapshot:
 
     memory: torch.Tensor
     parts: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, memory: torch.Tensor, layout: Layout) -> Snapshot:
+        """Return the snapshot whose `layout` this is, in a block of memory that has its bytes."""
+        parts = {}
+        for name, dtype, shape, begin in layout:
+            view = memory[begin:].view(torch.uint8)
+            kind = getattr(torch, dtype)
+            nbytes = torch.Size(shape).numel() * kind.itemsize
+            parts[name] = view[:nbytes].view(kind).view(shape) if nbytes else torch.empty(shape, dtype=kind)
+        return cls(memory, parts)
+
+    @property
+    def layout(self) -> Layout:
+        """By tensor: name, dtype, shape, and the first byte in the memory."""
+        begin = self.memory.data_ptr()
+        return [
+            (name, str(part.dtype).removeprefix("torch."), tuple(part.shape), max(part.data_ptr() - begin, 0))
+            for name, part in self.parts.items()  # an empty one has no address
+        ]
 
     def fits(self, other: dict[str, torch.Tensor]) -> bool:
         return {name: (part.shape, part.dtype) for name, part in self.parts.items()} == {
@@ -57,8 +79,8 @@ class WeightBackup:
     ) -> None:
         self._weights = weights
         self._after = after
-        self._snapshots: dict[str, _Snapshot] = {}
-        self._spares: list[_Snapshot] = []
+        self._snapshots: dict[str, Snapshot] = {}
+        self._spares: list[Snapshot] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +98,7 @@ class WeightBackup:
         Raises:
             BackupError: the weights are offloaded.
         """
-        self._snapshots[name] = _take(self._live(), self._snapshots.get(name))
+        self._snapshots[name] = take_snapshot(self._live(), self._snapshots.get(name))
 
     def restore(self, name: str) -> None:
         """Write a snapshot into the live weights.
@@ -96,7 +118,7 @@ class WeightBackup:
         """
         known = self._known(source)
         if source != target:
-            self._snapshots[target] = _take(known.parts, self._snapshots.get(target))
+            self._snapshots[target] = take_snapshot(known.parts, self._snapshots.get(target))
 
     def drop(self, name: str) -> None:
         """Delete a snapshot.
@@ -106,6 +128,18 @@ class WeightBackup:
         """
         self._known(name)
         del self._snapshots[name]
+
+    def snapshot(self, name: str) -> Snapshot:
+        """Return a snapshot. It is not a copy: later operations of that name write to it.
+
+        Raises:
+            BackupError: there is no such snapshot.
+        """
+        return self._known(name)
+
+    def put(self, name: str, snapshot: Snapshot) -> None:
+        """Add a snapshot that was taken of another model with the same weights, or of this one elsewhere."""
+        self._snapshots[name] = snapshot
 
     @contextmanager
     def swapped(self, name: str) -> Iterator[None]:
@@ -118,7 +152,7 @@ class WeightBackup:
             BackupError: as `restore`.
         """
         known = self._known(name)
-        before = _take(self._live(), self._spares.pop() if self._spares else None)
+        before = take_snapshot(self._live(), self._spares.pop() if self._spares else None)
         try:
             self._write(known, name)
             yield
@@ -132,7 +166,7 @@ class WeightBackup:
     def __repr__(self) -> str:
         return f"<WeightBackup of {', '.join(self.names) or 'nothing yet'}, {self.nbytes / 2**20:.1f} MiB>"
 
-    def _known(self, name: str) -> _Snapshot:
+    def _known(self, name: str) -> Snapshot:
         found = self._snapshots.get(name)
         if found is None:
             close = difflib.get_close_matches(str(name), self._snapshots, 1)
@@ -144,31 +178,48 @@ class WeightBackup:
         return found
 
     def _live(self) -> dict[str, torch.Tensor]:
-        live: dict[str, torch.Tensor] = {}
-        for name, tensor in self._weights():
-            if name in live:
-                raise BackupError(f"the model has two weights of the name {name!r}; weight names must be unique")
-            if tensor.numel() and not tensor.untyped_storage().nbytes():
-                raise BackupError(f"the weights are offloaded ({name!r} has no memory); call wake_up() first")
-            live[name] = tensor.detach()
-        return live
+        return live_tensors(self._weights())
 
-    @torch.no_grad()
-    def _write(self, snapshot: _Snapshot, name: str) -> None:
-        live = self._live()
-        if not snapshot.fits(live):
-            raise BackupError(f"snapshot {name!r} does not match the live weights: {_difference(snapshot.parts, live)}")
-        written: set[_Memory] = set()
-        for key, tensor in live.items():
-            memory = _memory_of(tensor)
-            if memory not in written:
-                tensor.copy_(snapshot.parts[key], non_blocking=True)
-                written.add(memory)
-        _wait(live)
+    def _write(self, snapshot: Snapshot, name: str) -> None:
+        write_snapshot(snapshot, self._live(), name)
+
+
+def live_tensors(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return name -> live tensor.
+
+    Raises:
+        BackupError: a name occurs twice, or a tensor is offloaded.
+    """
+    live: dict[str, torch.Tensor] = {}
+    for name, tensor in pairs:
+        if name in live:
+            raise BackupError(f"the model has two weights of the name {name!r}; weight names must be unique")
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise BackupError(f"the weights are offloaded ({name!r} has no memory); call wake_up() first")
+        live[name] = tensor.detach()
+    return live
 
 
 @torch.no_grad()
-def _take(tensors: dict[str, torch.Tensor], old: _Snapshot | None) -> _Snapshot:
+def write_snapshot(snapshot: Snapshot, live: dict[str, torch.Tensor], name: str) -> None:
+    """Copy a snapshot into live tensors, bit by bit.
+
+    Raises:
+        BackupError: they have other names, shapes or dtypes than the snapshot ``name``. Nothing was written.
+    """
+    if not snapshot.fits(live):
+        raise BackupError(f"snapshot {name!r} does not match the live weights: {_difference(snapshot.parts, live)}")
+    written: set[_Memory] = set()
+    for key, tensor in live.items():
+        memory = _memory_of(tensor)
+        if memory not in written:
+            tensor.copy_(snapshot.parts[key], non_blocking=True)
+            written.add(memory)
+    _wait(live)
+
+
+@torch.no_grad()
+def take_snapshot(tensors: dict[str, torch.Tensor], old: Snapshot | None) -> Snapshot:
     """Take a snapshot of tensors, in the memory of an old one if it fits."""
     if old is None or not old.fits(tensors):
         old = _allocate(tensors)
@@ -182,7 +233,7 @@ def _take(tensors: dict[str, torch.Tensor], old: _Snapshot | None) -> _Snapshot:
     return old
 
 
-def _allocate(tensors: dict[str, torch.Tensor]) -> _Snapshot:
+def _allocate(tensors: dict[str, torch.Tensor]) -> Snapshot:
     begins: dict[str, int] = {}
     begin_of: dict[_Memory, int] = {}
     end = 0
@@ -199,7 +250,7 @@ def _allocate(tensors: dict[str, torch.Tensor]) -> _Snapshot:
         length = tensor.numel() * tensor.element_size()
         part = memory[begins[name] : begins[name] + length]
         parts[name] = part.view(tensor.dtype).view(tensor.shape) if length else tensor.new_empty(tensor.shape)
-    return _Snapshot(memory, parts)
+    return Snapshot(memory, parts)
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory:

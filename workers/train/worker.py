@@ -12,6 +12,7 @@ from dispatch.rows import share_rows
 from single_controller import Dispatch, Worker, register
 from single_controller.ray.results import fetch
 from workers.train.balance import balanced_rows
+from workers.train.recovery import Recovery, Versions
 from workers.train.rollout_data import rows_of
 
 
@@ -95,7 +96,7 @@ class TrainWorker(Worker, ABC):
             rows: all rows, a TensorDict or a dict.
         """
 
-    @register(Dispatch.ONE_TO_ALL, replay=True)
+    @register(Dispatch.ONE_TO_ALL)
     @abstractmethod
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:
         """Create the model, and load the weights or the checkpoint that ``args`` names.
@@ -171,13 +172,13 @@ class TrainWorker(Worker, ABC):
     def get_parallel_config(self) -> dict[str, int]:
         """Return the sizes of the parallel axes: dp_size, and those of the backend."""
 
-    @register(Dispatch.ALL_TO_ALL, replay=True)
+    @register(Dispatch.ALL_TO_ALL)
     def connect_actor_critic(self, critic: Any) -> None:
         """Set `critic` to the critic's worker of the same rank. It is a Ray actor: call its methods with
         ``.remote()``."""
         self.critic = critic
 
-    @register(Dispatch.ONE_TO_ALL, replay=True)
+    @register(Dispatch.ONE_TO_ALL)
     def set_rollout_manager(self, manager: Any) -> None:
         """Set the rollout workers' manager, for `update_weights`."""
         self.rollout_manager = manager
@@ -197,6 +198,28 @@ class TrainWorker(Worker, ABC):
     def wait_for_save(self) -> None:
         """Wait until a checkpoint that is being written in the background is on disk, and raise its error. The default
         is for workers that write in the foreground."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def peer_snapshots(self) -> Versions:
+        """Return the complete snapshots in this rank's memory. The default is for workers that take none. Not a
+        collective."""
+        return {}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def recover(self, args: Any, role: str, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:
+        """Create the model again after ranks were replaced, and restore snapshots instead of loading weights. Workers
+        whose `peer_snapshots` returns something implement it.
+
+        Args:
+            args, role, with_ref: see `init`.
+            recovery: what to restore.
+            version: the weight version that the rollout workers have.
+            current: whether these are the weights that are restored.
+
+        Returns:
+            The rollout id to continue with.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no recover()")
 
     @register(Dispatch.ONE_TO_ALL)
     def get_master_addr_and_port(self) -> tuple[str, int]:
