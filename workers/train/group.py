@@ -29,6 +29,8 @@ from workers.train.backends import takes_version, worker_class
 from workers.train.checkpoints import LastCheckpoint
 from workers.train.environment import train_environment
 from workers.train.placement import cluster_has_gpus, first_slots, share_of_slot
+from workers.train.recovery import Recovery
+from workers.train.replacing import Progress, replace_ranks
 from workers.train.rollout_link import RolloutLink
 from workers.train.shared_rollout import SharedRollout
 from workers.train.worker import TrainWorker
@@ -121,6 +123,7 @@ class RayTrainGroup:
         self._saved = LastCheckpoint()
         self._pair: SharedRollout[RayTrainGroup] | None = None  # with the connected actor or critic
         self._asleep = False
+        self._progress = Progress()
         self._group: RayWorkerGroup | None = None
         try:
             self.create()
@@ -156,7 +159,7 @@ class RayTrainGroup:
             "group saved, or from the beginning if there is none; or close()"
         )
         self._made = self._group.workers
-        self._asleep = False
+        self._asleep, self._progress = False, Progress()
         if self._with_ref is None:
             return None
         try:
@@ -202,6 +205,49 @@ class RayTrainGroup:
         """
         self.release()
         return self.create()
+
+    def replace(self) -> list[int] | None:
+        """Replace the ranks that have died, and continue from the latest snapshots in the memory of the ranks, which
+        ``args.peer_snapshot_interval`` asks for. The other ranks keep their processes. All ranks return to the same
+        rollout. Without a complete set of snapshots, all continue from the checkpoint, as after `restart`.
+
+        The rollout workers then have the weights of that rollout: if they have newer ones, or the checkpoint was
+        loaded, `update_weights` is called.
+
+        Returns:
+            By rank, the rollout id to continue with; None if no rank was replaced, or the group was not initialized.
+
+        Raises:
+            SingleControllerError: see `RayWorkerGroup.replace`. The group is broken; call `restart`.
+        """
+        workers = self.worker_group
+        begin = replace_ranks(workers, self._with_ref, self._continue)
+        self._made = workers.workers
+        if begin is None:
+            return None
+        self._asleep, self._progress.trained = False, begin[0] - 1
+        if self._rollout is not None:
+            self._rollout.introduce(workers.set_rollout_manager)
+            if self.weight_version and self._progress.sent_after != self._progress.trained:
+                self.update_weights()
+        if self._pair is not None:
+            self._pair.forget()
+            if not any(group.worker_group.broken for group in self._pair.groups):
+                self._pair.groups[0].connect(self._pair.groups[1])
+        return begin
+
+    def _continue(self, recovery: Recovery | None) -> list[int]:
+        workers, version = self.worker_group, self.weight_version
+        begin: list[int]
+        if recovery is None:
+            self._progress = Progress()
+            begin = workers.init(self._args_to_continue(), self.role, self._with_ref)
+            workers.set_weight_version(version)
+            return begin
+        sent = self._progress.has_sent(recovery)
+        self._progress = Progress(sent_after=recovery.rollout_id if sent else None)
+        begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
+        return begin
 
     def close(self) -> None:
         """End the workers, and free the pool if the group created it. A checkpoint that is being written in the
@@ -298,6 +344,7 @@ class RayTrainGroup:
         sent = workers.init.remote(args, self.role, with_ref)
         self.args, self._with_ref = args, bool(with_ref)
         self._saved, self._asleep = LastCheckpoint(), False
+        self._progress = Progress()
         if self._rollout is not None:
             self._rollout.forget()
         if self._pair is not None:
@@ -332,6 +379,7 @@ class RayTrainGroup:
             self._class.check_rows(self.args, rollout_data_ref)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
         shared.take(rollout_id, rollout_data_ref)
+        self._progress.trained = rollout_id
         return list(workers.train.remote(rollout_id, shared.data, **shared.computed()).refs)
 
     def save_model(self, step: int, force_sync: bool = False, *, driver_state: Any = None) -> str | None:
@@ -397,7 +445,7 @@ class RayTrainGroup:
                     self._rollout.introduce(workers.set_rollout_manager)
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
             workers.update_weights(*((version,) if self._takes_version else ()))
-            self.weight_version = version
+            self.weight_version, self._progress.sent_after = version, self._progress.trained
 
     def onload(self) -> int:
         """Move the workers' state back to device memory. Returns the bytes, summed over all ranks."""

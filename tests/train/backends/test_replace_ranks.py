@@ -1,0 +1,90 @@
+"""Train groups whose ranks are killed: they continue from snapshots in memory as if nothing had happened."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+import torch
+from train_helpers import begin, distance, learn, rollout, whole_weights
+from train_helpers import small_llama
+
+from workers.train.recovery import REFERENCE
+
+pytestmark = pytest.mark.timeout(180)
+
+FSDP = {"train_backend": "fsdp"}
+MEGATRON = {"train_backend": "megatron"}
+TP2 = {"tensor_model_parallel_size": 2}
+
+WAYS = {
+    "fsdp2": (2, {**FSDP}),
+    "hsdp4": (4, {**FSDP, "fsdp_shard_size": 2}),
+    "tp2": (2, {**MEGATRON, **TP2}),
+    "dp2": (2, {**MEGATRON}),
+    "dp2-distributed": (2, {**MEGATRON, "use_distributed_optimizer": True}),
+    "dp2-distributed-bf16": (2, {**MEGATRON, "use_distributed_optimizer": True, "param_dtype": "bf16"}),
+    "fp16": (2, {**MEGATRON, "param_dtype": "fp16"}),
+}
+FAST = {"fsdp2", "hsdp4", "dp2-distributed"}
+
+
+def kill(group, *ranks):
+    """Kill ranks, and wait until Ray knows."""
+    pids = group.worker_group.execute_with_func_generator(lambda worker: os.getpid())
+    for rank in ranks:
+        os.kill(pids[rank], signal.SIGKILL)
+    wait_until(lambda: not any(group.worker_group.alive()[rank] for rank in ranks), 10)
+
+
+def wait_until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def state(worker):
+    """The bytes of all that training depends on, from the live model."""
+    return {
+        name: tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+        for name, tensor in worker._state()
+        if tensor.numel()
+    }
+
+
+def states(group):
+    return group.worker_group.execute_with_func_generator(state)
+
+
+def same(ones, others):
+    return all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "way", [name if name in FAST else pytest.param(name, marks=pytest.mark.full("rare ways to recover")) for name in WAYS]
+)
+def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama_folder):
+    ranks, args = WAYS[way]
+    group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
+    args = {**args, "hf_checkpoint": llama_folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
+            "lr_decay_style": "linear", "num_rollout": 8}  # fmt: skip
+    rollouts = [rollout(small_llama(), prompts=5, samples=3, seed=seed) for seed in range(5)]
+    begin(group, args, with_ref=True)
+    expected = [learn(group, step, rows)["loss"] for step, rows in enumerate(rollouts)]
+    weights = states(group)
+    begin(group, {**args, "peer_snapshot_interval": 1}, with_ref=True)
+    step, found, killed = 0, {}, iter([(ranks - 1,), (0,)])
+    while step < 5:
+        found[step] = learn(group, step, rollouts[step])["loss"]
+        step += 1
+        if step in (2, 4) and len(found) == step:
+            kill(group, *next(killed))
+            (step, *_) = group.replace()
+            assert step in (len(found) - 1, len(found)), "the last snapshot may have been on its way"
+    assert [found[step] for step in range(5)] == expected
+    assert same(states(group), weights)
