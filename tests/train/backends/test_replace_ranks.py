@@ -5,12 +5,8 @@ import signal
 import time
 
 import pytest
-import ray
 import torch
-from train_helpers import begin, distance, learn, rollout, whole_weights
-from train_helpers import small_llama
-
-from workers.train.recovery import REFERENCE
+from train_helpers import begin, learn, rollout, small_llama
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -18,16 +14,17 @@ FSDP = {"train_backend": "fsdp"}
 MEGATRON = {"train_backend": "megatron"}
 TP2 = {"tensor_model_parallel_size": 2}
 
+# name -> ranks, ranks with the same state, arguments
 WAYS = {
-    "fsdp2": (2, {**FSDP}),
-    "hsdp4": (4, {**FSDP, "fsdp_shard_size": 2}),
-    "tp2": (2, {**MEGATRON, **TP2}),
-    "dp2": (2, {**MEGATRON}),
-    "dp2-distributed": (2, {**MEGATRON, "use_distributed_optimizer": True}),
-    "dp2-distributed-bf16": (2, {**MEGATRON, "use_distributed_optimizer": True, "param_dtype": "bf16"}),
-    "fp16": (2, {**MEGATRON, "param_dtype": "fp16"}),
+    "fsdp2": (2, 1, {**FSDP}),
+    "hsdp4": (4, 2, {**FSDP, "fsdp_shard_size": 2}),
+    "tp2": (2, 1, {**MEGATRON, **TP2}),
+    "dp2-distributed": (2, 1, {**MEGATRON, "use_distributed_optimizer": True}),
+    "dp2-distributed-bf16": (2, 1, {**MEGATRON, "use_distributed_optimizer": True, "param_dtype": "bf16"}),
+    "dp2": (2, 2, {**MEGATRON}),
+    "dp2-fp16": (2, 2, {**MEGATRON, "param_dtype": "fp16"}),
 }
-FAST = {"fsdp2", "hsdp4", "dp2-distributed"}
+FAST = {"fsdp2", "dp2-distributed"}
 
 
 def kill(group, *ranks):
@@ -65,11 +62,12 @@ def same(ones, others):
     )
 
 
-@pytest.mark.parametrize(
-    "way", [name if name in FAST else pytest.param(name, marks=pytest.mark.full("rare ways to recover")) for name in WAYS]
-)
+rare = pytest.mark.full("rare ways to recover")
+
+
+@pytest.mark.parametrize("way", [name if name in FAST else pytest.param(name, marks=rare) for name in WAYS])
 def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama_folder):
-    ranks, args = WAYS[way]
+    ranks, replicas, args = WAYS[way]
     group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
     args = {**args, "hf_checkpoint": llama_folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8}  # fmt: skip
@@ -88,3 +86,5 @@ def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama
             assert step in (len(found) - 1, len(found)), "the last snapshot may have been on its way"
     assert [found[step] for step in range(5)] == expected
     assert same(states(group), weights)
+    sizes = group.worker_group.execute_with_func_generator(lambda worker: len(worker._peers._replicas))
+    assert sizes == [replicas] * ranks, "replicas are bit-identical, and send nothing"
