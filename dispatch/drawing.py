@@ -44,6 +44,12 @@ def table(world_size: int, axes: Axes, views: Sequence[View]) -> str:
     return "\n".join([*(row.rstrip() for row in rows), *legend])
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def picture(world_size: int, axes: Axes, views: Sequence[View]) -> str | None:
     """An SVG with a panel per shard and the ranks that share it inside, pipeline stages from left to right. Collecting
     ranks have a thick border. None for more than `MAX_PICTURE_RANKS` ranks, or if there is nothing to show."""

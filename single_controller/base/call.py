@@ -41,7 +41,7 @@ from dispatch.errors import SingleControllerError
 from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
-from single_controller.base.engine import MAX_STACK_SECONDS, Engine, Sent, Token
+from single_controller.base.engine import MAX_STACK_SECONDS, Death, Engine, Sent, Token
 from single_controller.base.errors import (
     CallTimeoutError,
     ForkedProcessError,
@@ -94,6 +94,9 @@ class GroupState:
         sent: number of calls that were sent.
         layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
         deaths: deaths that calls found: number of restarts before, and the error.
+        last_deaths: rank -> the last death of a process of this rank, for `GroupStatus`.
+        on_change: called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must
+            return at once.
         advice: what the error of a broken group recommends.
         next_late_log: when the group may log again which ranks are late, by the monotonic clock.
         timing_out: whether a thread is about to end a call that has exceeded its timeout.
@@ -118,6 +121,8 @@ class GroupState:
         self.next_late_log = 0.0
         self.timing_out = False
         self.deaths: list[tuple[int, WorkerDiedError]] = []
+        self.last_deaths: dict[int, Death] = {}
+        self.on_change: Callable[[], None] = _nothing
         self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.referred: weakref.WeakSet[Call] = weakref.WeakSet()
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
@@ -164,11 +169,21 @@ class GroupState:
     def break_(self, reason: str, dead: Sequence[int] = ()) -> None:
         """Take no more calls, and end those that are running."""
         with self.lock:
+            self.note_deaths(dict.fromkeys(dead, reason))
             if self.broken is None and not self.closed:
                 self.broken, self.dead = reason, tuple(dead)
+                self.on_change()
                 level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
                 logger.log(level, "%s is broken: %s", self.name, reason)
             self._end_calls()
+
+    def note_deaths(self, deaths: Mapping[int, str]) -> None:
+        """Remember when and why ranks died, unless their death in this generation is known already."""
+        with self.lock:
+            for rank, reason in deaths.items():
+                known = self.last_deaths.get(rank)
+                if known is None or known.generation != self.restarts:
+                    self.last_deaths[rank] = Death(time.time(), reason, self.restarts)
 
     def break_again(self, reason: str) -> None:
         """Replace the reason: what was to repair the group has failed."""
@@ -201,6 +216,10 @@ class GroupState:
         for call in calls:
             call.abandon()
         return calls
+
+
+def _nothing() -> None:
+    pass
 
 
 class Call:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
+from single_controller.base.executor import RunningCall
 from single_controller.base.joining import CallResults
 from single_controller.base.result import RankResult
 
@@ -20,6 +22,36 @@ Token = Hashable
 
 MAX_STACK_SECONDS = 2.0
 """How long ranks may take to say where they are. An error or a log line that shows it waits for that."""
+
+
+class RankProcess(NamedTuple):
+    """The process of a rank.
+
+    Attributes:
+        host: name of its host.
+        address: address of its host.
+        pid: the process.
+        node: the engine's id of the host; empty without one.
+    """
+
+    host: str
+    address: str
+    pid: int
+    node: str = ""
+
+
+class Death(NamedTuple):
+    """The death of a rank's process.
+
+    Attributes:
+        at: when it was noticed, in seconds since the epoch.
+        reason: why it died.
+        generation: how often the group had been restarted or replaced by then.
+    """
+
+    at: float
+    reason: str
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -150,6 +182,24 @@ class Engine(ABC):
         Returns:
             rank -> the Python stack of each thread that runs a call, taken in the rank's process while it runs, or why
             it could not be taken. Ranks that could not be asked in time may be missing.
+        """
+
+    @property
+    @abstractmethod
+    def processes(self) -> tuple[RankProcess, ...]:
+        """Each rank's process, dead or alive."""
+
+    @abstractmethod
+    def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
+        """What some ranks run now.
+
+        Args:
+            ranks: the ranks.
+            seconds: how long they may take to answer.
+
+        Returns:
+            rank -> its calls, the oldest first, or why they are unknown. Ranks that could not be asked in time may be
+            missing.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dispatch import batch
 from dispatch.errors import BatchError, DispatchError, ResultError, SingleControllerError
@@ -34,6 +34,18 @@ Constructor = tuple[type[Worker], tuple[Any, ...], dict[str, Any]]
 
 Asked = tuple[DeferredArgument, list[tuple[int, Parameter, int]]]
 """Any shard of a deferred argument, and (place, parameter, number of the shard) of each that is needed."""
+
+
+class RunningCall(NamedTuple):
+    """A call that a rank runs.
+
+    Attributes:
+        method: its label: the method, or ``<role>.<method>``.
+        seconds: how long it has been running, the wait for its arguments included.
+    """
+
+    method: str
+    seconds: float
 
 
 class Executor:
@@ -75,6 +87,9 @@ class Executor:
         self._loop_lock = threading.Lock()
         self._closed = False
         self._refusing = False
+        # Changed by the threads that run calls, copied by any other. Each of these operations on a dict is atomic, so
+        # there is no lock that a busy method could hold while somebody asks.
+        self._calls: dict[object, tuple[str | None, str, float]] = {}
 
     def start(self, info: RankInfo, roles: Callable[[], Mapping[str | None, Constructor]]) -> RankResult:
         """Create the workers, one after the other.
@@ -85,9 +100,11 @@ class Executor:
         """
         self.info = info
         begun = time.time()
+        entry = object()
         try:
             for role, (cls, args, kwargs) in roles().items():
                 self.starting = role
+                self._calls[entry] = role, "__init__", time.monotonic()
                 with assign(info, self._role_workers):
                     self.workers[role] = worker = cls(*args, **kwargs)
                 if role is not None:
@@ -97,6 +114,8 @@ class Executor:
             if self._reraise(error):
                 raise
             return self.failed(error, "__init__", self.starting)
+        finally:
+            self._calls.pop(entry, None)
         ended = time.time()
         return RankResult(info.rank, clock=Clock(begun, begun, ended, ended))
 
@@ -145,6 +164,8 @@ class Executor:
             The `RankResult`, and, with ``keep``, the encoded result, or the exception that the method raised.
         """
         alike = False
+        entry = object()
+        self._calls[entry] = message.role, message.method, time.monotonic()
         try:
             if self._refusing:
                 raise GroupBrokenError("the group is having a rank replaced, and has given this call up")
@@ -191,9 +212,20 @@ class Executor:
                 raise
             alike = self._refusing or (alike and isinstance(error, SingleControllerError))
             return self.failed(error, message.method, message.role, alike=alike), error
+        finally:
+            del self._calls[entry]
         if not keep:
             result.value = returned
         return result, returned
+
+    def call_directly(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`call`, on behalf of a process that has the engine's handle of the rank instead of the group."""
+        entry = object()
+        self._calls[entry] = role, method, time.monotonic()
+        try:
+            return self.call(role, method, args, kwargs)
+        finally:
+            del self._calls[entry]
 
     def call(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method by name, ``async`` or not, and return its value."""
@@ -211,6 +243,12 @@ class Executor:
         failure.alike = alike
         worker = self.workers.get(role)
         return RankResult(rank, 0 if worker is None else worker._report().version, failure=failure)
+
+    def running(self) -> tuple[RunningCall, ...]:
+        """The calls that run now, the oldest first. Any thread may ask."""
+        now = time.monotonic()
+        calls = list(self._calls.values())  # a dict keeps the order in which the calls began
+        return tuple(RunningCall(label(role, method), now - began) for role, method, began in calls)
 
     def stacks(self) -> str:
         """The Python stack of each thread that runs a call now, taken from the thread that asks. See `stacks_under`."""

@@ -19,7 +19,7 @@ from dispatch.typed import RegisteredMethod
 from single_controller.base.call import ENGINE_GONE, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.closing import Closing
-from single_controller.base.engine import Engine, PartlySentError, Sent
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent
 from single_controller.base.errors import ForkedProcessError, ranks_text
 from single_controller.base.execute import CallsByName, Planner
 from single_controller.base.future import WorkerFuture
@@ -27,6 +27,7 @@ from single_controller.base.layout_report import layout_from
 from single_controller.base.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
 from single_controller.base.monitor import monitor
 from single_controller.base.stats import RECORDED_CALLS, CallStats, Stats, write_trace
+from single_controller.base.status import GroupStatus, group_status
 from single_controller.base.supervision import OnDeath, Replay, ReplayLog, Watcher, check_alone, check_ranks, restart
 from single_controller.base.worker import Worker
 
@@ -287,6 +288,19 @@ class WorkerGroup(CallsByName, Closing):
             return [False] * self.world_size
         dead = self._engine.deaths()
         return [rank not in dead for rank in range(self.world_size)]
+
+    def status(self, timeout: float = MAX_STACK_SECONDS) -> GroupStatus:
+        """Each rank's process, what it runs now and since when, and why it died. Prints as a table. The ranks answer
+        while they are busy.
+
+        Args:
+            timeout: seconds that the ranks may take to answer. One that does not is shown as such.
+
+        Raises:
+            ValueError: the timeout is not a positive number.
+        """
+        self._state.check_process()
+        return group_status(self._state, check_seconds("timeout", timeout))
 
     def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
         """Start a thread that notices deaths while no call is running. A death breaks the group.

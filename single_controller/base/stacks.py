@@ -73,21 +73,22 @@ def _text(frames: Sequence[tuple[FrameType, int]]) -> str:
     return (f"  ... {left_out} frames ...\n" if left_out > 0 else "") + "".join(lines).rstrip()
 
 
-def show_stacks(stacks: Mapping[int, str]) -> str:
+def show_stacks(stacks: Mapping[int, str], most: int = MAX_STACKS) -> str:
     """The stacks of many ranks as text, equal ones once. The rarest come first: the one rank for which all others wait
     in a collective is among them.
 
     Args:
         stacks: rank -> its stack.
+        most: number of distinct stacks to show.
     """
     by_text: dict[str, list[int]] = {}
     for rank in sorted(stacks):
         by_text.setdefault(stacks[rank], []).append(rank)
     ordered = sorted(by_text.items(), key=lambda item: (len(item[1]), item[1]))
-    parts = [f"{_sentence(ranks)}:\n{text}" for text, ranks in ordered[:MAX_STACKS]]
-    rest = [rank for _, ranks in ordered[MAX_STACKS:] for rank in ranks]
+    parts = [f"{_sentence(ranks)}:\n{text}" for text, ranks in ordered[:most]]
+    rest = [rank for _, ranks in ordered[most:] for rank in ranks]
     if rest:
-        parts.append(f"other stacks, not shown: {len(ordered) - MAX_STACKS}, of {ranks_text(sorted(rest))}")
+        parts.append(f"other stacks, not shown: {len(ordered) - most}, of {ranks_text(sorted(rest))}")
     return "\n".join(parts)
 
 

@@ -160,6 +160,7 @@ def restart(
                 state.check()
             replay(chosen)
             state.restarts += 1
+            state.on_change()
         except BaseException as error:
             first_line = str(error).partition("\n")[0]
             state.break_again(f"its restart failed with {type(error).__name__}: {first_line}")

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dispatch.modes import Dispatch, Execute
@@ -38,6 +38,7 @@ class RankInfo:
         device_ids: ids of the accelerators that the engine assigned; () if none.
         one_process: whether all ranks of a group of several share one process, where collectives are impossible.
         generation: how often the group was restarted or had ranks replaced before.
+        replacement: whether the worker replaces another one, and does not take part in collectives yet.
     """
 
     rank: int
@@ -50,9 +51,12 @@ class RankInfo:
     device_ids: tuple[str, ...] = ()
     one_process: bool = False
     generation: int = 0
+    replacement: bool = False
 
     def environment(self) -> dict[str, str]:
-        """`RANK_ENVIRONMENT`: the variables that ``torch.distributed.init_process_group()`` reads, and verl's."""
+        """`RANK_ENVIRONMENT`: the variables that ``torch.distributed.init_process_group()`` reads, and verl's. Without
+        the rendezvous for a `replacement`: initializing torch.distributed there raises, instead of waiting for ranks
+        that do not come."""
         values = (
             self.rank,
             self.world_size,
@@ -63,7 +67,10 @@ class RankInfo:
             self.node_rank,
             self.local_world_size,
         )
-        return dict(zip(RANK_ENVIRONMENT, map(str, values), strict=True))
+        environment = dict(zip(RANK_ENVIRONMENT, map(str, values), strict=True))
+        if self.replacement:
+            del environment["MASTER_ADDR"], environment["MASTER_PORT"]
+        return environment
 
     @classmethod
     def from_environment(cls) -> RankInfo:
@@ -183,6 +190,13 @@ class Worker:
         return self._rank_info.generation
 
     @property
+    def is_replacement(self) -> bool:
+        """Whether this worker replaces one that has died, and `on_membership_change` has not run yet. Its constructor
+        and the methods with ``replay=True`` run on this rank alone: they must not use collectives, and there is no
+        `master_port` yet."""
+        return self._rank_info.replacement
+
+    @property
     def device_ids(self) -> tuple[str, ...]:
         """Ids of the accelerators that Ray assigned to this worker, such as ``("3",)``; () if none. They are the node's
         ids, whether or not Ray hides other devices from the process. `workers.device.device` maps them to torch."""
@@ -295,18 +309,22 @@ class Worker:
         """
         self.register_mesh(mesh_name, *mesh_coordinates(device_mesh, data_axes))
 
-    @register(Dispatch.ONE_TO_ALL)
     def on_membership_change(self, generation: int) -> None:
         """Called on every rank after ``group.replace()`` has replaced some of them. Override it to create process
         groups, and what depends on them, anew. The default does nothing.
 
         On ranks that were not replaced, all process groups of torch.distributed were destroyed before, and the rank's
         properties and environment describe the new rendezvous. On the others, the constructor has run, and the calls of
-        methods with ``replay=True`` were repeated. An override needs no decorator.
+        methods with ``replay=True`` were repeated, all without collectives: see `is_replacement`.
 
         Args:
             generation: how often the group was restarted or had ranks replaced, this time included.
         """
+
+    def _change_membership(self, generation: int) -> None:
+        self._take_rank(replace(self._rank_info, replacement=False))
+        os.environ.update(self._rank_info.environment())
+        self.on_membership_change(generation)
 
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -344,7 +362,14 @@ class Worker:
 
         Raises:
             LocalEngineError: the ranks share one process.
+            RuntimeError: the worker is a replacement, and alone.
         """
+        if self._rank_info.replacement:
+            raise RuntimeError(
+                f"{what} on rank {self.rank}, which replaces a rank that has died: the other ranks do not take part in "
+                "its constructor, nor in methods with replay=True. Leave collectives out there if self.is_replacement, "
+                "and initialize them in on_membership_change(), which runs on all ranks"
+            )
         if self._rank_info.one_process:
             raise LocalEngineError(
                 f"{what} on rank {self.rank} of {self.world_size}: the ranks of a LocalWorkerGroup are in one process, "

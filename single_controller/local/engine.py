@@ -15,6 +15,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import os
 import queue
 import socket
 import sys
@@ -36,9 +37,9 @@ from single_controller.base.codec import (
     decoded,
     encode_arguments,
 )
-from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent, Token
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, RankProcess, Sent, Token
 from single_controller.base.errors import CallTimeoutError, LocalEngineError, WorkerDiedError
-from single_controller.base.executor import Constructor, Executor
+from single_controller.base.executor import Constructor, Executor, RunningCall
 from single_controller.base.future import WorkerFuture
 from single_controller.base.joining import Located, locate
 from single_controller.base.result import RankResult
@@ -135,6 +136,10 @@ class LocalRank:
     def stacks(self) -> str:
         """Where its calls are. See `Executor.stacks`."""
         return self._executor.stacks()
+
+    def running(self) -> tuple[RunningCall, ...]:
+        """What it runs. See `Executor.running`."""
+        return self._executor.running()
 
     def end(self, reason: str) -> None:
         """Take no more calls. Those that have not ended get the reason as their result."""
@@ -257,6 +262,15 @@ class LocalEngine(Engine):
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
         """See `Engine.stacks`."""
         return {rank: self.ranks[rank].stacks() for rank in ranks}
+
+    @property
+    def processes(self) -> tuple[RankProcess, ...]:
+        """See `Engine.processes`: this process, for each rank."""
+        return (RankProcess(socket.gethostname(), "in the driver's process", os.getpid()),) * self.world_size
+
+    def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
+        """See `Engine.running`."""
+        return {rank: self.ranks[rank].running() for rank in ranks}
 
     def kill(self) -> None:
         """See `Engine.kill`. A method that is running in a thread cannot be stopped: the thread ends after it."""

@@ -8,6 +8,7 @@ constructed. The actor class has the user's method names, so that ``group.worker
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import socket
@@ -22,11 +23,12 @@ from ray.exceptions import RayTaskError
 
 from dispatch.batch import register_batch_type, user_batch_types
 from single_controller.base.codec import CallMessage, Encoded, decode_message, encode
-from single_controller.base.executor import Executor
+from single_controller.base.engine import RankProcess
+from single_controller.base.executor import Executor, RunningCall
 from single_controller.base.result import RankResult, remote_traceback
 from single_controller.base.worker import RankInfo
 from single_controller.ray.collectives import abort_collectives, end_collectives, listening_ports
-from single_controller.ray.control_server import ControlAddress, ControlServer
+from single_controller.ray.control_server import Answer, ControlAddress, ControlServer
 from single_controller.ray.devices import hide_other_devices, own_devices
 from single_controller.ray.internals import interface_of, name_lines, resident_memory
 from single_controller.ray.results import fetch
@@ -58,6 +60,11 @@ class Location(NamedTuple):
     node_id: str = ""
     control: ControlAddress | None = None
 
+    @property
+    def process(self) -> RankProcess:
+        """What `GroupStatus` shows of it."""
+        return RankProcess(self.hostname, self.address, self.pid, self.node_id)
+
 
 class StartMessage(NamedTuple):
     """What a rank is told before user code runs.
@@ -70,6 +77,7 @@ class StartMessage(NamedTuple):
         environment: variables of ``worker_env``.
         node_rank: number of its node, in the order of the nodes' first ranks.
         generation: how often the group was restarted or had ranks replaced before.
+        replacement: see `RankInfo`.
     """
 
     rank: int
@@ -79,6 +87,7 @@ class StartMessage(NamedTuple):
     environment: dict[str, str]
     node_rank: int = 0
     generation: int = 0
+    replacement: bool = False
 
 
 class Identity(NamedTuple):
@@ -106,10 +115,20 @@ class RankActor:
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
         self._executor = Executor(f"{self._hostname}, {self._address}", fetch)
         self._control = ControlServer(
-            self._address, {"stacks": self._executor.stacks, "leave": self._leave, "abort": self._abort}
+            self._address,
+            {
+                "stacks": self._executor.stacks,
+                "status": self._status,
+                "leave": self._leave,
+                "abort": self._abort,
+            },
         )
         self._held_port: socket.socket | None = None
         self._own_ports = listening_ports()  # of Ray and of the control server
+
+    def _status(self) -> str:
+        """The answer to the command "status", for `running_calls`."""
+        return json.dumps(self._executor.running())
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
@@ -157,7 +176,7 @@ class RankActor:
         keeps them and leaves its former process groups."""
         name_lines(f"{type(self).__name__} rank {message.rank}")
         numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)
-        info = RankInfo(*numbers, *master, message.node_rank, own_devices(), generation=message.generation)
+        info = RankInfo(*numbers, *master, message.node_rank, own_devices(), False, *message[-2:])
         if self._executor.workers:
             os.environ.update(info.environment())
             return self._executor.rejoin(info, end_collectives).to_message()
@@ -216,7 +235,12 @@ class RankActor:
         return self._executor.run(*decode_message(message, beside), received, keep=keep)
 
     def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._executor.call(role, method, args, kwargs)
+        return self._executor.call_directly(role, method, args, kwargs)
+
+
+def running_calls(answer: Answer) -> tuple[RunningCall, ...] | str:
+    """The calls that a rank runs, from its answer to the command "status", or why they are unknown."""
+    return tuple(RunningCall(*call) for call in json.loads(answer.text)) if answer.ok else answer.text
 
 
 def interface_variables(address: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from single_controller.base.codec import Encoded, decoded
 from single_controller.base.errors import CallTimeoutError, WorkerDiedError
 from single_controller.base.worker import Worker
 from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.internals import detached_actors
+from single_controller.ray.internals import all_actors
 from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import ensure_ray
@@ -149,7 +149,7 @@ def end_detached(name: str, namespace: str | None = None) -> int:
         ValueError: no worker has such a name, or workers in several namespaces have it.
     """
     ensure_ray()
-    found = [one for one in detached_actors() if one.name.rpartition("_")[0] == name]
+    found = [one for one in all_actors().values() if one.detached and one.name.rpartition("_")[0] == name]
     found = [one for one in found if namespace in (None, one.namespace)]
     living = [one for one in found if one.alive]
     found = living or found  # workers that died long ago may have been in other placement groups

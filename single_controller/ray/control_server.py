@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from single_controller.ray.frames import frames_file
+
 logger = logging.getLogger(__name__)
 
 CLIENT_SECONDS = 1.0
@@ -38,13 +40,15 @@ class ControlAddress(NamedTuple):
         address: the node's address.
         port: the port; 0 if the process cannot listen there.
         key: what a client must send, in hexadecimal.
-        pid: the process, for messages.
+        pid: the process.
+        frames: the file in its ``/proc`` folder to which it writes its Python frames: see `frames_file`; -1 without.
     """
 
     address: str
     port: int
     key: bytes
     pid: int
+    frames: int = -1
 
 
 class Answer(NamedTuple):
@@ -74,7 +78,7 @@ class ControlServer:
     """
 
     def __init__(self, address: str, handlers: Mapping[str, Callable[[], str]]) -> None:
-        self.address = ControlAddress(address, 0, secrets.token_hex(KEY_BYTES).encode(), os.getpid())
+        self.address = ControlAddress(address, 0, secrets.token_hex(KEY_BYTES).encode(), os.getpid(), frames_file())
         self._handlers = dict(handlers)
         try:
             self._listener = socket.create_server((address, 0), family=_family(address), backlog=16)

@@ -28,10 +28,10 @@ from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
 from single_controller.base.background import background
 from single_controller.base.codec import BESIDE, Encoded, call_message, encode, encode_arguments
-from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent, Token
-from single_controller.base.executor import Asked
+from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, RankProcess, Sent, Token
+from single_controller.base.executor import Asked, RunningCall
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
-from single_controller.ray.actor import CONCURRENT, Location, StartMessage
+from single_controller.ray.actor import CONCURRENT, Location, StartMessage, running_calls
 from single_controller.ray.contact import Contact
 from single_controller.ray.control_server import Answer, ask
 from single_controller.ray.internals import death_of, death_seconds
@@ -288,6 +288,15 @@ class RayEngine(Engine):
         """See `Engine.stacks`."""
         answers = self.ask("stacks", ranks, seconds)
         return {rank: answer.text if answer.ok else f"  {answer.text}" for rank, answer in answers.items()}
+
+    @property
+    def processes(self) -> tuple[RankProcess, ...]:
+        """See `Engine.processes`."""
+        return tuple(rank.location.process for rank in self.ranks)
+
+    def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
+        """See `Engine.running`."""
+        return {rank: running_calls(answer) for rank, answer in self.ask("status", ranks, seconds).items()}
 
     def ask(self, command: str, ranks: Iterable[int], seconds: float) -> dict[int, Answer]:
         """Send a command to ranks that may be busy. See `control_server.ask`."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
-import warnings
+import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from ray.actor import ActorHandle
 
@@ -17,41 +16,35 @@ from single_controller.base.colocate import Colocated
 from single_controller.base.engine import Sent
 from single_controller.base.errors import GroupBrokenError, WorkerDiedError
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.base.methods import CallOptions, suggestion
+from single_controller.base.methods import CallOptions
 from single_controller.base.monitor import monitor
 from single_controller.base.supervision import check_ranks, restart
-from single_controller.base.worker import RANK_ENVIRONMENT, Worker
+from single_controller.base.worker import Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.engine import Rank, RayEngine
+from single_controller.ray.group_records import Registration
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_group
 from single_controller.ray.runtime import nodes
-from single_controller.ray.start import StartPlan, fill, join, slot_location, start
+from single_controller.ray.start import (
+    StartPlan,
+    checked_address,
+    checked_environment,
+    checked_port,
+    fill,
+    join,
+    slot_location,
+    start,
+)
+from single_controller.ray.takeover import Takeover, find_takeover
+from single_controller.ray.verl_options import VerlOptions, check_verl_options
 
 REPLACE_SECONDS = 300.0
 REPLACE_TRIES = 3
 """How often `RayWorkerGroup.replace` begins if further ranks die meanwhile."""
 
 logger = logging.getLogger(__name__)
-
-
-class VerlOptions(TypedDict, total=False):
-    """Options of verl's groups that have no meaning here, and None where they were not given."""
-
-    device_name: str | None
-    ray_wait_register_center_timeout: float | None
-    profile_steps: Sequence[int] | None
-    worker_nsight_options: Mapping[str, Any] | None
-
-
-_INSTEAD = {
-    "device_name": "use_gpu= and resources= of the pool say which devices the workers have",
-    "ray_wait_register_center_timeout": "start_timeout= limits the start",
-    "profile_steps": "a worker's methods start and stop its profiler",
-    "worker_nsight_options": "call ray_cls_with_init.update_options({'runtime_env': {'nsight': {...}}})",
-}
-"""What to use instead of each of `VerlOptions`."""
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -115,7 +108,7 @@ class RayWorkerGroup(WorkerGroup):
         namespace: str | None = None,
         **verl: Unpack[VerlOptions],
     ) -> None:
-        _check_verl_options(type(self), verl)
+        check_verl_options(type(self), verl)
         if not isinstance(resource_pool, RayResourcePool):
             raise TypeError(f"resource_pool is a RayResourcePool, got {resource_pool!r}")
         if not isinstance(ray_cls_with_init, (RayClassWithInitArgs, Colocated)):
@@ -150,6 +143,8 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool: RayResourcePool | None = resource_pool
         self._owns = True
         self._owned_placement: tuple[str, ...] = ()
+        self._registration: Registration | None = None
+        self._takeover_data: Any = None
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_plan: StartPlan | None = StartPlan(
             pool=resource_pool,
@@ -157,11 +152,11 @@ class RayWorkerGroup(WorkerGroup):
             bin_pack=bool(bin_pack),
             prefix=name_prefix or "",
             detached=bool(detached),
-            master=(_checked_address(master_addr), _checked_port(master_port)),
+            master=(checked_address(master_addr), checked_port(master_port)),
             environment={
                 "WG_BACKEND": "ray",  # this and the next are for workers written for verl
                 "WG_PREFIX": name_prefix or "",
-                **_checked_environment(worker_env or {}),
+                **checked_environment(worker_env or {}),
             },
             use_gpu=use_gpu,
             name=self.name,
@@ -173,6 +168,7 @@ class RayWorkerGroup(WorkerGroup):
         except BaseException:
             self._state.close()
             raise
+        self._register()
 
     @classmethod
     def from_detached(
@@ -187,8 +183,8 @@ class RayWorkerGroup(WorkerGroup):
     ) -> Self:
         """Attach to running workers, for example to those that another driver started with ``detached=True``.
 
-        Give exactly one of the first three arguments. Closing the group leaves the workers running, unless it owns
-        them. It cannot restart them.
+        Give exactly one of the first three arguments. Closing the group leaves the workers running, and it cannot
+        restart them, unless it owns them.
 
         Args:
             name_prefix: the ``name_prefix`` that they were started with.
@@ -197,14 +193,20 @@ class RayWorkerGroup(WorkerGroup):
             ray_cls_with_init: their class. By default the workers are asked for it. Distinguishes groups with one
                 prefix.
             namespace: Ray's namespace of the names; by default the driver's own, or any other if it has no such names.
-            own: take the workers over after their driver has ended: closing the group ends them and removes their
-                placement groups, with everything else in those.
+            own: take the workers over after their driver has ended. The group can then do what that driver's could:
+                `close` ends the workers and removes their placement groups, with everything else in those; `restart`
+                and `replace` work, also if ranks have died meanwhile. Calls registered with ``replay=True`` that the
+                former driver made are not repeated. With ``worker_handles``, it can close alone.
 
         Raises:
             ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
-            WorkerDiedError: a worker is dead.
+            WorkerDiedError: a worker is dead, and the group is not taken over.
         """
         process = None if ray_cls_with_init is None else ProcessSpec(ray_cls_with_init)
+        if own and worker_handles is None and (name_prefix is None) != (worker_names is None):
+            left = find_takeover(name_prefix, worker_names, process.name if process else None, namespace)
+            if left is not None:
+                return cls._take_over(left)
         found = find_workers(name_prefix, worker_names, worker_handles, process.name if process else None, namespace)
         classes = found.classes() if process is None else process.classes
         stem = found.engine.ranks[0].name.rpartition("_")[0]
@@ -220,9 +222,22 @@ class RayWorkerGroup(WorkerGroup):
         Args:
             name: the name of the workers without the number at its end.
             namespace: Ray's namespace of the name.
-            own: take the workers over: closing the group ends them.
+            own: take the workers over; see `from_detached`.
         """
         return cls.from_detached(name_prefix=name, namespace=namespace, own=own)
+
+    @classmethod
+    def _take_over(cls, left: Takeover) -> Self:
+        """A group of workers whose driver has ended."""
+        plan = left.plan
+        self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous)
+        self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
+        self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces = left.settings
+        self._owned_placement, self._takeover_data = left.placement_groups, left.data
+        plan.pool.admit(self, plan.bin_pack)
+        left.restore(self._state)
+        self._register(left.key)
+        return self
 
     @classmethod
     def _attached(
@@ -239,7 +254,7 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool = None
         self._start_timeout = None
         self._start_plan = None
-        self._owns, self._owned_placement = False, ()
+        self._owns, self._owned_placement, self._registration, self._takeover_data = False, (), None, None
         self._state.engine, self._rendezvous = RayEngine(ranks), rendezvous
         return self
 
@@ -289,6 +304,23 @@ class RayWorkerGroup(WorkerGroup):
         return [plan for one in self._ray.standbys if (plan := one.plan(self.name)) is not None]
 
     # --- life cycle ---------------------------------------------------------------------------------------
+
+    @property
+    def takeover_data(self) -> Any:
+        """A value for the driver that takes this group over, which finds it here. Setting it has no effect on other
+        drivers unless the group is detached. It must be picklable, and small: Ray's control store keeps it."""
+        return self._takeover_data
+
+    @takeover_data.setter
+    def takeover_data(self, value: Any) -> None:
+        self._takeover_data = value
+        if self._registration is not None and self._start_plan is not None and self._start_plan.detached:
+            self._registration.write()
+
+    def hand_over_placement(self) -> tuple[str, ...]:
+        """Make closing a group that was taken over leave its placement groups. Returns their ids, in hex."""
+        ids, self._owned_placement = self._owned_placement, ()
+        return ids
 
     def replace(self, ranks: Sequence[int] | None = None, timeout: float = REPLACE_SECONDS) -> tuple[int, ...]:
         """Replace the ranks that have died. The others keep their processes and their workers.
@@ -355,12 +387,13 @@ class RayWorkerGroup(WorkerGroup):
         plan, before = self._owned_plan(), self._ray
         encoded = plan.process.encode()
         # Set at once: whatever fails from here on, the group has these actors.
-        self._state.engine = engine = fill(plan, before, chosen, encoded, self.generation + 1)
+        generation, collectives = self.generation + 1, self._collectives
+        self._state.engine = engine = fill(plan, before, chosen, encoded, generation, collectives=collectives)
 
         def wait(engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
             self._wait_for_constructors(engine, plan, sent, timeout)
 
-        if not self._collectives:
+        if not collectives:
             self._rendezvous = join(plan, engine, chosen, encoded, wait, self._rendezvous)
             return
         moved = engine.ranks[0].location.node_id != before.ranks[0].location.node_id
@@ -373,7 +406,7 @@ class RayWorkerGroup(WorkerGroup):
         self._replay(self._ray.fresh)
         for role in self._tables if self._collectives else ():
             group = self if role is None else self._role_group(role)
-            spec, options = group._any_method("on_membership_change"), CallOptions(timeout=timeout)
+            spec, options = group._any_method("_change_membership"), CallOptions(timeout=timeout)
             plan = group._plan(spec, (self.generation + 1,), {}, options)
             call = group._send(spec, plan, future=False, options=options, recorded=False)
             monitor.wait(call)
@@ -387,6 +420,8 @@ class RayWorkerGroup(WorkerGroup):
             if self._owned_placement and self._ray.connected:
                 remove_placement_groups(self._owned_placement)
             self._owned_placement = ()
+            if self._registration is not None:
+                self._registration.write()
         else:
             monitor.forget(self._state.close())
 
@@ -398,6 +433,19 @@ class RayWorkerGroup(WorkerGroup):
         if not isinstance(engine, RayEngine):
             raise TypeError(f"{self.name} does not run on Ray")
         return engine
+
+    def _register(self, key: str | None = None) -> None:
+        self._registration = Registration(self._state, weakref.WeakMethod(self._to_take_over), key)
+        self._state.on_change = self._registration.write_soon
+        self._registration.write_soon()
+
+    def _to_take_over(self) -> bytes | None:
+        """What another driver needs to own this group; None unless it is detached."""
+        plan = self._start_plan
+        if plan is None or not plan.detached:
+            return None
+        settings = self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces
+        return Takeover.encode(plan, self._ray, self._rendezvous, settings, self._takeover_data)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
@@ -430,49 +478,6 @@ class RayWorkerGroup(WorkerGroup):
 
     def _wait_started(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
         self._wait_for_constructors(engine, plan, sent, self._start_timeout)
-
-
-def _check_verl_options(group: type, options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _INSTEAD:
-            known = [other for other in inspect.signature(group).parameters if other != "verl"]
-            raise TypeError(f"{group.__name__}() got an unexpected keyword argument {name!r}{suggestion(name, known)}")
-        if value is None:
-            continue
-        if name == "worker_nsight_options":
-            raise ValueError(f"{name} has no effect here: {_INSTEAD[name]}")
-        warnings.warn(f"{name}={value!r} has no effect: {_INSTEAD[name]}", stacklevel=3)
-
-
-def _checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(environment, Mapping):
-        raise TypeError(f"worker_env is a dict of strings, got {environment!r}")
-    for key, value in environment.items():
-        if key in RANK_ENVIRONMENT:
-            raise ValueError(f"worker_env cannot set {key}: the group sets it for each rank")
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"worker_env maps strings to strings, got {key!r}: {value!r}")
-        if not key or "=" in key or "\0" in key + value:
-            raise ValueError(f"worker_env: {key!r}: {value!r} is not a valid environment variable")
-    return dict(environment)
-
-
-def _checked_address(address: str | None) -> str | None:
-    if address is not None and (not isinstance(address, str) or not address):
-        raise ValueError(f"master_addr is a host name or address, got {address!r}")
-    return address
-
-
-def _checked_port(port: int | str | None) -> int | None:
-    if port is None:
-        return None
-    try:
-        number = int(port)
-    except (TypeError, ValueError):
-        number = -1
-    if not 0 < number < 65536:
-        raise ValueError(f"master_port is a port number from 1 to 65535, got {port!r}")
-    return number
 
 
 def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:

@@ -7,8 +7,11 @@
 - `death_seconds` (``ray._raylet.Config``): the settings of the health checks. Replace it when Ray has a public query.
 - `interface_of`, `tcp_connections`, `resident_memory` (psutil, which Ray brings along): which network interface has an
   address; the connections and the memory of this process.
-- `detached_actors` (the control store's actor table): dead detached actors and their placement groups. Replace it when
-  ``ray.util.list_named_actors`` returns both.
+- `all_actors` (the control store's actor table): dead actors, causes of death, placement groups. Replace it when
+  ``ray.util.list_named_actors`` returns them, or ``ray.util.state`` works without the dashboard.
+- `living_jobs` (``ray._private.state.jobs``): whether a driver is running; likewise.
+- `write_record`, `read_records`, `delete_record` (``ray._raylet.GcsClient``): the control store's table of keys and
+  values. Replace it by a public one.
 - `worker_pools` (the control store's table of placement groups): which actor created a placement group. Replace it when
   ``ray.util.placement_group_table`` returns that.
 - `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`. Replace it
@@ -51,7 +54,7 @@ def death_of(actor: Any, *, ask: bool = False) -> str | None:
     from ray._private.state import actors
     from ray.core.generated import gcs_pb2
 
-    if not ask and actor._get_local_state() == getattr(gcs_pb2, "ActorTableData").ALIVE:  # noqa: B009  (as in detached_actors)
+    if not ask and actor._get_local_state() == getattr(gcs_pb2, "ActorTableData").ALIVE:  # noqa: B009  (as in all_actors)
         return None
     info = actors(actor_id=actor._actor_id.hex())
     if not info:
@@ -100,34 +103,94 @@ def death_seconds() -> float:
     return config.health_check_failure_threshold() * once / 1000
 
 
-class DetachedActor(NamedTuple):
-    """An actor that outlives its driver.
+class ActorInfo(NamedTuple):
+    """An actor, dead or alive.
 
     Attributes:
         name: its name.
         namespace: namespace of the name.
+        detached: whether it outlives its driver.
         placement_group: id of its placement group, in hex; empty without one.
         alive: whether its process is running or starting.
+        ended: when it died, in seconds since the epoch.
+        reason: why it died.
+        ended_on_purpose: whether it was killed through Ray, or ended with the last reference to it.
     """
 
     name: str
     namespace: str
+    detached: bool
     placement_group: str
     alive: bool
+    ended: float
+    reason: str
+    ended_on_purpose: bool
 
 
-def detached_actors() -> list[DetachedActor]:
-    """All detached actors that Ray knows, dead ones too. Asks the control store; needs no dashboard."""
+def all_actors() -> dict[str, ActorInfo]:
+    """id -> actor, of all that Ray knows, dead ones too. Asks the control store; needs no dashboard."""
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
 
     data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (generated at run time, invisible to type checkers)
-    tables = [data.FromString(table) for table in state._connect_and_get_accessor().get_actor_table(None, None)]
-    return [
-        DetachedActor(table.name, table.ray_namespace, table.placement_group_id.hex(), table.state != data.DEAD)
-        for table in tables
-        if table.is_detached
-    ]
+    found = {}
+    for binary in state._connect_and_get_accessor().get_actor_table(None, None):
+        table = data.FromString(binary)
+        death = table.death_cause.actor_died_error_context
+        found[table.actor_id.hex()] = ActorInfo(
+            table.name,
+            table.ray_namespace,
+            table.is_detached,
+            table.placement_group_id.hex(),
+            table.state != data.DEAD,
+            table.end_time / 1000,
+            exit_detail(death.error_message) or "its process has ended",
+            death.reason in (death.RAY_KILL, death.OUT_OF_SCOPE, death.REF_DELETED),
+        )
+    return found
+
+
+def own_job() -> str:
+    """Id of this process's job, in hex."""
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def living_jobs() -> frozenset[str]:
+    """Ids, in hex, of the jobs whose driver is running. Asks the control store; needs no dashboard."""
+    from ray._private.state import jobs
+
+    return frozenset(job["JobID"] for job in jobs() if not job["IsDead"])
+
+
+_RECORDS = b"single_controller"
+"""Namespace of our keys in the control store."""
+
+RECORD_SECONDS = 5.0
+"""How long the control store may take to read or write a record."""
+
+
+def _control_store() -> Any:
+    from ray._private.worker import global_worker
+
+    return cast(Any, global_worker).gcs_client
+
+
+def write_record(key: str, value: bytes) -> None:
+    """Write a value to the control store."""
+    _control_store().internal_kv_put(key.encode(), value, True, _RECORDS, RECORD_SECONDS)
+
+
+def delete_record(key: str) -> None:
+    """Remove a value from the control store, if it is there."""
+    _control_store().internal_kv_del(key.encode(), False, _RECORDS, RECORD_SECONDS)
+
+
+def read_records(prefix: str) -> dict[str, bytes]:
+    """key -> value of all keys with a prefix."""
+    store = _control_store()
+    keys = store.internal_kv_keys(prefix.encode(), _RECORDS, RECORD_SECONDS)
+    found = {key: store.internal_kv_get(key, _RECORDS, RECORD_SECONDS) for key in keys}
+    return {key.decode(): value for key, value in found.items() if value is not None}  # None: removed meanwhile
 
 
 _POOL_NAME = re.compile(r"[0-9a-f]{8}_[0-9]+$")
@@ -146,7 +209,7 @@ def worker_pools(creators: Collection[str]) -> list[str]:
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
 
-    data: Any = getattr(gcs_pb2, "PlacementGroupTableData")  # noqa: B009  (as in detached_actors)
+    data: Any = getattr(gcs_pb2, "PlacementGroupTableData")  # noqa: B009  (as in all_actors)
     tables = [data.FromString(table) for table in state._connect_and_get_accessor().get_placement_group_table()]
     job = ray.get_runtime_context().get_job_id()
     return [

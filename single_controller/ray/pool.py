@@ -18,7 +18,7 @@ from single_controller.base.closing import Closing
 from single_controller.base.errors import ForkedProcessError, GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
 from single_controller.ray.external_group import external_reservation
-from single_controller.ray.feasibility import Forecast, join_requests, shortage
+from single_controller.ray.feasibility import Forecast, Request, join_requests, shortage
 from single_controller.ray.placement import Reservation
 from single_controller.ray.pool_options import PoolOptions
 from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
@@ -249,6 +249,22 @@ class RayResourcePool(Closing, ResourcePool):
         )
         pool = RayResourcePool.__new__(RayResourcePool)
         pool._setup(reservation.options, reservation, order_given=reservation.assigned)
+        return pool
+
+    @classmethod
+    def of_slots(cls, options: PoolOptions, request: Request, slots: Sequence[Slot]) -> RayResourcePool:
+        """Return a pool of slots that another driver has reserved. Closing it closes its groups alone.
+
+        Args:
+            options: of that driver's pool.
+            request: what it asked Ray for.
+            slots: by rank, with locations.
+        """
+        reservation = Reservation(request.entries, options, f"{cls.__name__}({list(request.entries)})")
+        reservation.adopt([group for group in {slot.placement_group for slot in slots} if group], slots, request)
+        reservation.assigned = True
+        pool = cls.__new__(cls)
+        pool._setup(options, reservation, order_given=True)
         return pool
 
     # --- what the pool is -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dispatch.drawing import aligned
 from single_controller.base.errors import PlacementError
 from single_controller.ray.feasibility import (
     Amounts,
@@ -149,7 +150,7 @@ class PoolPlan:
                 row.append(f"{free.removesuffix(' GiB')}/{total}")
             lacks = ", ".join(f"{format_amount(name, amount)} {name}" for name, amount in node.lacks.items())
             rows.append(row + [f"{node.now}/{node.most}"] * counted + [lacks or "-"] * lacking)
-        return _aligned(rows)
+        return aligned(rows)
 
     def _rank_table(self) -> list[str]:
         rows = [["rank", "node", "entry", "bundle", "device"]] if self.ranks else []
@@ -158,14 +159,14 @@ class PoolPlan:
             device = "?" if rank.devices is None else f"{expected}{rank.device or '-'}"
             entry, bundle = ("-" if number is None else str(number) for number in (rank.entry, rank.bundle))
             rows.append([str(rank.rank), f"{rank.address} ({rank.hostname})", entry, bundle, device])
-        return _aligned(rows)
+        return aligned(rows)
 
     def _standby_table(self) -> list[str]:
         rows = [["standby of", "node", "entry", "bundle", "memory"]] if self.standbys else []
         for one in self.standbys:
             memory = "starting" if one.memory is None else f"{one.memory / 2**20:.0f} MiB"
             rows.append([one.group, f"{one.address} ({one.hostname})", str(one.entry), str(one.bundle), memory])
-        return _aligned(rows)
+        return aligned(rows)
 
 
 def plan_pool(
@@ -250,8 +251,3 @@ def _node_plan(node: Node, request: Request | None = None, state: State = "place
     lacks = {name: amount for name, amount in lacks.items() if amount > 1e-6}
     now, most = slots_that_fit(bundle, node.free), slots_that_fit(bundle, node.total)
     return NodePlan(node.node_id, node.address, node.hostname, total, free, now, most, lacks)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

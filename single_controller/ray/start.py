@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from dispatch.plan import CallPlan
 from single_controller.base.engine import Sent
 from single_controller.base.errors import PlacementError, WorkerDiedError
 from single_controller.base.pool import local_ranks
+from single_controller.base.worker import RANK_ENVIRONMENT
 from single_controller.ray import python_env
 from single_controller.ray.actor import Location, StartMessage, actor_class
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
@@ -113,12 +114,14 @@ def start(
         count = len(made) - plan.standby
         engine = RayEngine(_with_messages(plan, made[:count], generation), plan.pool)
         engine.standbys = [
-            _standby(plan, one.actor, one.name, one.slot, encoded) for one in made[count:] if one.slot is not None
+            standby_of(plan, one.actor, one.name, one.slot, encoded) for one in made[count:] if one.slot is not None
         ]
         return engine, join(plan, engine, range(count), encoded, wait, plan.master)
 
 
-def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any, generation: int) -> RayEngine:
+def fill(
+    plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any, generation: int, *, collectives: bool
+) -> RayEngine:
     """End some ranks, and fill them with standbys or, where there is none, with new actors in their slots. No user code
     runs on them before `join`.
 
@@ -128,6 +131,7 @@ def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any
         chosen: the ranks, dead or alive.
         encoded: the constructors.
         generation: of the group when these ranks have joined.
+        collectives: whether the ranks use collectives.
 
     Raises:
         PlacementError, WorkerDiedError: see `RayWorkerGroup`. The new actors were ended.
@@ -154,9 +158,9 @@ def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any
         locations = _make(plan, slots, names, actors, again=True) if missing else []
     for number, actor, name, where, slot in zip(missing, actors, names, locations, slots, strict=True):
         ranks[number] = Rank(actor, name, where, replace(slot, location=slot_location(where)))
-    filled = RayEngine(_with_messages(plan, ranks, generation), plan.pool)
-    filled.standbys = standbys
-    filled.fresh = engine.fresh | frozenset(chosen)
+    fresh = engine.fresh | frozenset(chosen)
+    filled = RayEngine(_with_messages(plan, ranks, generation, fresh if collectives else ()), plan.pool)
+    filled.standbys, filled.fresh = standbys, fresh
     # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
     make = _actor_maker(plan, again=True) if lost else None
     taken = {rank.name for rank in ranks} | {one.name for one in standbys}
@@ -164,7 +168,7 @@ def fill(plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any
     for slot, name in zip(lost, names[len(names) - len(lost) :], strict=True):
         if make is not None:
             actor = make(slot, name)
-            filled.standbys.append(_standby(plan, actor, name, slot, encoded))
+            filled.standbys.append(standby_of(plan, actor, name, slot, encoded))
     return filled
 
 
@@ -204,7 +208,8 @@ def join(
     return found
 
 
-def _standby(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encoded: Any) -> Standby:
+def standby_of(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encoded: Any) -> Standby:
+    """Have an actor without a rank import the worker's class."""
     return Standby(actor, name, slot, actor._sc_prepare.remote(_worker_environment(plan), encoded))
 
 
@@ -356,7 +361,9 @@ def _locations(refs: Sequence[Any], name: str) -> list[Location]:
         raise WorkerDiedError(f"{name}: a worker died before it was started: {one_line(error)}") from error
 
 
-def _with_messages(plan: StartPlan, ranks: Sequence[Rank], generation: int) -> list[Rank]:
+def _with_messages(
+    plan: StartPlan, ranks: Sequence[Rank], generation: int, replacements: Collection[int] = ()
+) -> list[Rank]:
     """The ranks, each with what it is told when it joins."""
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
@@ -365,7 +372,9 @@ def _with_messages(plan: StartPlan, ranks: Sequence[Rank], generation: int) -> l
     return [
         replace(
             rank,
-            message=StartMessage(number, len(ranks), *local, environment, node_ranks[nodes[number]], generation),
+            message=StartMessage(
+                number, len(ranks), *local, environment, node_ranks[nodes[number]], generation, number in replacements
+            ),
         )
         for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True))
     ]
@@ -374,3 +383,49 @@ def _with_messages(plan: StartPlan, ranks: Sequence[Rank], generation: int) -> l
 def _worker_environment(plan: StartPlan) -> dict[str, str]:
     # PYTHONPATH was set when the process started, and has more in it by now, which the worker's own children need too.
     return {key: value for key, value in plan.environment.items() if key != "PYTHONPATH"}
+
+
+def checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``worker_env``.
+
+    Raises:
+        TypeError, ValueError: it is invalid.
+    """
+    if not isinstance(environment, Mapping):
+        raise TypeError(f"worker_env is a dict of strings, got {environment!r}")
+    for key, value in environment.items():
+        if key in RANK_ENVIRONMENT:
+            raise ValueError(f"worker_env cannot set {key}: the group sets it for each rank")
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"worker_env maps strings to strings, got {key!r}: {value!r}")
+        if not key or "=" in key or "\0" in key + value:
+            raise ValueError(f"worker_env: {key!r}: {value!r} is not a valid environment variable")
+    return dict(environment)
+
+
+def checked_address(address: str | None) -> str | None:
+    """Return ``master_addr``.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    if address is not None and (not isinstance(address, str) or not address):
+        raise ValueError(f"master_addr is a host name or address, got {address!r}")
+    return address
+
+
+def checked_port(port: int | str | None) -> int | None:
+    """Return ``master_port`` as a number.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    if port is None:
+        return None
+    try:
+        number = int(port)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 < number < 65536:
+        raise ValueError(f"master_port is a port number from 1 to 65535, got {port!r}")
+    return number

@@ -1,6 +1,7 @@
 """Worker classes for the group tests."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import threading
@@ -388,6 +389,14 @@ class Fragile(Worker):
         if self.rank in ranks:
             time.sleep(seconds)
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hang_in_c_on(self, rank, others):
+        """One rank hangs in a C function that holds the interpreter's lock, some others sleep."""
+        if self.rank == rank:
+            ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # goes on after a signal
+        elif self.rank in others:
+            time.sleep(600)
 
     @register(Dispatch.ONE_TO_ALL)
     async def sleep_async(self, seconds):

@@ -19,7 +19,7 @@ class Member(Worker):
         super().__init__()
         self.folder = folder
         self.history = ["constructed"]
-        if not self.generation:
+        if not self.is_replacement:
             self._form()
 
     def _form(self):
@@ -45,8 +45,10 @@ class Member(Worker):
         self.history.append(text)
 
     @register(Dispatch.ONE_TO_ALL)
-    def total(self, kill=None, absent=()):
-        """The sum of rank + 1 over all ranks, three times over; kill a rank, or leave some out."""
+    def total(self, kill=None, absent=(), asleep=()):
+        """The sum of rank + 1 over all ranks, three times over; kill a rank, leave some out, or let some sleep."""
+        if self.rank in asleep:
+            time.sleep(60)
         if self.rank == kill:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -54,6 +56,13 @@ class Member(Worker):
         for _ in range(0 if self.rank in absent else 3):
             dist.all_reduce(value, group=self.group)
         return float(value[0])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def loop(self, seconds):
+        """All-reduce again and again."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            dist.all_reduce(torch.ones(1000), group=self.group)
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_on(self, ranks, seconds, kill=None):
@@ -87,6 +96,5 @@ class Lone(Worker):
         self.value += x
         return self.value
 
-    @register(Dispatch.ONE_TO_ALL)
     def on_membership_change(self, generation):
         self.value = "told"

@@ -23,6 +23,7 @@ from single_controller import (
     attach,
     end_detached,
 )
+from single_controller.ray import group_records
 
 
 @pytest.fixture
@@ -101,6 +102,52 @@ def test_attach_by_name_from_another_namespace_and_take_over(another_driver):
     wait_until(lambda: ray.available_resources().get("crate") == 8)
     states = {t["state"] for t in ray.util.placement_group_table().values() if t["name"].startswith("handed_on_")}
     assert states <= {"REMOVED"}
+
+
+@pytest.mark.timeout(90)
+def test_killed_driver_s_group_is_replaced_and_restarted_by_another(ray_cluster, tmp_path):
+    """The driver is killed, and a rank with it. Another driver takes over: it owns the group as the first one did."""
+    context = ray.get_runtime_context()
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import ray, time
+        ray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)
+        from group_workers import Counter
+        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+        from single_controller.ray import group_records
+        pool = RayResourcePool([4], use_gpu=False, detached=True, resources={{"crate": 1}})
+        made = RayClassWithInitArgs(Counter, 5)
+        group = RayWorkerGroup(pool[1:], made, name_prefix="inherited_", detached=True, standby=1)
+        group.add(1)
+        while not any(record.name == group.name for record in group_records.read().groups.values()):
+            time.sleep(0.02)
+        print("ready", *(rank.process.pid for rank in group.status().ranks), flush=True)
+        time.sleep(60)
+        """)
+    )
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    try:
+        pids = next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]  # Ray prints there too
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+    os.kill(int(pids[1]), signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{pids[1]}"))
+    group = attach("inherited_", own=True)
+    with group:
+        wait_until(lambda: not group.alive()[1])
+        assert [rank.process.pid for rank in group.status().ranks] == [int(pid) for pid in pids]
+        assert group.replace() == (1,) and group.generation == 1
+        assert group.add(0) == [6, 6]  # rank 0 keeps its state: 5, and the 1 that the first driver added
+        assert group.standbys()  # the standby of the first driver, or one in place of it
+        group.restart()
+        assert group.generation == 2 and group.add(0) == [5, 6]
+        pids = [rank.process.pid for rank in group.status().ranks]
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    wait_until(lambda: ray.available_resources().get("crate") == 8)
+    assert not any(record.name == group.name for record in group_records.read().groups.values())
 
 
 def test_detached_group_keeps_its_names_on_restart(ray_cluster):

@@ -198,6 +198,9 @@ class At1024Ranks(Engine):
     def stacks(self, ranks, seconds=0.0):
         return {}
 
+    running = stacks
+    processes = ()
+
     def kill(self):
         pass
 

@@ -140,6 +140,28 @@ def test_power_loss(doomed, method):
     assert set(doomed.driver.do("hosts_of(group)")) == {"h1", "h2", "h3"} - {there}
 
 
+@pytest.mark.parametrize("standby", [1, 0])
+def test_rank_of_a_lost_host_is_replaced_on_another_host(doomed, standby):
+    """By the standby there, or in the slot that Ray has moved there. The other rank keeps its process."""
+    do = doomed.driver.do
+    do(f"from replace_workers import Member; group = on(2 + {standby}, Member, standby={standby})")
+    (first, second), hosts = do("group.me()"), do("hosts_of(group)")
+    doomed.driver.tell("group.total(asleep=[1])")
+    time.sleep(1)
+    doomed.network.cut(hosts[1])
+    died = doomed.driver.hear()
+    assert (died.error, died.facts.get("ranks")) == ("WorkerDiedError", [1]), died.trace
+    replaced = doomed.driver.outcome("group.replace()", 120)
+    show(f"its rank replaced, {standby or 'no'} standby", replaced)
+    assert replaced.value == [1], replaced.trace
+    after = do("group.me()")
+    assert after[0]["pid"] == first["pid"] and after[0]["port"] != first["port"]
+    assert do("group.total()") == [12.0] * 2
+    assert [one["environment"][:3] for one in after] == [["0", "2", "0"], ["1", "2", "0"]]
+    assert do("hosts_of(group)") == [hosts[0], next(h for h in ("h1", "h2", "h3") if h not in hosts)]
+    assert second["history"] == ["constructed"] and after[1]["history"] == ["constructed", "generation 1"]
+
+
 def test_results_on_a_lost_host(doomed):
     """Large results stay in the store of their host. The driver, a consumer and its workers learn which are lost."""
     doomed.driver.do("producer = on(3, OnHost); lost = producer.enlarge(torch.ones(6, 1))")

@@ -1,6 +1,8 @@
 """Worker classes of the megatron tests, and functions for `Lab.run`."""
 
 import gc
+import os
+import signal
 import warnings
 
 import torch
@@ -80,6 +82,22 @@ class InConstructor(Modes):
     @register(Dispatch.ONE_TO_ALL)
     def of_the_constructor(self):
         return dist.get_backend(), self.layer.weight.device.type, torch.empty(1, device="cuda").device.type
+
+
+class Replaceable(Modes, MegatronWorker):
+    """Initializes megatron with the helper, so that ranks can be replaced."""
+
+    def __init__(self, tp):
+        super().__init__()
+        self.initialize_model_parallel(tp)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def process_id_and_sum(self, kill=None):
+        if self.rank == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        total = torch.tensor(self.rank + 1)
+        dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        return os.getpid(), int(total)
 
 
 class Lab(Modes, MegatronLMWorker):

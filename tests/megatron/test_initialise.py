@@ -1,7 +1,10 @@
 """When and how megatron is initialized, and what the group knows of the layout before and after."""
 
+import os
+import signal
+
 import pytest
-from megatron_workers import InConstructor, Lab, expert_coordinate, random_numbers, with_warnings
+from megatron_workers import InConstructor, Lab, Replaceable, expert_coordinate, random_numbers, with_warnings
 
 from single_controller import (
     DispatchError,
@@ -9,6 +12,8 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    StartError,
+    WorkerDiedError,
     WorkerError,
 )
 
@@ -43,6 +48,26 @@ class TestInTheConstructor:
 
     def test_code_written_for_gpus_runs(self, group):
         assert group.of_the_constructor() == [("gloo", "cpu", "cpu")] * 2
+
+    def test_rank_is_not_replaced_alone(self, group):
+        os.kill(group._engine.ranks[1].location.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.seen()
+        with pytest.raises(StartError, match=r"MASTER_\w+ expected, but not set"):
+            group.replace(timeout=60)
+
+
+class TestReplacedRank:
+    def test_parallelism_is_initialised_again(self, pair):
+        with RayWorkerGroup(pair, RayClassWithInitArgs(Replaceable, tp=2)) as group:
+            before = group.process_id_and_sum()
+            with pytest.raises(WorkerDiedError):
+                group.process_id_and_sum(kill=0)
+            assert group.replace() == (0,)
+            after = group.process_id_and_sum()
+            assert [total for _, total in after] == [3, 3]
+            assert after[1][0] == before[1][0] and after[0][0] != before[0][0]
+            assert sizes(group) == (2, 1, 1, 1, 1, 1)
 
 
 class TestInALaterMethod:

@@ -22,19 +22,23 @@ class Plain(TrainWorker):
 
     def init(self, args, role, with_ref=False):
         self.args, self.role, self.with_ref = args, role, with_ref
-        self.calls = []
+        self.calls, self.weight = [], 0.0
         self.register_layout({"dp": self.world_size}, dp=self.rank)
         folder = args.critic_load if role == "critic" else args.load
         if folder is not None and os.path.exists(os.path.join(folder, "position")):
             with open(os.path.join(folder, "position")) as file:
-                return int(file.read()) + 1
+                self.next_rollout_id = int(file.read()) + 1
+                return self.next_rollout_id
         if args.user.get("fail_in_init") == self.rank:
             raise OSError("no disk")
+        self.next_rollout_id = 0
         return 0
 
     def train(self, rollout_id, rollout_data_ref, **computed):
         if self.args.user.get("fail_at") == self.rank:
             raise ZeroDivisionError(f"rank {self.rank} cannot")
+        self.weight += float(rollout_data_ref["x"].sum())
+        self.next_rollout_id = rollout_id + 1
         return {"rollout_id": rollout_id, "rows": rollout_data_ref["x"].tolist(), "computed": sorted(computed)}
 
     def save_model(self, step, force_sync=False):
@@ -75,6 +79,7 @@ class Plain(TrainWorker):
             "version": self.weight_version,
             "manager": self.rollout_manager,
             "pid": os.getpid(),
+            "weight": getattr(self, "weight", None),
             "calls": getattr(self, "calls", None),
             "asleep": self.asleep,
             "load": self.args.load if hasattr(self, "args") else None,

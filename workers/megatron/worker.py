@@ -47,6 +47,8 @@ class MegatronWorker(Worker):
 
     _reported: object
     _taken: torch.device | None
+    _parallel: dict[str, Any] | None = None
+    """The arguments of `initialize_model_parallel`, for the next membership."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         cpu.quiet()
@@ -90,6 +92,9 @@ class MegatronWorker(Worker):
                 ``context_parallel_size`` and ``order``. Those that this megatron-core does not have are ignored with
                 a warning.
 
+        On a worker that replaces one that has died (`Worker.is_replacement`) the arguments are only noted:
+        `on_membership_change` initialises megatron on all ranks.
+
         Returns:
             The device of this rank.
 
@@ -106,11 +111,26 @@ class MegatronWorker(Worker):
             )
         initialize: Callable[..., None] = parallel_state.initialize_model_parallel
         options = _known(initialize, options)
+        self._parallel = {
+            "tensor_model_parallel_size": tensor_model_parallel_size,
+            "pipeline_model_parallel_size": pipeline_model_parallel_size,
+            "seed": seed,
+            "backend": backend,
+            **options,
+        }
+        if self.is_replacement:
+            return device(self.local_rank, self.device_ids)
         mine = self._taken = take_device(self.local_rank, self.device_ids)
         initialize_distributed(self, backend or default_backend(), options.get("distributed_timeout_minutes", 30))
         initialize(tensor_model_parallel_size, pipeline_model_parallel_size, **options)
         seed_everything(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
         return mine
+
+    def on_membership_change(self, generation: int) -> None:
+        """Initialise megatron's model parallelism with the arguments of the last time. Models, which keep the process
+        groups that they were created with, have to be created anew: do that in an override, after this."""
+        if self._parallel is not None:
+            self.initialize_model_parallel(**self._parallel)
 
     def _prepare_thread(self) -> None:
         cpu.rewrite_thread()

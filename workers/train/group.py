@@ -23,6 +23,7 @@ from single_controller import (
     RayWorkerGroup,
     SingleControllerError,
 )
+from single_controller.ray.attach import remove_placement_groups
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
 from workers.train.backends import takes_version, worker_class
@@ -33,6 +34,7 @@ from workers.train.recovery import Recovery
 from workers.train.replacing import Progress, replace_ranks
 from workers.train.rollout_link import RolloutLink
 from workers.train.shared_rollout import SharedRollout
+from workers.train.takeover import common_position, find_left, leave
 from workers.train.worker import TrainWorker
 
 logger = logging.getLogger(__name__)
@@ -59,11 +61,14 @@ class RayTrainGroup:
         num_resources_per_node: amount of each custom resource to reserve per node, if the pool is created here; by
             default what the ranks take.
         actor_cls: the worker class, a `TrainWorker`; by default that of ``args.train_backend``.
+        detached: whether the workers outlive the driver; see `attach`. A pool that is passed must be detached too.
+        name_prefix: distinguishes the workers' names from those of other runs in the cluster.
 
     Attributes:
         args: the complete configuration.
         role: the role.
         weight_version: version of the weights that the rollout workers have; 0 before the first update.
+        next_rollout_id: after `attach`, the id of the rollout to train on next.
 
     Raises:
         TrainArgsError: the configuration is invalid, or the pool is too small.
@@ -84,6 +89,8 @@ class RayTrainGroup:
         resources: Mapping[str, float] | None = None,
         num_resources_per_node: float | None = None,
         actor_cls: type[TrainWorker] | None = None,
+        detached: bool = False,
+        name_prefix: str = "",
     ) -> None:
         if role not in ROLES:
             raise ValueError(f"role={role!r}: expected one of {', '.join(map(repr, ROLES))}")
@@ -116,20 +123,73 @@ class RayTrainGroup:
                 name_prefix=f"{role}_",
                 max_colocate_count=math.floor(1 / num_gpus_per_actor + 1e-6),
                 resources=per_node,
+                detached=detached,
             )
         self.pool = first_slots(pg, self._ranks)
+        self._detached, self._name_prefix = bool(detached), name_prefix
+        self._placement: tuple[str, ...] = ()
         self._with_ref: bool | None = None  # as given to async_init(); None before
-        self._rollout: RolloutLink | None = None
         self._saved = LastCheckpoint()
-        self._pair: SharedRollout[RayTrainGroup] | None = None  # with the connected actor or critic
         self._asleep = False
-        self._progress = Progress()
-        self._group: RayWorkerGroup | None = None
+        self._start_alone()
         try:
             self.create()
         except BaseException:
             self._end()
             raise
+
+    def _start_alone(self) -> None:
+        """Set what a group has no other part of yet: workers, a rollout manager, an actor or a critic."""
+        self._rollout: RolloutLink | None = None
+        self._pair: SharedRollout[RayTrainGroup] | None = None  # with the connected actor or critic
+        self._group: RayWorkerGroup | None = None
+        self._progress = Progress()
+        self.next_rollout_id: int | None = None
+
+    # --- another driver ---------------------------------------------------------------------------------
+
+    @classmethod
+    def attach(
+        cls, name_prefix: str = "", role: str = "actor", *, namespace: str | None = None, timeout: float = 600.0
+    ) -> Self:
+        """Take over a group that was created with ``detached=True``, after its driver has ended. The workers go on at
+        the step that they are at, and load nothing. ``next_rollout_id`` is the rollout to train on next.
+
+        If workers have died, or are not all at the same step, because the driver was killed while it sent a call, the
+        workers are restarted from the last checkpoint that the group saved; see `restart`.
+
+        Call `set_rollout_manager` and, with a critic, `connect` again. `close` ends the workers and removes their
+        placement groups, with everything else in those.
+
+        Args:
+            name_prefix: as given to the group.
+            role: its role.
+            namespace: Ray's namespace of the workers' names; by default the driver's own, or any other.
+            timeout: seconds that the workers may take to finish the step that they are in.
+
+        Raises:
+            ValueError: there is no such group, or `async_init` was not called.
+        """
+        workers, fields = find_left(f"{name_prefix}{role}_", namespace)
+        self = cls.__new__(cls)
+        vars(self).update(fields)
+        self._owned, self._closed = None, False
+        self._placement = workers.hand_over_placement()
+        self._start_alone()
+        self._group, self._made = workers, workers.workers
+        position = common_position(workers, timeout)
+        if position is None:
+            begun = self.restart()
+            self.next_rollout_id = begun[0] if begun else None
+        else:
+            self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
+            self._progress.trained = position[0] - 1
+        return self
+
+    def _leave(self, **changed: Any) -> None:
+        """Leave what `attach` needs for the driver that takes the group over."""
+        if self._detached and self._group is not None:
+            leave(self._group, self, changed)
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -153,7 +213,13 @@ class RayTrainGroup:
         made.update_options(options)
         if self._resources:
             made.set_additional_resource(self._resources)
-        self._group = RayWorkerGroup(self.pool, made, name_prefix=f"{self.role}_", worker_env=environment.worker)
+        self._group = RayWorkerGroup(
+            self.pool,
+            made,
+            name_prefix=f"{self._name_prefix}{self.role}_",
+            detached=self._detached,
+            worker_env=environment.worker,
+        )
         self._group.advise(
             "Call RayTrainGroup.restart() to create new workers, which continue from the last checkpoint that the "
             "group saved, or from the beginning if there is none; or close()"
@@ -172,6 +238,7 @@ class RayTrainGroup:
         except BaseException:
             self._group.close()  # the group is released again, as before the call
             raise
+        self._leave()
         return begin
 
     def _args_to_continue(self) -> Any:
@@ -223,6 +290,7 @@ class RayTrainGroup:
         workers = self.worker_group
         begin = replace_ranks(workers, self._with_ref, self._continue)
         self._made = workers.workers
+        self._leave()
         if begin is None:
             return None
         self._asleep, self._progress.trained = False, begin[0] - 1
@@ -263,6 +331,8 @@ class RayTrainGroup:
             self._group.close()
         if self._owned is not None:
             self._owned.close()
+        remove_placement_groups(self._placement)
+        self._placement = ()
 
     def __enter__(self) -> Self:
         return self
@@ -349,6 +419,7 @@ class RayTrainGroup:
             self._rollout.forget()
         if self._pair is not None:
             self._pair.forget()
+        self._leave()
         return list(sent.refs)
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
@@ -401,6 +472,7 @@ class RayTrainGroup:
             folder: str | None = workers.save_model(step, force_sync, **state)[0]
         if folder is not None:
             self._saved.begun(folder, background=self.args.async_save and not force_sync)
+            self._leave()
         return folder
 
     def load_driver_state(self) -> Any:
@@ -416,6 +488,7 @@ class RayTrainGroup:
         with self._saved.failing():
             workers.wait_for_save()
         self._saved.ended()
+        self._leave()
 
     def update_weights(self) -> int:
         """Send the weights to the rollout workers, as the next version. If the manager has a `RolloutStream`, it is
@@ -444,6 +517,7 @@ class RayTrainGroup:
                 if self._rollout.outdated:
                     self._rollout.introduce(workers.set_rollout_manager)
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
+            self._leave(weight_version=version)  # before: no other update may have this version
             workers.update_weights(*((version,) if self._takes_version else ()))
             self.weight_version, self._progress.sent_after = version, self._progress.trained
 
@@ -451,12 +525,14 @@ class RayTrainGroup:
         """Move the workers' state back to device memory. Returns the bytes, summed over all ranks."""
         taken = self.ready_workers("onload").wake_up()
         self._asleep = False
+        self._leave()
         return sum(taken_here or 0 for taken_here in taken)
 
     def offload(self) -> int:
         """Move the workers' state to host memory. Returns the freed device bytes, summed over all ranks."""
         freed = self.ready_workers("offload").sleep()
         self._asleep = True
+        self._leave()
         return sum(freed_here or 0 for freed_here in freed)
 
     def clear_memory(self) -> None:

@@ -115,9 +115,11 @@ class ModelWorker(TrainWorker):
     def _anew(self, args: Any, role: str, make: Callable[[], int]) -> int:
         self._forget()
         self.args, self.role = role_args(read_args(args), role), role
+        self.next_rollout_id = None
         before = process_groups()
         try:
-            return make()
+            self.next_rollout_id = make()
+            return self.next_rollout_id
         finally:
             self._groups = [group for group in process_groups() if group not in before]
 
@@ -258,6 +260,9 @@ class ModelWorker(TrainWorker):
     def get_parallel_config(self) -> dict[str, int]:
         """See `TrainWorker.get_parallel_config`."""
         return {"dp_size": dist.get_world_size(self.dp_group)}
+
+    def on_membership_change(self, generation: int) -> None:
+        """Nothing: the train group calls `recover` or `init` on all ranks, which creates process groups and model."""
 
     # --- weights ----------------------------------------------------------------------------------------
 

@@ -39,7 +39,9 @@ class RolePlacement(Closing):
         self.whole.close()
 
 
-def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | None = None) -> RolePlacement:
+def place(
+    args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | None = None, detached: bool = False
+) -> RolePlacement:
     """Create the pools for a run's groups, as slices of one pool. The first group reserves all slots;
     call ``plan()`` of ``whole`` to check before that whether the cluster has room.
 
@@ -48,6 +50,7 @@ def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | N
             share the same slots, from the first on; otherwise each role has its own.
         use_gpu: whether slots are GPUs; by default whether the cluster has any. Otherwise they are logical CPUs.
         max_colocate_count: worker processes that may share a slot; by default the number of roles on it.
+        detached: whether the slots outlive the driver, for groups that do.
 
     Raises:
         TrainArgsError: the configuration is invalid.
@@ -67,6 +70,7 @@ def place(args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | N
         name_prefix="train_",
         max_colocate_count=max_colocate_count,
         across_nodes=True,
+        detached=detached,
     )
     pools: dict[str, RayResourcePool] = {}
     begin = 0

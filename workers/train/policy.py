@@ -59,6 +59,7 @@ class PolicyTrainWorker(ModelWorker):
             data = self._checked(lambda: self._rows(rollout_data_ref, computed))
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = {**learn(data), **self.snapshot_after(rollout_id)}
+        self.next_rollout_id = rollout_id + 1
         return {**metrics, "seconds": time.perf_counter() - began}
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")

@@ -69,8 +69,11 @@ class TrainWorker(Worker, ABC):
         critic: handle of the critic's worker of the same rank (a Ray actor), after `connect_actor_critic`.
         rollout_manager: what `set_rollout_manager` was given.
         weight_version: of the weights that the rollout workers have; 0 before the first update.
+        next_rollout_id: id of the rollout to train on next. `init` and `train` of a subclass set it when they have
+            succeeded, so that `RayTrainGroup.attach` continues there. None if they do not.
     """
 
+    next_rollout_id: int | None = None
     critic: Any = None
     rollout_manager: Any = None
     weight_version: int = 0
@@ -187,6 +190,11 @@ class TrainWorker(Worker, ABC):
     def set_weight_version(self, version: int) -> None:
         """Continue counting weight versions from this one."""
         self.weight_version = version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def position(self) -> tuple[int | None, int]:
+        """Return `next_rollout_id` and `weight_version`."""
+        return self.next_rollout_id, self.weight_version
 
     @register(Dispatch.ONE_TO_ALL)
     def load_driver_state(self) -> tuple[bytes | None, int]:

@@ -1,0 +1,110 @@
+"""Looking at the groups of a cluster from a process that has none of them: ``python -m single_controller``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from single_controller.base.engine import MAX_STACK_SECONDS
+from single_controller.base.stacks import show_stacks
+from single_controller.ray import frames, group_records
+from single_controller.ray.control_server import ask
+from single_controller.ray.group_records import GroupRecord, Records
+from single_controller.ray.internals import ActorInfo
+from single_controller.ray.results import one_line
+
+DUMP_SECONDS = 45.0
+"""How long the hosts may take to show the frames of ranks that do not answer."""
+
+
+def status(name: str | None) -> str:
+    """The status of a group, or of all groups, as text.
+
+    Args:
+        name: the name, as for `stacks`; None for all groups.
+
+    Raises:
+        LookupError: there is no such group.
+    """
+    records = group_records.read()
+    tables = [str(group_records.status_of(record, records)) for record in _chosen(records, name)]
+    return "\n\n".join(tables) or "no group is running in this cluster"
+
+
+def stacks(name: str, ranks: Collection[int] | None = None, *, native: bool = False) -> str:
+    """Where the ranks of a group are now, as text. Ranks that do not answer are looked at from outside, on their hosts.
+
+    Args:
+        name: the group's name, with or without the word "group"; or its beginning, if no group has exactly that name.
+        ranks: the ranks; all by default.
+        native: whether to show C functions of ranks that do not answer.
+
+    Raises:
+        LookupError: there is no such group.
+        ValueError: the group has no such ranks.
+    """
+    records = group_records.read()
+    return "\n\n".join(_stacks_of(record, records.actors, ranks, native) for record in _chosen(records, name))
+
+
+def _chosen(records: Records, name: str | None) -> list[GroupRecord]:
+    found = sorted(records.groups.values(), key=lambda record: record.name)
+    if name is None:
+        return found
+    exactly = [record for record in found if name in record.names]
+    chosen = exactly or [record for record in found if any(known.startswith(name) for known in record.names)]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(record.names[1] for record in found)) or "none"
+        raise LookupError(f"no group is called {name!r} in this cluster. Its groups: {known}")
+    return chosen
+
+
+def _stacks_of(record: GroupRecord, actors: dict[str, ActorInfo], ranks: Collection[int] | None, native: bool) -> str:
+    asked = range(len(record.ranks)) if ranks is None else sorted(set(ranks))
+    wrong = [rank for rank in asked if not 0 <= rank < len(record.ranks)]
+    if wrong:
+        raise ValueError(f"{record.name} has the ranks 0 to {len(record.ranks) - 1}, not {wrong}")
+    shown: dict[int, str] = {}
+    addresses = {}
+    for rank in asked:
+        actor, control = actors.get(record.ranks[rank].actor), record.ranks[rank].location.control
+        if actor is None or not actor.alive:
+            shown[rank] = f"  dead: {'Ray no longer knows it' if actor is None else actor.reason}"
+        elif control is not None:
+            addresses[rank] = control
+    answers = ask(addresses, "stacks", MAX_STACK_SECONDS)
+    shown |= {rank: answer.text for rank, answer in answers.items() if answer.ok}
+    shown |= _dumped(record, [rank for rank in addresses if rank not in shown], native)
+    return f"{record.name}\n{show_stacks(shown, len(shown))}"
+
+
+def _dumped(record: GroupRecord, ranks: list[int], native: bool) -> dict[int, str]:
+    """The frames of ranks that do not answer, read by a task on each of their hosts."""
+    by_node: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_node.setdefault(record.ranks[rank].location.node_id, []).append(rank)
+    tasks: dict[Any, list[int]] = {}
+    for node, on_node in by_node.items():
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        controls = [record.ranks[rank].location.control for rank in on_node]
+        processes = [(control.pid, control.frames) for control in controls if control is not None]
+        dump = ray.remote(num_cpus=0, max_retries=0)(_dump).options(scheduling_strategy=where)
+        tasks[dump.remote(processes, native)] = on_node
+    found: dict[int, str] = {}
+    ray.wait(list(tasks), num_returns=len(tasks), timeout=DUMP_SECONDS) if tasks else None
+    for task, on_node in tasks.items():
+        try:
+            found.update(zip(on_node, ray.get(task, timeout=0), strict=True))
+        except GetTimeoutError:
+            found.update(dict.fromkeys(on_node, f"  unknown: its host did not respond within {DUMP_SECONDS:g} s"))
+        except RayError as error:
+            found.update(dict.fromkeys(on_node, f"  unknown: its host cannot be asked: {one_line(error)}"))
+    return found
+
+
+def _dump(processes: list[tuple[int, int]], native: bool) -> list[str]:
+    return [frames.frames_of(pid, file, native=native) for pid, file in processes]

@@ -1,0 +1,139 @@
+"""What a group is doing now: `status()`, and ``python -m single_controller`` in another process."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+from group_workers import Counter, Fragile
+from test_failure import wait_until
+
+from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from single_controller.base.executor import RunningCall
+from single_controller.ray import group_records
+from single_controller.ray.frames import frames_of
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def command(*arguments, address=None):
+    """Run ``python -m single_controller``. Returns (exit code, what it printed)."""
+    address = address or ray.get_runtime_context().gcs_address
+    line = [sys.executable, "-m", "single_controller", *arguments, "--address", address]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def records_of(name):
+    return [record for record in group_records.read().groups.values() if record.name == f"group {name}"]
+
+
+@pytest.fixture(scope="module")
+def hung(pool):
+    """Four ranks: 1 sleeps, 2 hangs in C and holds the interpreter's lock, 0 and 3 are idle."""
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="hung_") as group:
+        group.pids = group.pid()
+        group.hang_in_c_on.remote(2, [1])
+        wait_until(lambda: [bool(rank.running) for rank in group.status(0.2).ranks[:2]] == [False, True])
+        yield group
+
+
+class TestHungGroup:
+    """One group, which the last test kills."""
+
+    def test_status_tells_what_each_rank_runs(self, hung):
+        begin = time.monotonic()
+        status = hung.status(timeout=0.6)
+        assert time.monotonic() - begin < 2
+        assert (status.state, status.generation, status.last_death) == ("open", 0, None)
+        assert [rank.process.pid for rank in status.ranks] == hung.pids
+        assert {rank.process.host for rank in status.ranks} == {socket.gethostname()}
+        assert [rank.alive for rank in status.ranks] == [True] * 4
+        assert status.ranks[0].running == status.ranks[3].running == ()
+        (call,) = status.ranks[1].running
+        assert call.method == "hang_in_c_on" and 0 < call.seconds < 60
+        assert status.ranks[2].running is None and "did not answer" in status.ranks[2].unknown
+        text = str(status)
+        assert re.search(rf"^1 .* {hung.pids[1]} +alive +hang_in_c_on\(\) for [0-9.]+ s", text, re.MULTILINE)
+        assert re.search(r"^2 .* alive +no answer", text, re.MULTILINE)
+
+    def test_status_and_stacks_from_another_process(self, hung):
+        code, text = command("status", "hung_Fragile")
+        assert code == 0 and f"driver: {socket.gethostname()}, pid {os.getpid()}\n" in text
+        assert re.search(rf"^1 .* {hung.pids[1]} +alive +hang_in_c_on\(\) for", text, re.MULTILINE)
+        assert re.search(r"^2 .* alive +no answer", text, re.MULTILINE)
+        code, text = command("stacks", "hung_", "--ranks", "1,2")
+        assert code == 0 and "rank 0" not in text
+        by_rank = dict(re.findall(r"rank (\d) is at:\n((?:  .*\n?)+)", text))
+        assert "time.sleep(600)" in by_rank["1"]
+        assert "hang_in_c_on" in by_rank["2"]  # from py-spy, or from the interpreter's own signal handler
+
+    def test_frames_without_py_spy(self, hung):
+        process = next(record.ranks[2].location.control for record in records_of("hung_Fragile"))
+        for _ in range(2):
+            text = frames_of(process.pid, process.frames, py_spy="")
+            assert "_raylet" not in text and "base/executor.py" not in text
+            assert "pip install py-spy" in text and "in hang_in_c_on" in text
+        assert re.search(r"unknown: .*not installed.*has ended", frames_of(2**22 + 1, 5, py_spy=""))
+
+    def test_death_and_its_cause(self, hung):
+        before = time.time()
+        os.kill(hung.pids[1], signal.SIGKILL)
+        wait_until(lambda: hung.broken is not None)
+        wait_until(lambda: records_of("hung_Fragile")[0].broken is not None)
+        records = group_records.read()
+        record = next(record for record in records.groups.values() if record.name == hung.name)
+        for status in (hung.status(0.4), group_records.status_of(record, records, 0.4)):
+            assert status.state == "broken" and status.reason == hung.broken
+            assert [rank.alive for rank in status.ranks] == [True, False, True, True]
+            assert status.last_death.rank == 1 and before - 1 < status.last_death.death.at < time.time()
+            assert "hang_in_c_on" in status.last_death.death.reason
+            assert "last death of rank 1, " in str(status)
+
+
+def test_record_follows_restart_and_close(pool):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 1), name_prefix="recorded_") as group:
+        wait_until(lambda: records_of("recorded_Counter"))
+        os.kill(group.status().ranks[3].process.pid, signal.SIGKILL)
+        wait_until(lambda: not all(group.alive()))
+        assert group.status().last_death.rank == 3  # without a call that ran into it
+        group.restart()
+        wait_until(lambda: records_of("recorded_Counter")[0].generation == 1)
+        status = group.status()
+        assert (status.state, status.generation) == ("open", 1) and all(rank.alive for rank in status.ranks)
+        assert status.last_death.death.generation == 0
+        pids = [rank.location.pid for rank in records_of("recorded_Counter")[0].ranks]
+        assert pids == [rank.process.pid for rank in status.ranks]
+    assert not records_of("recorded_Counter")
+    assert group.status().state == "closed" and not any(rank.alive for rank in group.status().ranks)
+
+
+def test_dropped_group_is_not_shown(pool):
+    RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="dropped_")
+    wait_until(lambda: not records_of("dropped_Counter"))
+
+
+@pytest.mark.engines("local", "local-threads")
+def test_local_group(make_group):
+    group = make_group(Fragile)
+    assert [rank.running for rank in group.status().ranks] == [()] * 4
+    assert {rank.process.pid for rank in group.status().ranks} == {os.getpid()}
+    if not group._engine.synchronous:
+        future = group.sleep_on.remote([2], 0.5)
+        wait_until(lambda: group.status().ranks[2].running)
+        assert isinstance(group.status().ranks[2].running[0], RunningCall) and "sleep_on() for" in str(group.status())
+        future.result()
+
+
+def test_commands_explain_what_is_missing(ray_cluster):
+    code, text = command("status", "nobody")
+    assert code == 1 and "no group is called 'nobody'" in text
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    code, text = command("status", address=f"127.0.0.1:{port}")
+    assert code == 1 and f"no Ray cluster responds at '127.0.0.1:{port}'" in text and "--address" in text

@@ -1,0 +1,139 @@
+"""A train group whose driver was killed continues in another driver."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import ray
+from plain_train_workers import Manager
+
+from workers.train.group import RayTrainGroup
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def rows(step):
+    return {"x": np.arange(4) + step}
+
+
+def killed(folder, code):
+    """Run a script as another driver of this Ray, kill it when it prints "ready", and return what it printed there."""
+    context = ray.get_runtime_context()
+    script = folder / "driver.py"
+    script.write_text(
+        f"import ray, time\nray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)\n"
+        + textwrap.dedent(code)
+        + "\ntime.sleep(60)\n"
+    )
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    try:
+        return next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def killed_driver(ray_cluster, tmp_path_factory):
+    """Kill a driver after three steps of two groups, "going_" and "losing_". Returns the pids of the latter's ranks."""
+    folder = tmp_path_factory.mktemp("killed")
+    said = killed(
+        folder,
+        f"""
+        import numpy as np
+        from plain_train_workers import Manager, Plain
+        from workers.train.group import RayTrainGroup
+        groups = []
+        for name in ("going_", "losing_"):
+            args = {{"save": {str(folder)!r}, "load": None}}
+            group = RayTrainGroup(args, 1, 2, None, 0.5, actor_cls=Plain, detached=True, name_prefix=name)
+            ray.get(group.async_init(with_ref=True))
+            group.set_rollout_manager(Manager())
+            groups.append(group)
+            for step in range(3):
+                ray.get(group.async_train(step, {{"x": np.arange(4) + step}}))
+                group.update_weights()
+                if step == 1:
+                    group.save_model(step)
+        print("ready", *(said["pid"] for said in group.worker_group.said()), flush=True)
+        """,
+    )
+    return [int(pid) for pid in said]
+
+
+def states():
+    return {table["state"] for table in ray.util.placement_group_table().values() if "actor_" in table["name"]}
+
+
+def test_training_goes_on_where_it_was(killed_driver):
+    group = RayTrainGroup.attach("going_")
+    with group:
+        assert (group.next_rollout_id, group.weight_version, group.role, group.world_size) == (3, 3, "actor", 2)
+        before = group.worker_group.said()
+        assert [said["with_ref"] for said in before] == [True, True]
+        for step in (3, 4):
+            metrics = ray.get(group.async_train(step, rows(step)))
+            assert [rank["rollout_id"] for rank in metrics] == [step, step]
+        said = group.worker_group.said()
+        assert [rank["pid"] for rank in said] == [rank["pid"] for rank in before]
+        # Each rank has trained on its half of five rollouts, as if the driver had lived.
+        expected = [sum(rows(step)["x"][half].sum() for step in range(5)) for half in (slice(2), slice(2, None))]
+        assert [rank["weight"] for rank in said] == expected
+        group.set_rollout_manager(Manager())
+        assert group.update_weights() == 4
+        assert group.restart() == [2, 2]  # from the checkpoint that the former driver saved after step 1
+        assert group.worker_group.said()[0]["version"] == 4
+    with pytest.raises(ValueError, match="no actor's name begins with"):
+        RayTrainGroup.attach("going_")
+
+
+def test_dead_rank_means_the_last_checkpoint(killed_driver):
+    os.kill(killed_driver[1], signal.SIGKILL)
+    with RayTrainGroup.attach("losing_") as group:
+        assert (group.next_rollout_id, group.weight_version) == (2, 3)
+        ray.get(group.async_train(2, rows(2)))
+        assert not {rank["pid"] for rank in group.worker_group.said()} & set(killed_driver)
+    end = time.monotonic() + 10
+    while states() - {"REMOVED"}:
+        assert time.monotonic() < end, "placement groups of a group that was taken over are left"
+        time.sleep(0.05)
+
+
+@pytest.mark.full("a model of a killed driver that another driver trains on")
+def test_model_goes_on_bit_for_bit(ray_cluster, tmp_path):
+    """Two FSDP ranks train three steps, the last one after their driver was killed. Weights and optimizer are those of
+    a run that nobody disturbed."""
+    from reference import small_llama
+    from train_helpers import begin, distance, learn, rollout, saved, whole_weights
+
+    args = {"train_backend": "fsdp", "hf_checkpoint": saved(small_llama(), tmp_path), "lr": 1e-2}
+    killed(
+        tmp_path,
+        f"""
+        from reference import small_llama
+        from train_helpers import learn, rollout
+        from workers.train.group import RayTrainGroup
+        group = RayTrainGroup({args!r}, 1, 2, detached=True, name_prefix="model_")
+        ray.get(group.async_init())
+        for step in range(2):
+            learn(group, step, rollout(small_llama(), seed=step))
+        print("ready ", flush=True)
+        """,
+    )
+    found = []
+    with RayTrainGroup.attach("model_") as group:
+        assert group.next_rollout_id == 2
+        learn(group, 2, rollout(small_llama(), seed=2))
+        found.append(whole_weights(group))
+    with RayTrainGroup(args, 1, 2) as group:
+        begin(group, args)
+        for step in range(3):
+            learn(group, step, rollout(small_llama(), seed=step))
+        found.append(whole_weights(group))
+    assert distance(*found) == 0.0
