@@ -88,3 +88,46 @@ def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama
     assert same(states(group), weights)
     sizes = group.worker_group.execute_with_func_generator(lambda worker: len(worker._peers._replicas))
     assert sizes == [replicas] * ranks, "replicas are bit-identical, and send nothing"
+
+
+@rare
+def test_without_complete_snapshots_all_ranks_begin_at_the_checkpoint(
+    fsdp_groups, llama_folder, data, tmp_path, caplog
+):
+    """A rank and its buddy die together: the snapshots of neither are left."""
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "peer_snapshot_interval": 1, "save": str(tmp_path), "lr": 3e-3})
+    learn(group, 0, data)
+    group.save_model(0)
+    saved_state = states(group)
+    learn(group, 1, data)
+    kill(group, 0, 1)
+    assert group.replace() == [1, 1]
+    assert "do not have a complete set of snapshots" in caplog.text
+    assert same(states(group), saved_state)
+    # The new ranks have snapshots again.
+    kill(group, 1)
+    assert group.replace() == [1, 1]
+    assert same(states(group), saved_state)
+    assert group.replace() is None
+
+
+@rare
+def test_weights_of_older_versions_are_restored_too(fsdp_groups, llama_folder, data):
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "peer_snapshot_interval": 1, "keep_old_actor": True, "lr": 3e-3})
+    learn(group, 0, data)
+    group.worker_group.execute_with_func_generator(lambda worker: worker._keep_version(1))
+    learn(group, 1, data)
+    expected = states(group)
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    kill(group, 0)
+    assert group.replace() == [2, 2]
+    assert same(states(group), expected)
+    versions = group.worker_group.execute_with_func_generator(lambda worker: worker._versions)
+    assert versions == [{"old_actor": 0, "rollout_actor": 1}] * 2
+
+
+def is_sent(worker):
+    worker._peers.finish_sending()
+    return worker._peers._latest in worker._peers._sent
