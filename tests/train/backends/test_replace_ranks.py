@@ -24,7 +24,7 @@ WAYS = {
     "dp2": (2, 2, {**MEGATRON}),
     "dp2-fp16": (2, 2, {**MEGATRON, "param_dtype": "fp16"}),
 }
-FAST = {"fsdp2", "dp2-distributed"}
+FAST = {"fsdp2"}
 
 
 def kill(group, *ranks):
