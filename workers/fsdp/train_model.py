@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.fsdp.build import build, mesh_of, shard, take_weights
 from workers.fsdp.checkpoint import FSDPCheckpoints
@@ -89,6 +90,9 @@ class FSDPTrainModel(TrainModel):
         # The warning concerns writes to the model's outputs, and there are none.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.hf_config, self.role, self.options, self.device = hf_config, role, options, device
+        # DTensor's cache takes meshes of the same ranks for equal, but a former mesh may have process groups that were
+        # destroyed.
+        _clear_sharding_prop_cache()
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
         trust = options.trust_remote_code
         seed = None if empty else options.seed

@@ -31,7 +31,7 @@ from workers.train.checkpoints import LastCheckpoint
 from workers.train.environment import train_environment
 from workers.train.placement import cluster_has_gpus, first_slots, share_of_slot
 from workers.train.recovery import Recovery
-from workers.train.replacing import START, Progress, replace_ranks
+from workers.train.replacing import Progress, replace_ranks
 from workers.train.rollout_link import RolloutLink
 from workers.train.shared_rollout import SharedRollout
 from workers.train.takeover import common_position, find_left, leave
@@ -136,7 +136,6 @@ class RayTrainGroup:
         self._with_ref: bool | None = None  # as given to async_init(); None before
         self._saved = LastCheckpoint()
         self._asleep = False
-        self._progress = Progress()
         self._start_alone()
         try:
             self.create()
@@ -149,6 +148,7 @@ class RayTrainGroup:
         self._rollout: RolloutLink | None = None
         self._pair: SharedRollout[RayTrainGroup] | None = None  # with the connected actor or critic
         self._group: RayWorkerGroup | None = None
+        self._progress = Progress()
         self.next_rollout_id: int | None = None
 
     # --- another driver ---------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class RayTrainGroup:
         workers, fields = find_left(f"{name_prefix}{role}_", namespace)
         self = cls.__new__(cls)
         vars(self).update(fields)
-        self._owned, self._closed, self._progress = None, False, Progress()
+        self._owned, self._closed = None, False
         self._placement = workers.hand_over_placement()
         self._start_alone()
         self._group, self._made = workers, workers.workers
@@ -188,7 +188,7 @@ class RayTrainGroup:
             self.next_rollout_id = begun[0] if begun else None
         else:
             self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
-            self._progress = Progress(trained=position[0] - 1 if position[0] else START)
+            self._progress.trained = position[0] - 1
         return self
 
     def _leave(self, **changed: Any) -> None:
@@ -296,6 +296,7 @@ class RayTrainGroup:
         workers = self.worker_group
         begin = replace_ranks(workers, self._with_ref, self._continue)
         self._made = workers.workers
+        self._leave()
         if begin is None:
             return None
         self._asleep, self._progress.trained = False, begin[0] - 1

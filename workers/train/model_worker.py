@@ -171,7 +171,9 @@ class ModelWorker(TrainWorker):
         if self._keeps_versions and found is None:  # a checkpoint's weights are newer than its weight version
             self._keep_version(self.weight_version)
         self.clear_memory()
-        if self.args.peer_snapshot_interval and self.world_size > 1:
+        if self.args.peer_snapshot_interval and self.world_size == 1:
+            logger.warning("peer_snapshot_interval has no effect on a single rank: no other rank could keep snapshots")
+        elif self.args.peer_snapshot_interval:
             self._peers = self._new_peers()
             self._peers.join(self.rank, self.generation, self.node_rank, self.replicas)
             if with_ref:
@@ -270,7 +272,7 @@ class ModelWorker(TrainWorker):
             transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(num_hidden_layers=1))
 
     def on_membership_change(self, generation: int) -> None:
-        """Nothing: the train group calls `init` on all ranks, which creates process groups and model."""
+        """Nothing: the train group calls `recover` or `init` on all ranks, which creates process groups and model."""
 
     # --- weights ----------------------------------------------------------------------------------------
 

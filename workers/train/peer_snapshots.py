@@ -142,7 +142,7 @@ class PeerSnapshots:
             del self._headers[stale]
         self._add(number, take_snapshot(live_tensors(state), old), about)
         self._latest = number
-        self._send([one for one in (REFERENCE, number) if one in self._own and one not in self._sent])
+        self._send([one for one in sorted(self._own) if one not in self._sent])
         return {"snapshot_wait_seconds": waited}
 
     def _agree(self) -> float:

@@ -32,9 +32,7 @@ class Progress:
 
     def has_sent(self, recovery: Recovery) -> bool:
         """Whether the weights that were sent last are those of a snapshot."""
-        return self.sent_after == (recovery.rollout_id if recovery.number else START) or (
-            self.sent_after == recovery.rollout_id
-        )
+        return self.sent_after == recovery.rollout_id or (self.sent_after == START and not recovery.number)
 
 
 def replace_ranks(

@@ -244,7 +244,7 @@ def _allocate(tensors: dict[str, torch.Tensor]) -> Snapshot:
             continue
         begins[name] = begin_of[place] = end
         end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    memory = host_memory(end, pinned=has_cuda())
+    memory = host_memory(end, pinned=has_cuda()).zero_()  # so that equal tensors make equal blocks, gaps included
     parts = {}
     for name, tensor in tensors.items():
         length = tensor.numel() * tensor.element_size()

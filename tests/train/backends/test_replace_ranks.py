@@ -14,16 +14,17 @@ FSDP = {"train_backend": "fsdp"}
 MEGATRON = {"train_backend": "megatron"}
 TP2 = {"tensor_model_parallel_size": 2}
 
+# name -> ranks, ranks with the same state, arguments
 WAYS = {
-    "fsdp2": (2, {**FSDP}),
-    "hsdp4": (4, {**FSDP, "fsdp_shard_size": 2}),
-    "tp2": (2, {**MEGATRON, **TP2}),
-    "dp2": (2, {**MEGATRON}),
-    "dp2-distributed": (2, {**MEGATRON, "use_distributed_optimizer": True}),
-    "dp2-distributed-bf16": (2, {**MEGATRON, "use_distributed_optimizer": True, "param_dtype": "bf16"}),
-    "fp16": (2, {**MEGATRON, "param_dtype": "fp16"}),
+    "fsdp2": (2, 1, {**FSDP}),
+    "hsdp4": (4, 2, {**FSDP, "fsdp_shard_size": 2}),
+    "tp2": (2, 1, {**MEGATRON, **TP2}),
+    "dp2-distributed": (2, 1, {**MEGATRON, "use_distributed_optimizer": True}),
+    "dp2-distributed-bf16": (2, 1, {**MEGATRON, "use_distributed_optimizer": True, "param_dtype": "bf16"}),
+    "dp2": (2, 2, {**MEGATRON}),
+    "dp2-fp16": (2, 2, {**MEGATRON, "param_dtype": "fp16"}),
 }
-FAST = {"fsdp2", "hsdp4", "dp2-distributed"}
+FAST = {"fsdp2"}
 
 
 def kill(group, *ranks):
@@ -61,12 +62,12 @@ def same(ones, others):
     )
 
 
-@pytest.mark.parametrize(
-    "way",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.full("rare ways to recover")) for name in WAYS],
-)
+rare = pytest.mark.full("rare ways to recover")
+
+
+@pytest.mark.parametrize("way", [name if name in FAST else pytest.param(name, marks=rare) for name in WAYS])
 def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama_folder):
-    ranks, args = WAYS[way]
+    ranks, replicas, args = WAYS[way]
     group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
     args = {**args, "hf_checkpoint": llama_folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8}  # fmt: skip
@@ -85,3 +86,48 @@ def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama
             assert step in (len(found) - 1, len(found)), "the last snapshot may have been on its way"
     assert [found[step] for step in range(5)] == expected
     assert same(states(group), weights)
+    sizes = group.worker_group.execute_with_func_generator(lambda worker: len(worker._peers._replicas))
+    assert sizes == [replicas] * ranks, "replicas are bit-identical, and send nothing"
+
+
+@rare
+def test_without_complete_snapshots_all_ranks_begin_at_the_checkpoint(
+    fsdp_groups, llama_folder, data, tmp_path, caplog
+):
+    """A rank and its buddy die together: the snapshots of neither are left."""
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "peer_snapshot_interval": 1, "save": str(tmp_path), "lr": 3e-3})
+    learn(group, 0, data)
+    group.save_model(0)
+    saved_state = states(group)
+    learn(group, 1, data)
+    kill(group, 0, 1)
+    assert group.replace() == [1, 1]
+    assert "do not have a complete set of snapshots" in caplog.text
+    assert same(states(group), saved_state)
+    # The new ranks have snapshots again.
+    kill(group, 1)
+    assert group.replace() == [1, 1]
+    assert same(states(group), saved_state)
+    assert group.replace() is None
+
+
+@rare
+def test_weights_of_older_versions_are_restored_too(fsdp_groups, llama_folder, data):
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "peer_snapshot_interval": 1, "keep_old_actor": True, "lr": 3e-3})
+    learn(group, 0, data)
+    group.worker_group.execute_with_func_generator(lambda worker: worker._keep_version(1))
+    learn(group, 1, data)
+    expected = states(group)
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    kill(group, 0)
+    assert group.replace() == [2, 2]
+    assert same(states(group), expected)
+    versions = group.worker_group.execute_with_func_generator(lambda worker: worker._versions)
+    assert versions == [{"old_actor": 0, "rollout_actor": 1}] * 2
+
+
+def is_sent(worker):
+    worker._peers.finish_sending()
+    return worker._peers._latest in worker._peers._sent
