@@ -1,10 +1,13 @@
 """Shared by the rollout tests: small models, and a second engine that has no model at all."""
 
+import contextlib
 import os
 import random
+import signal
 import time
 
 import torch
+from plain_train_workers import Plain
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from single_controller import Dispatch, register
@@ -13,6 +16,7 @@ from workers.rollout.errors import RolloutError
 from workers.rollout.requests import RequestEngine
 from workers.rollout.sampler import truncated
 from workers.rollout.worker import RolloutWorker
+from workers.weight_sync import WeightSender
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -138,11 +142,28 @@ class BigramEngine(RequestEngine):
 
     def load_weights(self, weights):
         own = self.model.state_dict()
-        for name, tensor in weights:
+        for place, (name, tensor) in enumerate(weights):
+            if place and os.environ.get("DIE_IN_UPDATE"):
+                with contextlib.suppress(FileNotFoundError):  # the first one to come here, once
+                    os.unlink(os.environ["DIE_IN_UPDATE"])
+                    os.kill(os.getpid(), signal.SIGKILL)
             own[name].copy_(tensor)
 
     def weight_shapes(self):
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+
+class BigramTrainer(Plain):
+    """A train worker that sends the weights of `Bigram(version)`."""
+
+    def set_rollout_manager(self, manager):
+        self.sender = None if manager is None else WeightSender("store", manager)
+
+    def update_weights(self, version=None):
+        if not self.rank:
+            self.sender.send(version, iter(Bigram(version).state_dict().items()))
+        self.weight_version = version
+        return version
 
 
 class Toy(RolloutWorker):
@@ -169,6 +190,10 @@ class Toy(RolloutWorker):
     @register(Dispatch.ONE_TO_ALL)
     def load_of_engine(self):
         return self.engine.load()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def version_of_weights(self):
+        return self.weight_version
 
     @register(Dispatch.ONE_TO_ALL)
     def pid_of_process(self):

@@ -11,10 +11,10 @@ import time
 import pytest
 import ray
 import torch
-from rollout_helpers import Bigram, BigramEngine, Toy
+from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from workers import SampleBuffer
+from workers import RayTrainGroup, SampleBuffer
 from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.manager import RolloutManager
@@ -311,3 +311,29 @@ def test_killed_workers_lose_nothing(ray_cluster):
             assert found == list(range(6 * B))
             assert stream.metrics()["rollout/restarts"] == 2
             assert isinstance(stream.buffer._groups[6 * B].data, (ray.ObjectRef, type(None)))
+
+
+def test_update_in_which_a_worker_dies_is_repeated(ray_cluster, tmp_path):
+    """One of two workers is killed between two tensors of an update. The other one's groups go on."""
+    flag = tmp_path / "die"
+    with (
+        RayResourcePool([3], use_gpu=False) as pool,
+        RayTrainGroup({"train_backend": "fsdp"}, 1, 1, pool[:1], actor_cls=BigramTrainer) as trainer,
+        RayWorkerGroup(pool[1:], made(0.001), collectives=False, worker_env={"DIE_IN_UPDATE": str(flag)}) as group,
+    ):
+        ray.get(trainer.async_init())
+        manager = managed(group)
+        trainer.set_rollout_manager(manager)
+        with streaming(manager, max_staleness=1, mode="interrupt") as stream:
+            found = []
+            for version in range(1, 5):
+                if version == 3:
+                    flag.touch()
+                assert trainer.update_weights() == version
+                assert not flag.exists()
+                data = stream.take(60)
+                check_log_probs(data)
+                found += data["group_ids"][::SAMPLES].tolist()
+            assert found == list(range(4 * B))
+            assert stream.metrics()["rollout/restarts"] == 1
+            assert group.execute_all_sync("version_of_weights") == [4, 4]
