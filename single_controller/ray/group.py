@@ -11,13 +11,14 @@ from typing import Any, Literal, Self, Unpack
 from ray.actor import ActorHandle
 
 from dispatch.plan import CallPlan
+from single_controller.base.call import DEATH_SHOWS_SECONDS, MAX_PROBED
 from single_controller.base.checks import check_seconds
 from single_controller.base.colocate import Colocated
 from single_controller.base.engine import Sent
 from single_controller.base.errors import GroupBrokenError, WorkerDiedError
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
 from single_controller.base.methods import CallOptions
-from single_controller.base.monitor import monitor
+from single_controller.base.monitor import FIRST_WAIT_SECONDS, monitor
 from single_controller.base.supervision import check_ranks, restart
 from single_controller.base.worker import Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
@@ -359,6 +360,8 @@ class RayWorkerGroup(WorkerGroup):
             for left in reversed(range(REPLACE_TRIES)):
                 dead = {*wanted, *self._state.dead, *self._engine.deaths()}
                 if not dead and self.broken is None:
+                    dead |= self._find_dead()
+                if not dead and self.broken is None:
                     break
                 replaced |= dead
                 try:
@@ -370,6 +373,18 @@ class RayWorkerGroup(WorkerGroup):
                     wanted = ()
                     logger.warning("%s: another rank died while ranks were replaced: %s", self.name, error)
         return tuple(sorted(replaced))
+
+    def _find_dead(self) -> set[int]:
+        """The ranks that have died, also those of which Ray does not know yet: an error on another rank, which a death
+        has caused, may arrive earlier than the news of the death."""
+        engine, dead = self._engine, set[int]()
+        unknown, end = set(range(self.world_size)), time.monotonic() + max(DEATH_SHOWS_SECONDS, engine.death_seconds)
+        while unknown and time.monotonic() < end:
+            known = {**engine.probe(sorted(unknown)[:MAX_PROBED]), **engine.deaths()}
+            dead |= {rank for rank, reason in known.items() if reason is not None}
+            unknown -= known.keys()
+            time.sleep(FIRST_WAIT_SECONDS if unknown else 0.0)
+        return dead
 
     def _replace(self, dead: tuple[int, ...], end: float) -> None:
         def left() -> float:

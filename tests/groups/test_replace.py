@@ -78,6 +78,13 @@ def test_dead_rank_is_replaced_and_the_others_keep_what_they_hold(members, victi
         assert history == [*kept, told]
 
 
+def test_death_of_which_nothing_is_known_yet_is_found(members):
+    before = members.me()
+    os.kill(before[1]["pid"], signal.SIGKILL)
+    assert members.replace() == (1,)  # at once: Ray does not know of the death
+    check_replaced(members, before, {1})
+
+
 def test_call_that_had_not_begun_is_not_run_by_the_survivors(members):
     before = members.me()
     dying = members.sleep_on.remote([0, 2, 3], 1.0, kill=1)
