@@ -46,6 +46,11 @@ NAME_FREE_SECONDS = 10.0
 """How long a restart waits until Ray has freed the names of the workers that it ended."""
 
 
+STANDBY_SECONDS = 5.0
+"""How long a rank that is replaced waits for a standby that is not ready. Starting a new process takes about as long,
+and the standby may never be: its slot may have been on a host that is gone."""
+
+
 @dataclass(frozen=True)
 class StartPlan:
     """What a group starts, the first time and at each restart.
@@ -145,7 +150,7 @@ def fill(
     lost = [one.slot for one in engine.standbys if one not in standbys]
     missing = []
     for number, rank in zip(chosen, before, strict=True):
-        standby = _ready(standbys, plan.pool.placement_timeout)
+        standby = _ready(standbys)
         if standby is None:
             missing.append(number)
         else:
@@ -213,12 +218,12 @@ def standby_of(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encod
     return Standby(actor, name, slot, actor._sc_prepare.remote(_worker_environment(plan), encoded))
 
 
-def _ready(standbys: list[Standby], timeout: float) -> Standby | None:
-    """Take a living standby out of the list: one that is ready, or else the one that will be first."""
+def _ready(standbys: list[Standby]) -> Standby | None:
+    """Take a living standby out of the list: one that is ready, or else the one that will be soon."""
     while standbys:
-        ready, _ = ray.wait([one.prepared for one in standbys], timeout=timeout)
+        ready, _ = ray.wait([one.prepared for one in standbys], timeout=STANDBY_SECONDS)
         if not ready:
-            return None  # there is no room for them, for example, so a new actor would not start either
+            return None
         standby = next(one for one in standbys if one.prepared == ready[0])
         standbys.remove(standby)
         try:
