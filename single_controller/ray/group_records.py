@@ -109,6 +109,7 @@ class Registration:
         state = self._state()
         engine = None if state is None else state.engine
         try:
+            # What is written is read under this lock, so that an older state never replaces a newer one.
             with self._writing:
                 if self._session is None or session() != self._session:
                     return

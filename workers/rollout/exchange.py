@@ -159,6 +159,7 @@ class Exchange:
         if orders.stream != self._stream:
             with self._changed:
                 before, self._groups = self._groups, {}
+            # Not under the lock: the engine may end requests in this very thread, and then calls `_ended`.
             engine.abort([name for group in before.values() for name in group.ids])
             self._stream = orders.stream
         with self._changed:
@@ -170,8 +171,9 @@ class Exchange:
         with self._changed:
             ended = [self._groups[attempt] for attempt in orders.abort if attempt in self._groups]
             names = [group.ids[sample] for group in ended for sample in group.left]
-        engine.abort(names)
+        engine.abort(names)  # not under the lock, as above
         with self._changed:
+            # An aborted sample still arrives through `_ended`, with the tokens that it has.
             self._changed.wait_for(self._anything_finished, orders.wait)
             finished = [group.finished() for group in self._groups.values() if not group.left]
             running = [group.attempt for group in self._groups.values() if group.left]
@@ -209,6 +211,7 @@ class Exchange:
             engine.abort(group.ids)
             group.error, group.left = _error_of(error, attempt), set()
             return
+        # Only now: if a later sample is refused by the engine, the group must not have been reported already.
         for sample, future in futures:
             future.add_done_callback(functools.partial(self._ended, group, sample))
 

@@ -41,7 +41,7 @@ class RewardProgress:
             self._pending[key] = time.monotonic()
             self._total += samples
             begin, self._logging = not self._logging, True
-        if begin:
+        if begin:  # not under the lock, which the thread takes first
             threading.Thread(target=self._log, name="rewards-log", daemon=True).start()
         return key
 
@@ -74,6 +74,7 @@ class RewardProgress:
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: not self._pending, LOG_SECONDS):
+                    # Under the same lock as the look: a `begin` after it starts a new thread.
                     self._logging = False
                     return
                 now = time.monotonic()

@@ -202,7 +202,7 @@ class RolloutStream(Closing):
         if refresh is None or again:
             raise error
         logger.warning("%s. Calling refresh()", error)
-        refresh()  # and so `updating`
+        refresh()  # and so `updating`, which waits for the router: no lock is held here
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -261,14 +261,14 @@ class RolloutStream(Closing):
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while not self._closed:  # read without the lock: `close` wakes a step that waits
                 self._step()
             self._router.leave()
         except BaseException as error:
-            self.buffer.fail(error)
+            self.buffer.fail(error)  # `take` raises it in the trainer's thread
         finally:
             with self._changed:
-                self._ended = True
+                self._ended = True  # an update must not wait for a router that has ended
                 self._changed.notify_all()
 
     def _step(self) -> None:

@@ -149,7 +149,7 @@ def send_block(address: BlockAddress, header: dict[str, Any], memory: torch.Tens
     with socket.create_connection((address.host, address.port), timeout=_left(end)) as connection:
         connection.sendall(address.token + _LENGTH.pack(len(encoded)) + encoded)
         for part in _chunks(memory):
-            connection.settimeout(_left(end))
+            connection.settimeout(_left(end))  # of this part as a whole
             connection.sendall(part)
             checksum = zlib.crc32(part, checksum)
         connection.sendall(_CHECKSUM.pack(checksum))
