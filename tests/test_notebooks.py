@@ -49,7 +49,7 @@ PROMISED = {
     "6_train_groups_and_rl": [
         "args has no key 'kl_loss_coeff'; did you mean 'kl_loss_coef'?",
         "begin with rollout [0, 0]",
-        "input_ids          (64, 20)  int64",
+        "input_ids           (64, 20)  int64",
         "rewards are as by hand: True",
         "trainer and rollout agree within 1e-4: False",
         "version 1 on the rollout workers: [1, 1]",
