@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from workers.device import every_backend
@@ -61,7 +62,9 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
             overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
                          **overrides}  # fmt: skip
         if empty:
-            overrides["perform_initialization"] = False
+            # Not perform_initialization=False: Megatron would then not mark tp shards as such, and count only those of
+            # tp rank 0 in the gradient norm.
+            overrides |= dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave)
         model = MegatronTrainModel(
             hf_config,
             role=self.role,
@@ -118,3 +121,7 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
             "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
             "cp_size": parallel_state.get_context_parallel_world_size(),
         }
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """Initialize nothing."""
