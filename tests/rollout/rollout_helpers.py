@@ -49,6 +49,25 @@ def plain_log_probs(model, prompt, completion, temperature=1.0):
     return logits.log_softmax(-1)[range(len(prompt) - 1, len(prompt) + len(completion) - 1), completion]
 
 
+def check_versions(data, log_probs_of, atol=1e-5):
+    """Each token's log-prob in a batch of a stream is that of the weights which its version says.
+
+    `log_probs_of` is (version, prompt, completion) -> log-probs of the reference. Returns the versions of each row.
+    """
+    begin = int(data["prompt_lengths"].max())
+    versions = []
+    for row in range(len(data["input_ids"])):
+        end = begin + int(data["completion_lengths"][row])
+        prompt = data["input_ids"][row, begin - int(data["prompt_lengths"][row]) : begin].tolist()
+        completion = data["input_ids"][row, begin:end].tolist()
+        of = data["weight_versions"][row, begin:end].tolist()
+        expected = {version: log_probs_of(version, prompt, completion) for version in set(of)}
+        plain = torch.stack([expected[version][place] for place, version in enumerate(of)])
+        torch.testing.assert_close(data["rollout_log_probs"][row, begin:end].double(), plain, atol=atol, rtol=0)
+        versions.append(of)
+    return versions
+
+
 class EchoEngine(RolloutEngine):
     """A toy engine: its completion is the reversed prompt, then random tokens. Its only weight is a number added to
     each token."""
@@ -205,6 +224,7 @@ class Toy(RolloutWorker):
         self.engine.begin_update()
         weights = Bigram(seed or 0).state_dict()
         self.engine.load_weights((name, w if seed is not None else w * torch.nan) for name, w in weights.items())
+        self.engine.finish_update(version)
         self.weight_version = version
 
     @register(Dispatch.ALL_TO_ALL)

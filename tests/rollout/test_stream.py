@@ -11,10 +11,11 @@ import time
 import pytest
 import ray
 import torch
-from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy
+from fake_server import FakeServer
+from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from workers import RayTrainGroup, SampleBuffer
+from workers import HTTPEngine, RayTrainGroup, SampleBuffer
 from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.manager import RolloutManager
@@ -48,6 +49,23 @@ def group():
         yield group
 
 
+@pytest.fixture
+def servers_group(tmp_path):
+    """Each worker has an `HTTPEngine` with a server of its own."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(contextlib.closing(FakeServer(delay=0.0005))) for _ in range(2)]
+        urls = iter([server.url for server in servers])
+
+        def engine():
+            made = HTTPEngine(next(urls), config={"vocab_size": 32}, weights_dir=tmp_path)
+            made._shapes = {name: tuple(weight.shape) for name, weight in Bigram(0).state_dict().items()}
+            return made
+
+        for server in servers:
+            server.log_probs = "tempered"
+        yield stack.enter_context(LocalWorkerGroup(2, RayClassWithInitArgs(Toy, engine), threads=True))
+
+
 def managed(group, how=HOW, function=reward, **options):
     return RolloutManager(group, how, function, samples_per_prompt=SAMPLES, seed=7, **options)
 
@@ -67,19 +85,7 @@ def streaming(manager, source=prompts, *, buffer=None, mode="wait", **options):
 
 
 def check_log_probs(data):
-    """Each token's log-prob is that of the weights which its version says. Returns the versions of each row."""
-    begin = int(data["prompt_lengths"].max())
-    versions = []
-    for row in range(len(data["input_ids"])):
-        end = begin + int(data["completion_lengths"][row])
-        prompt = data["input_ids"][row, begin - int(data["prompt_lengths"][row]) : begin].tolist()
-        completion = data["input_ids"][row, begin:end].tolist()
-        of = data["weight_versions"][row, begin:end].tolist()
-        expected = {version: Bigram(version).log_probs(prompt, completion, 0.8) for version in set(of)}
-        plain = torch.stack([expected[version][place] for place, version in enumerate(of)])
-        torch.testing.assert_close(data["rollout_log_probs"][row, begin:end].double(), plain, atol=1e-5, rtol=0)
-        versions.append(of)
-    return versions
+    return check_versions(data, lambda version, *generated: Bigram(version).log_probs(*generated, 0.8))
 
 
 def test_without_staleness_it_returns_what_the_manager_generates(group):
@@ -98,9 +104,11 @@ def test_without_staleness_it_returns_what_the_manager_generates(group):
             stream.take(1)
 
 
-@pytest.mark.parametrize("mode", ["wait", "interrupt"])
-def test_each_token_is_of_the_weights_that_its_version_says(group, mode):
-    manager = managed(group, LONG)
+@pytest.mark.parametrize(
+    ("workers", "mode"), [("group", "wait"), ("group", "interrupt"), ("servers_group", "interrupt")]
+)
+def test_each_token_is_of_the_weights_that_its_version_says(request, workers, mode):
+    manager = managed(request.getfixturevalue(workers), LONG)
     found, mixed = [], 0
     with streaming(manager, mode=mode, max_staleness=2, requests_per_worker=2 * SAMPLES) as stream:
         for version in range(1, 9):

@@ -1,4 +1,4 @@
-"""VLLMEngine in a rollout worker on Ray: a manager, weight versions, and the death of the process."""
+"""VLLMEngine in a rollout worker on Ray: a manager, a stream, weight versions, and the death of the process."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
 
 import psutil
 import torch
-from rollout_helpers import plain_log_probs, plain_model
+from rollout_helpers import check_versions, plain_log_probs, plain_model
 from transformers import LlamaConfig
 
 from single_controller import (
@@ -23,7 +23,7 @@ from single_controller import (
     WorkerDiedError,
     register,
 )
-from workers import RolloutManager, RolloutWorker, SamplingParams, VLLMEngine
+from workers import RolloutManager, RolloutStream, RolloutWorker, SampleBuffer, SamplingParams, VLLMEngine
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
 
@@ -86,6 +86,35 @@ def test_manager_generates_with_updated_weights(group):
             expected = plain_log_probs(model, prompt, made.completion.token_ids, 0.7)
             found = torch.tensor(made.completion.log_probs).double()
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_stream_continues_interrupted_groups_with_the_new_weights(group):
+    """The groups of the next batch are running whenever the weights are updated."""
+    models = {version: plain_model(LlamaConfig(**FIELDS), version) for version in range(1, 5)}
+    manager = RolloutManager(
+        group, SamplingParams(200, temperature=0.7), lambda prompt, completion: len(prompt), samples_per_prompt=2
+    )
+    buffer = SampleBuffer(2, max_staleness=1)
+    found, mixed = [], 0
+    with RolloutStream(
+        manager,
+        lambda rollout_id: PROMPTS[rollout_id % 2 :: 2],
+        buffer,
+        update_mode="interrupt",
+        requests_per_worker=4,  # a batch at a time, so that the next one begins when this one ends
+    ) as stream:
+        for version, model in models.items():
+            with stream.updating():
+                manager.weight_version = version
+                update(group, model, version)
+            data = stream.take(120)
+            rows = check_versions(data, lambda of, *generated: plain_log_probs(models[of], *generated, 0.7), 1e-4)
+            for of in rows:
+                assert len(of) == 200 and of == sorted(of) and version - 1 <= of[0] and of[-1] == version
+                mixed += of[0] != of[-1]
+            assert data["rewards"].tolist() == data["prompt_lengths"].tolist()
+            found += data["group_ids"][::2].tolist()
+    assert found == list(range(8)) and mixed > 0
 
 
 def test_killed_worker_is_told_and_restarted(group):
