@@ -188,6 +188,16 @@ class ElasticGroup(WorkerGroup):
                     self._ray.standbys.remove(one)
                     one.end()
 
+    def replace_or_shrink(self) -> None:
+        """What ``on_death="shrink"`` does: `replace` if there are enough standbys for the ranks that have died, and
+        otherwise `shrink`."""
+        with self._state.sending:
+            dead = {*self._state.dead, *self._engine.deaths()} or self._find_dead()
+            if len(living_standbys(self._ray)) >= len(dead):
+                self.replace()
+            else:
+                self.shrink()
+
     # --- the inside ---------------------------------------------------------------------------------------------------
 
     @property
@@ -202,10 +212,10 @@ class ElasticGroup(WorkerGroup):
 
     def _recover(self) -> None:
         """See `WorkerGroup._recover`."""
-        if self._on_death == "replace" or len(living_standbys(self._ray)) >= len(self._state.dead):
-            self.replace()
+        if self._on_death == "shrink":
+            self.replace_or_shrink()
         else:
-            self.shrink()
+            self.replace()
 
     def _without_dead(
         self,

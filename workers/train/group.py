@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import ray
 
@@ -62,6 +62,8 @@ class RayTrainGroup:
             default what the ranks take.
         actor_cls: the worker class, a `TrainWorker`; by default that of ``args.train_backend``.
         standby: how many standbys the group keeps, in slots of their own: see `RayWorkerGroup`. ``pg`` must have room.
+        on_death: what `replace` does if more ranks have died than there are standbys: ``"replace"`` starts new
+            processes, ``"shrink"`` goes on with fewer data-parallel ranks, until `grow` or `restart`.
         detached: whether the workers outlive the driver; see `attach`. A pool that is passed must be detached too.
         name_prefix: distinguishes the workers' names from those of other runs in the cluster.
 
@@ -91,6 +93,7 @@ class RayTrainGroup:
         num_resources_per_node: float | None = None,
         actor_cls: type[TrainWorker] | None = None,
         standby: int = 0,
+        on_death: Literal["replace", "shrink"] = "replace",
         detached: bool = False,
         name_prefix: str = "",
     ) -> None:
@@ -106,7 +109,9 @@ class RayTrainGroup:
         self._share = num_gpus_per_actor
         if not isinstance(standby, int) or isinstance(standby, bool) or standby < 0:
             raise ValueError(f"standby={standby!r}: expected an integer of at least 0")
-        self._standby = standby
+        if on_death not in ("replace", "shrink"):
+            raise ValueError(f"on_death={on_death!r}: expected 'replace' or 'shrink'")
+        self._standby, self._on_death = standby, on_death
         self._resources = dict(resources or {})
         if num_resources_per_node is not None and not (self._resources and pg is None):
             raise ValueError(
@@ -294,7 +299,42 @@ class RayTrainGroup:
             SingleControllerError: see `RayWorkerGroup.replace`. The group is broken; call `restart`.
         """
         workers = self.worker_group
-        begin = replace_ranks(workers, self._with_ref, self._continue)
+        shrinks = self._on_death == "shrink" and self._pair is None
+        return self._continue_after(workers.replace_or_shrink if shrinks else workers.replace)
+
+    def grow(self, count: int | None = None) -> list[int] | None:
+        """Add ranks in slots that have none, such as those that ``on_death="shrink"`` has left empty. All ranks
+        continue with the next rollout, from snapshots in memory.
+
+        Args:
+            count: see `RayWorkerGroup.grow`.
+
+        Returns:
+            By rank, the rollout id to continue with; None if there is no room, or the group was not initialized.
+
+        Raises:
+            TrainArgsError: ``args.peer_snapshot_interval`` is not set, so there are no snapshots to continue from.
+            RuntimeError: the group is connected to an actor or a critic, which would have another size.
+            SingleControllerError: see `RayWorkerGroup.grow`.
+        """
+        workers = self.worker_group
+        if self._pair is not None:
+            raise RuntimeError(
+                f"grow(): the {self.role}'s group is connected to another one, which has as many ranks; call "
+                "disconnect() first, or restart() both"
+            )
+        if self._with_ref is not None:
+            if not self.args.peer_snapshot_interval:
+                raise TrainArgsError(
+                    "grow() continues from snapshots in memory: set peer_snapshot_interval. Without them, call "
+                    "save_model() and restart(), which starts all ranks"
+                )
+            workers.take_peer_snapshot()
+        return self._continue_after(lambda: workers.grow(count))
+
+    def _continue_after(self, change: Callable[[], object]) -> list[int] | None:
+        workers = self.worker_group
+        begin = replace_ranks(workers, change, self._with_ref, self._continue)
         self._made = workers.workers
         self._leave()
         if begin is None:
@@ -393,7 +433,7 @@ class RayTrainGroup:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._ranks
+        return self._ranks if self._group is None or self._group.closed else self._group.world_size
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -416,7 +456,7 @@ class RayTrainGroup:
             raise ValueError(f"async_init(role={role!r}): this group has the role {self.role!r}")
         args = self.args if args is None else read_args(args)
         workers = self.worker_group
-        self._class.check_args(role_args(args, self.role), self._ranks, with_ref)
+        self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
         self.args, self._with_ref = args, bool(with_ref)
         self._saved, self._asleep = LastCheckpoint(), False
@@ -604,7 +644,7 @@ class RayTrainGroup:
 
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
-        return f"<RayTrainGroup of {self._ranks}: {self.role}, {state}>"
+        return f"<RayTrainGroup of {self.world_size}: {self.role}, {state}>"
 
 
 def _count(name: str, number: Any) -> int:

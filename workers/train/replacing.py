@@ -37,6 +37,7 @@ class Progress:
 
 def replace_ranks(
     workers: RayWorkerGroup,
+    change: Callable[[], object],
     with_ref: bool | None,
     continue_from: Callable[[Recovery | None], list[int]],
 ) -> list[int] | None:
@@ -44,6 +45,7 @@ def replace_ranks(
 
     Args:
         workers: the group.
+        change: replaces ranks, or drops or adds some.
         with_ref: whether the ranks need the reference model's weights; None if they have no model.
         continue_from: has the ranks continue from their snapshots, or otherwise if there is no complete set of them.
             Returns the rollout id to continue with, by rank.
@@ -56,7 +58,7 @@ def replace_ranks(
     """
     generation = workers.generation
     for left in reversed(range(TRIES)):
-        workers.replace()
+        change()
         if with_ref is None or workers.generation == generation:
             break
         try:
@@ -74,4 +76,5 @@ def replace_ranks(
             if not left:
                 raise
             logger.warning("%s: another rank died while its ranks recovered: %s", workers.name, error)
+            change = workers.replace
     return None
