@@ -244,6 +244,8 @@ class ModelWorker(TrainWorker):
         self._build(self.make_empty_model)
         if self._peers is None:
             self._peers = self._new_peers()
+        if self._peers.generation == self.generation:  # no rank was replaced, so what arrives late would be accepted
+            self._peers.finish_sending()
         snapshot, about, reference = self._peers.restore(recovery, self.rank)
         if with_ref and reference is not None:
             self.backup.put("ref", reference)

@@ -33,7 +33,7 @@ class Recovery:
 
 
 def choose_recovery(
-    versions: Sequence[Versions], *, ranks: int | None = None, with_ref: bool = False
+    versions: Sequence[Versions], *, ranks: int | None = None, with_ref: bool = False, newest: int | None = None
 ) -> Recovery | None:
     """Choose the newest snapshot that every rank's shard can be restored from.
 
@@ -41,6 +41,7 @@ def choose_recovery(
         versions: by rank, what it has. A new rank has nothing.
         ranks: number of ranks whose shards there must be; by default as many as there are ranks.
         with_ref: whether the reference model's weights are needed too.
+        newest: id of a rollout. Snapshots that were taken after a later one do not count.
 
     Returns:
         The choice; None if there is no such snapshot.
@@ -52,7 +53,7 @@ def choose_recovery(
     numbers = {number for held in versions for of_owner in held.values() for number in of_owner} - {REFERENCE}
     for number in sorted(numbers, reverse=True):
         sources = _sources(versions, owners, number)
-        if sources is not None:
+        if sources is not None and (newest is None or versions[sources[0]][0][number] <= newest):
             return Recovery(number, versions[sources[0]][0][number], sources, references)
     return None
 
