@@ -244,6 +244,7 @@ class RayTrainGroup:
             self._group.set_weight_version(self.weight_version)
             if self._rollout is not None:
                 self._rollout.introduce(self._group.set_rollout_manager)
+                self._rollout.rewind(begin[0])
             if self._pair is not None and all(group._alive for group in self._pair.groups):
                 self._pair.groups[0].connect(self._pair.groups[1])
         except BaseException:
@@ -287,20 +288,20 @@ class RayTrainGroup:
     def replace(self) -> list[int] | None:
         """Replace the ranks that have died, and continue from the latest snapshots in the memory of the ranks, which
         ``args.peer_snapshot_interval`` asks for. The other ranks keep their processes. All ranks return to the same
-        rollout. Without a complete set of snapshots, all continue from the checkpoint, as after `restart`.
+        rollout, and so do those of a connected actor or critic, whose dead ranks are replaced too. Without a complete
+        set of snapshots, all continue from the checkpoint, as after `restart`.
 
-        The rollout workers then have the weights of that rollout: if they have newer ones, or the checkpoint was
-        loaded, `update_weights` is called.
+        If the rollout workers have newer weights, or the checkpoint was loaded, `update_weights` is called. A
+        `RolloutStream` of the manager returns the batches from that rollout on once more.
 
         Returns:
             By rank, the rollout id to continue with; None if no rank was replaced, or the group was not initialized.
 
         Raises:
+            CheckpointError: the checkpoints of actor and critic are of different rollouts.
             SingleControllerError: see `RayWorkerGroup.replace`. The group is broken; call `restart`.
         """
-        workers = self.worker_group
-        shrinks = self._on_death == "shrink" and self._pair is None
-        return self._continue_after(workers.replace_or_shrink if shrinks else workers.replace)
+        return self._continue_after()
 
     def grow(self, count: int | None = None) -> list[int] | None:
         """Add ranks in slots that have none, such as those that ``on_death="shrink"`` has left empty. All ranks
@@ -332,35 +333,46 @@ class RayTrainGroup:
             workers.take_peer_snapshot()
         return self._continue_after(lambda: workers.grow(count))
 
-    def _continue_after(self, change: Callable[[], object]) -> list[int] | None:
-        workers = self.worker_group
-        begin = replace_ranks(workers, change, self._with_ref, self._continue)
-        self._made = workers.workers
+    def _replace_dead(self) -> None:
+        if self._on_death == "shrink" and self._pair is None:
+            self.worker_group.replace_or_shrink()
+        else:
+            self.worker_group.replace()
+
+    def _continue_after(self, change: Callable[[], object] | None = None) -> list[int] | None:
+        groups = [self]
+        if self._pair is not None and self._with_ref is not None:
+            groups += [one for one in self._pair.groups if one is not self and one._alive and one._with_ref is not None]
+        begin = replace_ranks(groups, change)
+        self._made = self.worker_group.workers
         self._leave()
-        if begin is None:
-            return None
-        self._asleep, self._progress.trained = False, begin[0] - 1
-        if self._rollout is not None:
-            self._rollout.introduce(workers.set_rollout_manager)
-            if self.weight_version and self._progress.sent_after != self._progress.trained:
-                self.update_weights()
-        if self._pair is not None:
+        if begin is not None and self._pair is not None:
             self._pair.forget()
-            if not any(group.worker_group.broken for group in self._pair.groups):
+            if len(groups) == 2:
                 self._pair.groups[0].connect(self._pair.groups[1])
         return begin
 
     def _continue(self, recovery: Recovery | None) -> list[int]:
+        """Continue from a snapshot, or else from the checkpoint."""
         workers, version = self.worker_group, self.weight_version
+        self._made = workers.workers
+        self._saved.interrupted(self.role)
         begin: list[int]
         if recovery is None:
             self._progress = Progress()
             begin = workers.init(self._args_to_continue(), self.role, self._with_ref)
             workers.set_weight_version(version)
-            return begin
-        sent = self._progress.has_sent(recovery)
-        self._progress = Progress(sent_after=recovery.rollout_id if sent else None)
-        begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
+        else:
+            sent = self._progress.has_sent(recovery)
+            self._progress = self._progress.after(recovery)
+            begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
+        self._asleep, self._progress.trained = False, begin[0] - 1
+        self._leave()
+        if self._rollout is not None:
+            self._rollout.introduce(workers.set_rollout_manager)
+            self._rollout.rewind(begin[0])
+            if self.weight_version and self._progress.sent_after is None:
+                self.update_weights()
         return begin
 
     def close(self) -> None:
@@ -564,6 +576,7 @@ class RayTrainGroup:
                     self._rollout.introduce(workers.set_rollout_manager)
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
             self._leave(weight_version=version)  # before: no other update may have this version
+            self._progress.sent_after = None  # an update that fails leaves rollout workers without weights
             workers.update_weights(*((version,) if self._takes_version else ()))
             self.weight_version, self._progress.sent_after = version, self._progress.trained
 

@@ -270,6 +270,8 @@ class ModelWorker(TrainWorker):
         self._build(self.make_empty_model)
         if self._peers is None:
             self._peers = self._new_peers()
+        if self._peers.generation == self.generation:  # no rank was replaced, so what arrives late would be accepted
+            self._peers.finish_sending()
         weights = partial(live_tensors, self.model.weights())
         shard = self.shard, self.shards
         snapshot, about, reference = self._peers.restore(recovery, self.rank, shard, self._to_restore, weights)

@@ -125,6 +125,11 @@ class PeerSnapshots:
         self._own.clear()
 
     @property
+    def generation(self) -> int:
+        """The generation of the group at the last `join`; -1 before."""
+        return self._generation
+
+    @property
     def nbytes(self) -> int:
         """Host memory in bytes."""
         with self._lock:

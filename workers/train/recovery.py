@@ -46,12 +46,15 @@ class Recovery:
     references: tuple[int, ...] = ()
 
 
-def choose_recovery(versions: Sequence[Versions], *, with_ref: bool = False) -> Recovery | None:
+def choose_recovery(
+    versions: Sequence[Versions], *, with_ref: bool = False, newest: int | None = None
+) -> Recovery | None:
     """Choose the newest snapshot that every rank's shard can be restored from.
 
     Args:
         versions: by rank, what it has. A new rank has nothing.
         with_ref: whether the reference model's weights are needed too.
+        newest: id of a rollout. Snapshots that were taken after a later one do not count.
 
     Returns:
         The choice; None if there is no such snapshot.
@@ -62,7 +65,7 @@ def choose_recovery(versions: Sequence[Versions], *, with_ref: bool = False) -> 
     if references is None or (with_ref and reference is None):
         return None
     for number, (rollout_id, ranks) in sorted(taken.items(), reverse=True):
-        sources = _sources(versions, range(ranks), number)
+        sources = _sources(versions, range(ranks), number) if newest is None or rollout_id <= newest else None
         if sources is not None:
             return Recovery(number, rollout_id, sources, references)
     return None
