@@ -165,8 +165,9 @@ class RayTrainGroup:
         """Take over a group that was created with ``detached=True``, after its driver has ended. The workers go on at
         the step that they are at, and load nothing. ``next_rollout_id`` is the rollout to train on next.
 
-        If workers have died, or are not all at the same step, because the driver was killed while it sent a call, the
-        workers are restarted from the last checkpoint that the group saved; see `restart`.
+        If workers have died, they are replaced, and all continue from snapshots in memory; see `replace`. Without
+        snapshots, or if the workers are not all at the same step, because the driver was killed while it sent a call,
+        they are restarted from the last checkpoint that the group saved; see `restart`.
 
         Call `set_rollout_manager` and, with a critic, `connect` again. `close` ends the workers and removes their
         placement groups, with everything else in those.
@@ -189,7 +190,7 @@ class RayTrainGroup:
         self._group, self._made = workers, workers.workers
         position = common_position(workers, timeout)
         if position is None:
-            begun = self.restart()
+            begun = (self.replace() if self.args.peer_snapshot_interval else None) or self.restart()
             self.next_rollout_id = begun[0] if begun else None
         else:
             self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
