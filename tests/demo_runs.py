@@ -8,6 +8,7 @@ python tests/demo_runs.py --resume   # one run killed at step 20 of 40, and resu
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,28 @@ def run_until_killed(folder, step, *given, timeout=240):
         driver.kill()
         driver.wait()
     return scalars(folder)
+
+
+def run_with_kills(folder, steps, *given, timeout=240):
+    """Run to the end with a standby, and kill a trainer after each of the steps, the last rank first. Returns the
+    rewards, and what the run has printed."""
+    driver, said = start(folder, "standby=1", *given)
+    end = time.monotonic() + timeout
+    try:
+        for number, step in enumerate(steps, 1):
+            while max(scalars(folder), default=-1) < step:
+                if driver.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"it did not get to step {step}:\n{said.read_text()[-4000:]}")
+                time.sleep(0.1)
+            pids = re.search(r"kill -9 one of \[(.*)\]", said.read_text())[1].split(", ")
+            os.kill(int(pids[-number]), signal.SIGKILL)
+        driver.wait(max(1, end - time.monotonic()))
+    finally:
+        driver.kill()
+        driver.wait()
+    if driver.returncode:
+        raise RuntimeError(f"it ended with {driver.returncode}:\n{said.read_text()[-8000:]}")
+    return scalars(folder), said.read_text()
 
 
 def run_resumed(folder, rollouts, save_interval, kill_at, *given, ranks=(2, 1)):

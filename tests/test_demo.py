@@ -4,7 +4,7 @@ being killed."""
 import json
 
 import pytest
-from demo_runs import ROOT, WAYS, run, run_resumed, scalars
+from demo_runs import ROOT, WAYS, run, run_resumed, run_with_kills, scalars
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -63,3 +63,15 @@ def test_resumed_run_matches_an_uninterrupted_one(tmp_path, how):
         assert begin in (8, 12)  # after the last checkpoint before it was killed
         # The prompts and seeds are the same, but another number of ranks changes rounding, which may change a token.
         assert rewards == pytest.approx({step: whole[step] for step in range(begin, 14)}, abs=0.02)
+
+
+@pytest.mark.parametrize("how", ["async_rollout=false", "async_rollout=true"])
+def test_run_whose_trainers_are_killed_matches_one_without_kills(tmp_path, how):
+    """Both original trainers are killed, one after the other. The standby takes the first one's rank."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    given = ("num_rollout=40", "lr_decay_style=cosine", how)
+    whole = run(tmp_path / "whole", *given)
+    rewards, said = run_with_kills(tmp_path / "killed", (4, 20), *given)
+    assert said.count("A trainer was replaced; training goes on with rollout") == 2
+    assert rewards == pytest.approx(whole, abs=1e-3)

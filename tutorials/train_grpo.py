@@ -8,6 +8,7 @@
     python tutorials/train_grpo.py async_rollout=true max_staleness=1  # generate the next batch while training this one
     python tutorials/train_grpo.py engine=vllm                         # vLLM generates, in an environment of its own
     python tutorials/train_grpo.py eval_interval=10 eval_temperature=0 # evaluates held-out prompts
+    python tutorials/train_grpo.py standby=1                           # goes on if you kill -9 a trainer
 
 Pass any key of workers/train/ARGUMENTS.md as key=value. The model is a Llama of two layers with random weights;
 hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER loads another model.
@@ -23,7 +24,7 @@ from reward_curve import plot_rewards
 from rl_tasks import TASKS
 from tqdm import tqdm
 
-from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from single_controller import RayClassWithInitArgs, RayWorkerGroup, SingleControllerError
 from workers import (
     HFEngine,
     RayTrainGroup,
@@ -59,10 +60,11 @@ ENGINES = {
 
 
 def arguments(given):
-    """Return the task, the engine, the file for the plot, and the training arguments, from key=value on the command
-    line."""
+    """Return the task, the engine, the file for the plot, the number of standbys, and the training arguments, from
+    key=value on the command line."""
     given = {SHORT.get(name, name): value for name, value in OmegaConf.from_cli(given).items()}
     name, engine, out = given.pop("task", "lucky"), given.pop("engine", "hf"), given.pop("out", None)
+    standby = given.pop("standby", 0)
     if engine not in ENGINES:
         sys.exit(f"engine={engine}: expected one of {', '.join(ENGINES)}")
     if name not in TASKS:
@@ -70,20 +72,21 @@ def arguments(given):
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
     model = {**MODEL, "vocab_size": TASKS[name].vocab_size, **given.pop("hf_config", {})}
     model = {} if "hf_checkpoint" in given else {"hf_config": model}
-    return TASKS[name], engine, out, read_args({**model, **DEFAULTS, **TASKS[name].args, **given})
+    snapshots = {"peer_snapshot_interval": 1} if standby else {}
+    return TASKS[name], engine, out, standby, read_args({**model, **DEFAULTS, **TASKS[name].args, **snapshots, **given})
 
 
 def main():
-    task, engine, out, args = arguments(sys.argv[1:])
+    task, engine, out, standby, args = arguments(sys.argv[1:])
     began = time.monotonic()
-    with place(args) as placement, RunLog(args.tensorboard_dir) as log:
-        actor = RayTrainGroup(args, 1, placement.actor.world_size, placement.actor, placement.share)
+    with place(args, standby=standby) as placement, RunLog(args.tensorboard_dir) as log:
+        ranks = placement.actor.world_size - standby
+        actor = RayTrainGroup(args, 1, ranks, placement.actor, placement.share, standby=standby)
         start = ray.get(actor.async_init(with_ref=bool(args.kl_loss_coef or args.kl_coef)))[0]
         groups = [actor]
         if placement.critic is not None:
-            critic = RayTrainGroup(
-                args, 1, placement.critic.world_size, placement.critic, placement.share, role="critic"
-            )
+            ranks = placement.critic.world_size - standby
+            critic = RayTrainGroup(args, 1, ranks, placement.critic, placement.share, role="critic", standby=standby)
             other = ray.get(critic.async_init())[0]
             if other != start:
                 both = min(start, other) - 1
@@ -116,15 +119,20 @@ def main():
         stream = None
         if args.async_rollout or args.dynamic_sampling:
             stream = RolloutStream.from_args(args, manager, prompts)
+            stream.buffer.keep_batches = 2 * args.peer_snapshot_interval
             if start:
                 stream.load_state_dict(actor.load_driver_state())
         if args.tensorboard_dir is not None:
             for group in (actor.worker_group, rollout):
                 group.record_ranks(calls=1000)  # for the trace of calls at the end
         print(f"{actor} learns from {rollout}; begins with rollout {start}")
+        if standby:
+            pids = [rank.process.pid for rank in actor.worker_group.status().ranks]
+            print(f"Kill a trainer: kill -9 one of {pids}", flush=True)
 
-        progress = tqdm(range(start, args.num_rollout), desc="training", unit="rollout", mininterval=0.5)
-        for rollout_id in progress:
+        progress = tqdm(total=args.num_rollout, initial=start, desc="training", unit="rollout", mininterval=0.5)
+
+        def step(rollout_id):
             if rollout_id == start or rollout_id % args.update_weights_interval == 0:
                 with log.timed("sync"):
                     actor.update_weights()
@@ -162,6 +170,20 @@ def main():
                 state = stream.state_dict() if stream and args.save else None
                 for group in groups:  # if save or save_hf says where
                     group.save_model(rollout_id, driver_state=state if group is actor else None)
+
+        rollout_id = start
+        while rollout_id < args.num_rollout:
+            try:
+                step(rollout_id)
+                rollout_id += 1
+            except (ray.exceptions.RayError, SingleControllerError) as error:
+                begin = actor.replace() if standby else None  # and the critic's ranks
+                if begin is None:
+                    raise
+                print(f"\nA trainer was replaced; training goes on with rollout {begin[0]}. {error}")
+                rollout_id = begin[0]
+            progress.update(rollout_id - progress.n)
+        progress.close()
         for group in groups:
             group.wait_for_save()
         if stream:

@@ -19,6 +19,8 @@ class Member(Worker):
         super().__init__()
         self.folder = folder
         self.history = ["constructed"]
+        if folder is not None and (Path(folder) / "refuse").exists():
+            raise OSError("no device")
         if not self.is_replacement:
             self._form()
 

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from replace_workers import Lone, Member
@@ -15,6 +16,7 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    SingleControllerError,
     WorkerDiedError,
 )
 
@@ -87,7 +89,7 @@ def test_death_of_which_nothing_is_known_yet_is_found(members):
 
 def test_call_that_had_not_begun_is_not_run_by_the_survivors(members):
     before = members.me()
-    dying = members.sleep_on.remote([0, 2, 3], 1.0, kill=1)
+    dying = members.sleep_on.remote([0, 2, 3], 2.0, kill=1)
     waiting = [members.note.remote("late") for _ in range(3)]
     with pytest.raises(WorkerDiedError):
         dying.result(10)
@@ -127,6 +129,19 @@ def test_plans_show_what_a_standby_costs(members, wide):
     assert wide.plan().standbys == tuple(members.standbys())
     assert members.standbys()[0].memory > 50e6
     assert "standby of" in str(wide.plan()) and "MiB" in str(wide.plan())
+
+
+def test_replacement_that_cannot_be_constructed_is_an_error_and_can_be_tried_again(members, folder):
+    before = members.me()
+    die(members, kill=1)
+    (folder / "refuse").touch()
+    with pytest.raises(SingleControllerError, match="no device"):
+        members.replace()
+    (folder / "refuse").unlink()
+    with pytest.raises(GroupBrokenError):
+        members.total()
+    assert members.replace() == (1,)
+    check_replaced(members, before, {1})
 
 
 def test_rank_that_hangs_is_named_and_can_be_replaced_too(members):
@@ -172,6 +187,17 @@ def test_policy_replaces_at_the_next_call_once_for_all_threads(wide):
             thread.join(20)
         assert results == [[2, 0, 2]] * 3, "the others keep their state, and are told nothing"
         assert group.generation == 1 and group.master_port == port
+
+
+def test_two_groups_are_replaced_at_once(wide):
+    made = RayClassWithInitArgs(Lone)
+    with RayWorkerGroup(wide[:2], made) as one, RayWorkerGroup(wide[2:4], made) as two:
+        for group in (one, two):
+            with pytest.raises(WorkerDiedError):
+                group.add(1, kill=1)
+        with ThreadPoolExecutor(2) as threads, within(20):
+            assert list(threads.map(lambda group: group.replace(), (one, two))) == [(1,), (1,)]
+        assert one.rank_and_size() == two.rank_and_size() == [(0, 2), (1, 2)]
 
 
 def test_attached_group_and_bad_options_are_refused(wide, members):

@@ -1,11 +1,13 @@
 """Which snapshots are restored after a death, and who keeps whose copy, over many patterns of deaths."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from workers.train.recovery import REFERENCE, Taken, buddies, choose_recovery, is_covered_by_replicas
+from workers.train.recovery import REFERENCE, Recovery, Taken, buddies, choose_recovery, is_covered_by_replicas
+from workers.train.replacing import START, Progress, _choose
 from workers.train.reshard import moves
 
 pytestmark = pytest.mark.timeout(30)
@@ -37,6 +39,63 @@ def test_newest_snapshot_that_every_shard_has():
     # Some ranks have begun the third snapshot: the others still have only the two before it.
     own = [{2, 3}, {2}, {1, 2}, {1, 2}]
     assert choose_recovery(held(4, own, [{2}, {2}, {1, 2}, {2}], dead={3})).number == 2
+
+
+def test_newer_snapshots_do_not_count_if_another_group_has_none_of_their_rollout():
+    both = [{1, 2}] * 4
+    assert choose_recovery(held(4, both, both, dead={1}), newest=20).number == 2
+    assert choose_recovery(held(4, both, both, dead={1}), newest=19).number == 1
+    assert choose_recovery(held(4, both, both, dead={1}), newest=9) is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "position", "trained", "expected"),
+    [
+        ([{2, 3}, {1, 2}], 31, 40, (20, [2, 2])),  # the other one has snapshots of 20 and 10
+        ([{2, 3}, {1, 2}], 31, 30, (30, [3, None])),  # and has just trained on 30
+        ([{2, 3}, {2, 3}], 31, 30, (30, [3, None])),  # it is there already
+        ([{2, 3}, {2, 3}], 31, 40, (30, [3, 3])),  # it was sent rollout 40, which failed
+        ([{2, 3}, {2, 3}], 41, 40, (30, [3, 3])),  # it is ahead
+        ([{3, 4}, {2, 3}], 31, 30, (30, [3, None])),
+        ([{1, 2}, {3, 4}], 41, 40, None),  # too far ahead
+    ],
+)
+def test_actor_and_critic_choose_a_rollout_that_both_have(numbers, position, trained, expected):
+    def group(have, lost):
+        def ask(answer):
+            return SimpleNamespace(options=lambda timeout: lambda: answer)
+
+        snapshots = held(2, [have] * 2, [have] * 2, dead={1} if lost else set())
+        workers = SimpleNamespace(peer_snapshots=ask(snapshots), position=ask([(position, 0)] * 2))
+        args = SimpleNamespace(distributed_timeout_minutes=1)
+        return SimpleNamespace(worker_group=workers, args=args, _with_ref=False, _progress=Progress(trained))
+
+    groups = [group(numbers[0], True), group(numbers[1], False)]
+    found = _choose(groups, groups[:1])
+    if expected is None:
+        assert found is None
+    else:
+        assert {rollout_id for rollout_id, _ in found} == {expected[0]}
+        assert [recovery and recovery.number for _, recovery in found] == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("sent_after", "number", "rollout_id", "exactly", "afterwards"),
+    [
+        (5, 3, 5, True, 5),
+        (6, 3, 5, False, None),  # the rollout workers have newer weights
+        (4, 3, 5, False, 4),  # updates come every few rollouts
+        (None, 3, 5, False, None),  # an update has failed
+        (START, 0, 9, True, 9),  # sent after the checkpoint of rollout 9 was loaded
+        (START, 1, 10, False, START),
+    ],
+)
+def test_weights_are_sent_again_if_the_rollout_workers_have_newer_ones(
+    sent_after, number, rollout_id, exactly, afterwards
+):
+    progress, recovery = Progress(7, sent_after), Recovery(number, rollout_id, (0, 1))
+    assert progress.has_sent(recovery) is exactly
+    assert progress.after(recovery) == Progress(rollout_id, afterwards)
 
 
 def test_reference_weights_are_needed_too():

@@ -21,8 +21,8 @@ class RolePlacement(Closing):
     Slots are ordered by (node, device), compared as numbers; the actor's come first.
 
     Attributes:
-        actor: slots of the actor.
-        critic: slots of the critic; None without a critic.
+        actor: slots of the actor, and of its standbys.
+        critic: slots of the critic, and of its standbys; None without a critic.
         rollout: slots of the rollout workers.
         whole: the pool that the others are slices of.
         share: share of a slot for each role's workers: ``num_gpus_per_actor`` of `RayTrainGroup`.
@@ -40,7 +40,12 @@ class RolePlacement(Closing):
 
 
 def place(
-    args: Any, *, use_gpu: bool | None = None, max_colocate_count: int | None = None, detached: bool = False
+    args: Any,
+    *,
+    use_gpu: bool | None = None,
+    max_colocate_count: int | None = None,
+    detached: bool = False,
+    standby: int = 0,
 ) -> RolePlacement:
     """Create the pools for a run's groups, as slices of one pool. The first group reserves all slots;
     call ``plan()`` of ``whole`` to check before that whether the cluster has room.
@@ -51,15 +56,16 @@ def place(
         use_gpu: whether slots are GPUs; by default whether the cluster has any. Otherwise they are logical CPUs.
         max_colocate_count: worker processes that may share a slot; by default the number of roles on it.
         detached: whether the slots outlive the driver, for groups that do.
+        standby: slots for standbys of the actor, and as many for those of the critic; see `RayTrainGroup`.
 
     Raises:
         TrainArgsError: the configuration is invalid.
     """
     args = read_args(args)
     use_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
-    sizes = {"actor": math.prod(actor_size(args))}
+    sizes = {"actor": math.prod(actor_size(args)) + standby}
     if args.advantage_estimator == "gae":
-        sizes["critic"] = math.prod(critic_size(args))
+        sizes["critic"] = math.prod(critic_size(args)) + standby
     sizes["rollout"] = args.rollout_num_workers
     total = max(sizes.values()) if args.colocate else sum(sizes.values())
     if max_colocate_count is None:

@@ -1,0 +1,195 @@
+"""Train ranks that are killed at a given moment: in a save, while a snapshot is sent, in an update, beside a critic."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray.exceptions import RayError
+from reference import small_llama
+from test_replace_ranks import kill, same, states, wait_until
+from train_helpers import begin, learn, rollout
+
+from single_controller import SingleControllerError
+from workers.train.checkpoints import CheckpointError
+from workers.train.group import RayTrainGroup
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.full("trainers killed at rare moments")]
+
+ARGS = {"peer_snapshot_interval": 1, "lr": 3e-3}
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_save(worker, victim, background):
+    """Kill a rank while it writes its shard; or rank 0, when all shards are written and the checkpoint is not noted."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def write(writer, *args):
+        (Path(writer.path) / "half").write_text("half")
+        time.sleep(0.5 if background else 0)  # save_model() returns
+        die()
+
+    def replace(*args):
+        time.sleep(0.5)
+        die()
+
+    if worker.rank == victim and victim:
+        FileSystemWriter.write_data = write
+    elif worker.rank == victim:
+        os.replace = replace
+
+
+@pytest.mark.parametrize(("background", "victim"), [(False, 1), (True, 1), (True, 0)])
+def test_rank_killed_in_a_save(fsdp_groups, llama_folder, data, tmp_path, background, victim):
+    group = fsdp_groups(2)
+    begin(group, {**ARGS, "hf_checkpoint": llama_folder, "save": str(tmp_path), "async_save": background})
+    learn(group, 0, data)
+    group.save_model(0, force_sync=True)
+    learn(group, 1, data)
+    expected = states(group)
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    group.worker_group.execute_with_func_generator(die_in_save, victim, background)
+    if background:
+        group.save_model(1)
+        wait_until(lambda: not all(group.worker_group.alive()), 10)
+    else:
+        with pytest.raises(SingleControllerError):
+            group.save_model(1)
+    assert group.replace() == [2, 2]
+    assert same(states(group), expected)
+    assert json.loads((tmp_path / "latest.json").read_text())["rollout_id"] == 0
+    assert not group._saved.writing, "the next save would take it for complete"
+    # The same step again, from the same state.
+    assert group.save_model(1, force_sync=True) == str(tmp_path / "rollout_0000001")
+    learn(group, 2, data)
+    assert group.restart() == [2, 2]
+    assert same(states(group), expected)
+
+
+def is_sent(worker):
+    worker._peers.finish_sending()
+    return worker._peers._latest in worker._peers._sent
+
+
+def die_while_sending(worker, victim):
+    """Kill a rank when it has sent half of the first block of its next snapshot."""
+    from workers.train import block_transport
+
+    chunks = block_transport._chunks
+
+    def half(memory):
+        if threading.current_thread().name != "snapshot-send":
+            yield from chunks(memory)
+            return
+        yield next(chunks(memory))[: memory.numel() // 2]
+        time.sleep(0.2)  # the other side receives it
+        die()
+
+    if worker.rank == victim:
+        block_transport._chunks = half
+
+
+def test_rank_killed_while_it_sends_a_snapshot(fsdp_groups, llama_folder, data):
+    """All ranks return to the snapshot before, though the other rank's newer one is complete."""
+    group = fsdp_groups(2)
+    begin(group, {**ARGS, "hf_checkpoint": llama_folder})
+    learn(group, 0, data)
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    expected = states(group)
+    group.worker_group.execute_with_func_generator(die_while_sending, 1)
+    try:
+        loss = learn(group, 1, data)["loss"]
+    except RayError:
+        loss = None  # it died before all had returned
+    wait_until(lambda: not all(group.worker_group.alive()), 10)
+    assert group.replace() == [1, 1]
+    assert same(states(group), expected)
+    again = learn(group, 1, data)["loss"]
+    assert loss is None or again == loss
+    # Snapshots of the same number again, of which none is mistaken for what was sent before.
+    expected = states(group)
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    kill(group, 0)
+    assert group.replace() == [2, 2]
+    assert same(states(group), expected)
+
+
+# --- A critic --------------------------------------------------------------------------------------------------------
+
+PPO = {"advantage_estimator": "gae", "critic_lr": 3e-3, **ARGS}
+
+
+@pytest.fixture(scope="module")
+def pair(fsdp_groups, train_pool):
+    actor = fsdp_groups(2)
+    with RayTrainGroup({}, 1, 2, train_pool, 0.1, role="critic") as critic:
+        actor.connect(critic)
+        yield actor, critic
+        critic.disconnect()
+
+
+def step(pair, rollout_id, rows, trained=("actor", "critic")):
+    learning = [group.async_train(rollout_id, rows) for group in pair if group.role in trained]
+    return [ray.get(refs)[0]["loss"] for refs in learning]
+
+
+@pytest.mark.parametrize("victim", ["actor", "critic"])
+def test_actor_and_critic_return_to_the_same_rollout(pair, llama_folder, victim):
+    """The victim dies in a step which the other one has finished."""
+    rollouts = [rollout(small_llama(), prompts=3, samples=2, seed=seed) for seed in range(4)]
+    args = {**PPO, "hf_checkpoint": llama_folder}
+    for group in pair:
+        begin(group, args)
+    expected = [step(pair, number, rows) for number, rows in enumerate(rollouts)]
+    weights = [states(group) for group in pair]
+    for group in pair:
+        begin(group, args)
+    found = [step(pair, number, rows) for number, rows in enumerate(rollouts[:2])]
+    for group in pair:
+        wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    others = [group.role for group in pair if group.role != victim]
+    pids = [group.worker_group.status().ranks[0].process.pid for group in pair]
+    step(pair, 2, rollouts[2], trained=others)
+    kill(next(group for group in pair if group.role == victim), 1)
+    assert pair[0].replace() == [2, 2], "either of them replaces the ranks of both"
+    assert pair[1].replace() is None
+    assert pids == [group.worker_group.status().ranks[0].process.pid for group in pair]
+    found += [step(pair, number, rollouts[number]) for number in (2, 3)]
+    assert found == expected
+    assert all(same(states(group), before) for group, before in zip(pair, weights, strict=True))
+
+
+def test_group_that_is_where_the_other_returns_to_keeps_its_model(pair, llama_folder, data):
+    actor, critic = pair
+    for group in pair:
+        begin(group, {**PPO, "hf_checkpoint": llama_folder})
+    step(pair, 0, data)
+    for group in pair:
+        wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    models = critic.worker_group.execute_with_func_generator(lambda worker: id(worker.model))
+    kill(actor, 0)
+    assert actor.replace() == [1, 1]
+    assert models == critic.worker_group.execute_with_func_generator(lambda worker: id(worker.model))
+    step(pair, 1, data)
+
+
+def test_checkpoints_of_different_rollouts_are_an_error(pair, llama_folder, data, tmp_path):
+    _, critic = pair
+    args = {**PPO, "peer_snapshot_interval": 0, "hf_checkpoint": llama_folder, "save": str(tmp_path / "actor"),
+            "critic_save": str(tmp_path / "critic")}  # fmt: skip
+    for group in pair:
+        begin(group, args)
+    for number in range(2):
+        step(pair, number, data)
+        for group in pair[: 2 - number]:
+            group.save_model(number)
+    kill(critic, 1)
+    with pytest.raises(CheckpointError, match=r"different rollouts; to continue with: critic: 1, actor: 2"):
+        critic.replace()
