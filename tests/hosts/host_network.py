@@ -227,7 +227,11 @@ class Network:
         self._ray(head, cpus, env, "--head", "--port=6379", "--include-dashboard=false",
                   f"--system-config={json.dumps(config or {})}")  # fmt: skip
         with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda host: self._ray(host, cpus, env, f"--address={head.address}:6379"), others))
+            list(threads.map(lambda host: self.start_node(host, cpus=cpus, env=env), others))
+
+    def start_node(self, host: Host, *, cpus: int = 2, env: dict | None = None) -> None:
+        """Start a Ray node on a host that has none, beside that of the first host. See `start_ray`."""
+        self._ray(host, cpus, env, f"--address={self.hosts[0].address}:6379")
 
     def _ray(self, host: Host, cpus: int, env: dict | None, *where: str) -> None:
         size = [f"--num-cpus={cpus}", f"--object-store-memory={200 << 20}", "--disable-usage-stats"]
