@@ -13,8 +13,9 @@ time from then until the work goes on: until all ranks of the group have run a c
 complete. After an outage nobody is told, and "back" is the time from its end to the next complete step. For steps that
 are repeated, prompts that are lost and prompts that are trained twice, see training_kinds.py.
 
-At the end there are no processes, no files in shared memory and no placement groups left. A round that takes too long
-hangs: it ends this program, which shows where each rank is. The seed is printed; moments depend on the machine, too.
+At the end no processes, placement groups, objects in Ray's store and files in shared memory are left. A round that
+takes too long hangs: it ends this program, which shows where each rank is. The seed is printed; moments depend on the
+machine, too.
 
 It starts its own Ray, and needs root and network namespaces for the hosts. The workers of the training run are forked
 from a process that has imported everything (tests/fork_workers.py), so that a standby is ready for the next round
@@ -23,6 +24,7 @@ within a second; those of the group and of the hosts are started as Ray does.
 
 import argparse
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -117,11 +119,18 @@ def local_ray(*, forked):
         if forked:
             start_server()
         try:
-            before = Footprint.now(shared_memory=False)
+            before, room = Footprint.now(shared_memory=False), free_store()
             yield
             before.wait_same(30, shared_memory=False)
+            gc.collect()  # what was killed refers to groups that refer to it
+            wait(lambda: free_store() >= room, f"of {room:.0f} bytes in the object store, {free_store():.0f} are free")
         finally:
             ray.shutdown()
+
+
+def free_store():
+    """Bytes of Ray's object store that are free."""
+    return ray.available_resources()["object_store_memory"]
 
 
 def show_stacks(made):
@@ -170,6 +179,7 @@ def play(cls, kinds, rng, seen, folder):
                 raise
             finally:
                 made.close()
+                made = None
     except BaseException:
         say(f"FAILED in {doing}:\n{traceback.format_exc()}")
         return False

@@ -65,9 +65,14 @@ def asked(folder, moment, rank=None):
     return None
 
 
+_dead = threading.Lock()
+"""Held from the moment at which this process begins to die: another thread may have come to that, too."""
+
+
 def die(folder, seconds=0.0):
     """Kill this process after some seconds."""
     time.sleep(seconds)
+    _dead.acquire()
     with contextlib.suppress(FileExistsError), open(Path(folder) / "killed", "x") as file:  # of the first death
         file.write(repr(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
