@@ -32,7 +32,7 @@ help:
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
 	@echo 'make docs        build the documentation into site/, and fail on dead links'
-	@echo 'make chaos       kill processes at random moments, and have them replaced (twenty minutes)'
+	@echo 'make chaos       kill processes and hosts at random moments, and print how they recover (half an hour)'
 	@echo 'make benchmark   this library beside plain Ray, verl and Monarch (over an hour, an idle machine and 20 GB)'
 	@echo 'make setup       only make $(VENV), as the targets above do when they need it'
 	@echo 'make setup-vllm  only make $(VLLM), for rollout workers with VLLMEngine'
@@ -69,7 +69,7 @@ docs: $(READY)
 
 chaos: $(READY)
 	@$(PY) tests/chaos.py $(ARGS)
-	@$(PY) tests/recovery.py --rounds 200
+	@$(PY) tests/recovery --rounds 200
 
 benchmark: $(READY)
 	@$(PY) -m benchmarks $(ARGS)

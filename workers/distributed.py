@@ -13,12 +13,16 @@ from single_controller import GroupBrokenError
 from workers.device import DeviceError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, TCPStore
 
     from single_controller import Worker
 
 
 STORE_POLL_SECONDS = 0.05
+
+STORE_CONNECT_TIME = datetime.timedelta(seconds=1)
+"""How long a rank tries to connect to a store before it asks whether it still should. torch may take three times as
+long."""
 
 _timeout = datetime.timedelta(minutes=30)
 """Timeout of the default process group. `new_cpu_group` and `new_rows` use it too, instead of torch's default."""
@@ -54,35 +58,46 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
         _default_group = dist.group.WORLD
         worker._cleanups.append(_end_default_group)
         return
-    if worker.rank:
-        _wait_for_store(worker, timeout)
-    host = f"[{worker.master_addr}]" if ":" in worker.master_addr else worker.master_addr
-    address = f"tcp://{host}:{worker.master_port}"
-    dist.init_process_group(
-        backend, init_method=address, rank=worker.rank, world_size=worker.world_size, timeout=timeout
-    )
+    store = dist.PrefixStore("default_pg", _new_store(worker, timeout))
+    dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout)
     if "nccl" in backend and "gloo" in backend:
         _refuse_shared_devices()
 
 
-def _wait_for_store(worker: Worker, timeout: datetime.timedelta) -> None:
-    """Wait until rank 0 listens, or the timeout ends, after which torch raises its own error.
+def _new_store(worker: Worker, timeout: datetime.timedelta) -> TCPStore:
+    """Create rank 0's store, or connect to it.
 
-    torch's TCPStore waits by itself, but nothing can end that wait, neither a signal nor a broken connection. If rank
-    0 died before it listens, this rank could not take part in the replacement of rank 0.
+    While torch's TCPStore tries to connect, nothing can end that, neither a signal nor a broken connection. If rank 0
+    died before this rank is connected, this rank could not take part in the replacement of rank 0. So it first waits
+    until rank 0 listens, and then tries for a second at a time. For the same reason no rank waits in the
+    constructor for the others to connect (``wait_for_workers``).
 
     Raises:
         GroupBrokenError: the group is having a rank replaced.
     """
+    from torch.distributed import DistError, TCPStore
+
+    address: tuple[str, int] = (worker.master_addr, worker.master_port)
+    options: dict[str, Any] = {"world_size": worker.world_size, "wait_for_workers": False}
+    if not worker.rank:
+        return TCPStore(*address, is_master=True, timeout=timeout, multi_tenant=True, **options)
     end = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < end:
+    while True:
         if worker._leaving:
             raise GroupBrokenError(f"rank {worker.rank} was told to give up its rendezvous: a rank is being replaced")
         try:
-            socket.create_connection((worker.master_addr, worker.master_port), timeout=STORE_POLL_SECONDS).close()
-            return
+            socket.create_connection(address, timeout=STORE_POLL_SECONDS).close()
         except OSError:
-            time.sleep(STORE_POLL_SECONDS)
+            if time.monotonic() < end:
+                time.sleep(STORE_POLL_SECONDS)
+                continue
+        try:
+            store = TCPStore(*address, is_master=False, timeout=STORE_CONNECT_TIME, **options)
+            store.set_timeout(timeout)
+            return store
+        except DistError:
+            if time.monotonic() >= end:
+                raise
 
 
 def _end_default_group() -> None:

@@ -27,7 +27,8 @@ class Footprint:
     shared_memory: frozenset[str]
 
     @classmethod
-    def now(cls) -> "Footprint":
+    def now(cls, *, shared_memory: bool = True) -> "Footprint":
+        """What exists now, without the files in /dev/shm if others on this machine write some too."""
         from ray._private.state import actors
 
         living = {key: info for key, info in actors().items() if info["State"] != "DEAD"}
@@ -43,7 +44,7 @@ class Footprint:
             frozenset(info["Pid"] for info in living.values() if info["Pid"] and runs(info["Pid"])),
             frozenset(groups),
             tuple(sorted(free.items())),
-            frozenset(os.listdir("/dev/shm")),
+            frozenset(os.listdir("/dev/shm") if shared_memory else ()),
         )
 
     def left_behind(self, later: "Footprint") -> str:
@@ -59,15 +60,15 @@ class Footprint:
         taken = {name: amount for name, amount in taken.items() if amount > 1e-3}
         return "; ".join([*parts, *([f"not free: {taken}"] if taken else [])])
 
-    def wait_same(self, seconds: float = 15.0) -> None:
-        """Wait until nothing is left behind.
+    def wait_same(self, seconds: float = 15.0, *, shared_memory: bool = True) -> None:
+        """Wait until nothing is left behind; see `now` for shared memory.
 
         Raises:
             AssertionError: something was left behind; the message says what.
         """
         end = time.monotonic() + seconds
         while True:
-            left = self.left_behind(Footprint.now())
+            left = self.left_behind(Footprint.now(shared_memory=shared_memory))
             if not left:
                 return
             if time.monotonic() > end:

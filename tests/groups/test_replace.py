@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from replace_workers import Lone, Member
@@ -19,6 +21,7 @@ from single_controller import (
     SingleControllerError,
     WorkerDiedError,
 )
+from workers.distributed import initialize_distributed
 
 RANKS = 4
 TOTAL = 10.0 * RANKS * RANKS
@@ -218,3 +221,21 @@ def test_closed_group_ends_its_standby(wide):
     while os.path.exists(f"/proc/{location.pid}") and time.monotonic() < end:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{location.pid}")
+
+
+def test_a_rank_gives_up_a_rendezvous_whose_first_rank_dies_while_it_connects():
+    """Rank 0 listened, and died before it answered: whoever connects to its store would try for ten minutes."""
+    worker = SimpleNamespace(rank=1, world_size=2, master_addr="127.0.0.1", _leaving=False)
+    worker._check_collectives = lambda method: None
+
+    def answer_nobody(listening):
+        for _ in range(3):
+            listening.accept()[0].close()
+        listening.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        worker.master_port = listening.getsockname()[1]
+        threading.Thread(target=answer_nobody, args=(listening,), daemon=True).start()
+        threading.Timer(0.5, setattr, (worker, "_leaving", True)).start()
+        with pytest.raises(GroupBrokenError, match="rank 1 was told to give up"), within(8):
+            initialize_distributed(worker, "gloo", timeout_minutes=10)

@@ -19,7 +19,6 @@ is printed; moments depend on the machine, too. It starts its own Ray, which the
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import pickle
@@ -178,15 +177,10 @@ def chain(lines, weights):
     return found
 
 
-def footprint():
-    """What is there now, except for files in /dev/shm, which others on this machine write too."""
-    return dataclasses.replace(Footprint.now(), shared_memory=frozenset())
-
-
 def wait_gone(before, run):
     """Wait until nothing of a run is left."""
     end = time.monotonic() + GONE
-    while left := [run.living(), before.left_behind(footprint())]:
+    while left := [run.living(), before.left_behind(Footprint.now(shared_memory=False))]:
         if not any(left):
             return
         assert time.monotonic() < end, f"left behind: {left}"
@@ -224,7 +218,7 @@ def main():
     say(f"{given.runs} runs of {BATCH * ROLLOUTS} prompts, seed {given.seed}")
     folder = tempfile.mkdtemp(prefix="nothing-lost-")
     with cluster() as (address, server):
-        before = footprint()
+        before = Footprint.now(shared_memory=False)
 
         def played(moments):
             counts["numbers"] += 1
