@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from workers.rollout.engine import Completion, EngineLoad, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError
+from workers.weight_sync.peer import WeightRequest
 
 
 class Attempt(NamedTuple):
@@ -64,6 +65,10 @@ class Orders:
         abort: groups to end now.
         acknowledged: finished groups that have arrived; the worker forgets them.
         wait: seconds to wait for a group to finish, if there is something to wait for.
+        copies: whether a worker with another version may take the weights of one that has it. If not, copies end now.
+        send_weights: requests of other workers to serve.
+        held_weights: `RolloutEngine.weights_id` of the rank's engine when it had the version, before its process was
+            replaced.
     """
 
     stream: str
@@ -72,6 +77,9 @@ class Orders:
     abort: Sequence[Attempt] = ()
     acknowledged: Sequence[Attempt] = ()
     wait: float = 0.0
+    copies: bool = False
+    send_weights: Sequence[WeightRequest] = ()
+    held_weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,9 @@ class Report:
         load: of its engine.
         finished: groups that are finished and not acknowledged.
         running: groups that are being generated.
+        needs_weights: what the worker asks of those that have the orders' version, if it has another one.
+        sending_weights: ids of the requests that it is serving.
+        weights_id, any_rank: see `RolloutEngine`.
     """
 
     rank: int
@@ -106,6 +117,10 @@ class Report:
     load: EngineLoad
     finished: list[FinishedGroup]
     running: list[Attempt]
+    needs_weights: WeightRequest | None = None
+    sending_weights: Sequence[str] = ()
+    weights_id: str | None = None
+    any_rank: bool = False
 
 
 @dataclass(eq=False)
@@ -134,22 +149,19 @@ class Exchange:
 
     Lock: ``_changed`` protects ``_groups`` and what is in them. It is a leaf: the engine, whose threads run the
     callbacks that take it, is never called while it is held.
-
-    Args:
-        rank: of the worker.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._stream = ""
         self._groups: dict[Attempt, _Group] = {}
         self._changed = threading.Condition()
 
-    def __call__(self, orders: Orders, engine: RolloutEngine, weight_version: int | None) -> Report:
+    def __call__(self, orders: Orders, rank: int, engine: RolloutEngine, weight_version: int | None) -> Report:
         """Follow orders, and wait for a group to finish.
 
         Args:
             orders: of this rank.
+            rank: the worker's.
             engine: the worker's.
             weight_version: the worker's.
 
@@ -177,7 +189,7 @@ class Exchange:
             self._changed.wait_for(self._anything_finished, orders.wait)
             finished = [group.finished() for group in self._groups.values() if not group.left]
             running = [group.attempt for group in self._groups.values() if group.left]
-        return Report(self._rank, weight_version, engine.load(), finished, running)
+        return Report(rank, weight_version, engine.load(), finished, running)
 
     def _anything_finished(self) -> bool:
         return not all(group.left for group in self._groups.values()) or not self._groups

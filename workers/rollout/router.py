@@ -2,6 +2,7 @@
 
 Threads: all methods are called by the thread of a `RolloutStream`, except `_rewarded`: the rewards of a finished group
 are computed in the threads of the manager's reward runner, which then put the group into the buffer. No locks.
+`workers.rollout.recovery` has a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from single_controller import (
     CallTimeoutError,
+    DispatchError,
     GroupBrokenError,
     ResultLostError,
     SingleControllerError,
@@ -27,9 +30,11 @@ from workers.rollout.engine import Completion
 from workers.rollout.errors import RolloutError
 from workers.rollout.exchange import Attempt, FinishedGroup, GroupRequest, Orders, Report
 from workers.rollout.manager import RolloutManager, checked_values, token_ids
+from workers.rollout.recovery import GroupRecovery
 from workers.rollout.rewards import Sample
 from workers.rollout.sample_buffer import SampleBuffer
 from workers.seeds import mixed_seed
+from workers.weight_sync.peer import WeightRequest
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,12 @@ happens, and longer if exchanges take long by themselves, so that they take half
 
 REPORT_SECONDS = 1.0
 """How old the reports of idle workers may be, and how long workers wait in an exchange at most."""
+
+COPY_SECONDS = 0.05
+"""How old the reports may be while a worker waits for the weights of another one."""
+
+MAX_COPIES = 3
+"""How often others are asked to send a worker their weights, before it has to wait for the next update."""
 
 MAX_LOSSES = 3
 """A group whose worker has died this many times is an error: it may be the reason."""
@@ -73,12 +84,15 @@ class _Worker:
         running: requests that were not reported as finished.
         unsent: attempts in ``running`` that no successful exchange has carried.
         finished: attempts to acknowledge.
+        held: weight version and `RolloutEngine.weights_id`, as it last reported them, for a process that takes its
+            place at its rank. Nothing since an update may have begun: it may have died in the middle of it.
     """
 
     report: Report | None = None
     running: dict[Attempt, GroupRequest] = field(default_factory=dict)
     unsent: set[Attempt] = field(default_factory=set)
     finished: list[Attempt] = field(default_factory=list)
+    held: tuple[int | None, str | None] = (None, None)
 
     @property
     def requests(self) -> int:
@@ -89,7 +103,7 @@ class Router:
     """See the module's docstring. `RolloutStream` has the arguments.
 
     Attributes:
-        restarts: of workers, so far.
+        recovery: of the workers' group.
     """
 
     def __init__(
@@ -101,7 +115,7 @@ class Router:
         dynamic_sampling: bool,
         requests_per_worker: int,
     ) -> None:
-        self.restarts = 0
+        self.recovery = GroupRecovery(manager.group)
         self._buffer = buffer
         self._manager = manager
         self._prompts = prompts
@@ -109,12 +123,18 @@ class Router:
         self._limit = requests_per_worker
         self._id = uuid.uuid4().hex[:12]
         self._attempts = itertools.count()
-        self._workers = [_Worker() for _ in range(manager.group.world_size)]
+        self._members: list[Hashable] = []
+        """What identifies the process of each rank."""
+        self._workers: list[_Worker] = []
+        """By rank."""
+        self._follow_group()
         self._reported: tuple[float, int | None] = (-REPORT_SECONDS, None)
         self._wait = WAIT_SECONDS[0]
         self._overhead = 0.0
         self._rollouts: dict[int, tuple[list[list[int]], Mapping[str, Sequence[Any]]]] = {}
         self._losses: dict[int, int] = {}
+        self._asked: Counter[str] = Counter()
+        """Id of a `WeightRequest` -> how often a worker was told to serve it."""
 
     @property
     def running(self) -> bool:
@@ -125,8 +145,9 @@ class Router:
     def due(self) -> bool:
         """Whether it is time for an exchange."""
         at, version = self._reported
-        old = time.monotonic() - at > REPORT_SECONDS or version != self._buffer.version
-        return old or any(worker.running or worker.finished for worker in self._workers)
+        copying = any(one.report is not None and one.report.needs_weights for one in self._workers)
+        old = time.monotonic() - at > (COPY_SECONDS if copying else REPORT_SECONDS) or version != self._buffer.version
+        return old or self.recovery.due or any(worker.running or worker.finished for worker in self._workers)
 
     def begin_groups(self) -> None:
         """Assign groups to the workers that have the buffer's version and room, while the buffer admits any."""
@@ -174,18 +195,45 @@ class Router:
                 del self._rollouts[next(iter(self._rollouts))]
         return self._rollouts[rollout_id]
 
-    def exchange(self, *, abort_all: bool = False) -> list[Report] | None:
+    def _copies(self) -> dict[int, list[WeightRequest]]:
+        """Choose who sends its weights to the workers that need them: rank -> requests. Busy workers last."""
+        version = self._buffer.version
+        reports = {rank: worker.report for rank, worker in enumerate(self._workers) if worker.report is not None}
+        # rank -> what makes it busy
+        busy = {
+            rank: (len(report.sending_weights), self._workers[rank].requests)
+            for rank, report in reports.items()
+            if report.weight_version == version
+        }
+        served = {id_ for report in reports.values() for id_ in report.sending_weights}
+        chosen: dict[int, list[WeightRequest]] = {}
+        for report in reports.values():
+            needed = report.needs_weights
+            if needed is None or needed.version != version or needed.id in served or not busy:
+                continue
+            if self._asked[needed.id] < MAX_COPIES:
+                self._asked[needed.id] += 1
+                sender = min(busy, key=lambda rank: busy[rank])
+                busy[sender] = busy[sender][0] + 1, busy[sender][1]
+                chosen.setdefault(sender, []).append(needed)
+        return chosen
+
+    def exchange(self, *, paused: bool = False, abort_all: bool = False) -> list[Report] | None:
         """Give the workers their orders, and handle what they report.
 
         Args:
+            paused: an update follows, so no worker copies the weights of another one.
             abort_all: end all groups that are running.
 
         Returns:
             The reports. None if a worker died: its groups were given back, and the other orders have to be repeated.
         """
+        self.recovery.grow()
+        self._follow_group()
         expired = set(self._buffer.expired())
         wait = min(max(self._wait, self._overhead), REPORT_SECONDS)
         version = self._buffer.version
+        copies = {} if paused else self._copies()
         orders = [
             Orders(
                 self._id,
@@ -194,16 +242,25 @@ class Router:
                 [attempt for attempt in worker.running if abort_all or attempt.number in expired],
                 list(worker.finished),
                 wait,
+                not paused,
+                copies.get(rank, ()),
+                worker.held[1] if worker.held[0] == version else None,
             )
-            for worker in self._workers
+            for rank, worker in enumerate(self._workers)
         ]
         exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
         began = time.monotonic()
         try:
             reports: list[Report] = exchange(orders)
         except (WorkerDiedError, CallTimeoutError, GroupBrokenError) as error:
-            self._recover(error)
+            known = [worker.report for worker in self._workers if worker.report is not None]
+            self.recovery.recover(error, elastic=bool(known) and all(report.any_rank for report in known))
+            self._follow_group(error)
             return None
+        except DispatchError:
+            if self._manager.group.world_size == len(orders):
+                raise
+            return None  # ranks were added or dropped meanwhile
         except ResultLostError:
             return None  # the workers are alive, and orders may be repeated
         ended = time.monotonic()
@@ -213,25 +270,27 @@ class Router:
             worker.finished.clear()
         busy = any(order.submit or order.abort for order in orders) or any(report.finished for report in reports)
         self._wait = WAIT_SECONDS[0] if busy else min(2 * self._wait, WAIT_SECONDS[1])
-        for report in reports:
-            self._handle(report)
+        for worker, report in zip(self._workers, reports, strict=False):  # the group may have got further ranks
+            self._handle(worker, report)
+            worker.held = (None, None) if paused else (report.weight_version, report.weights_id)
         return reports
 
-    def _recover(self, error: SingleControllerError) -> None:
-        """Restart the workers that died, and give their groups back."""
-        group = self._manager.group
-        if group.broken is None:
-            return  # somebody else has restarted it; the reports will not have its groups
-        lost = sorted({*getattr(error, "ranks", ()), *(rank for rank, alive in enumerate(group.alive()) if not alive)})
-        logger.warning("restarting the rollout workers %s: %s", lost or "", str(error).partition("\n")[0])
-        try:
-            group.restart(ranks=lost or None)
-        except ValueError:  # the group may use collectives
-            lost = []
-            group.restart()
-        self.restarts += 1
-        for rank in lost or range(len(self._workers)):
-            worker, self._workers[rank] = self._workers[rank], _Worker()
+    def _follow_group(self, error: Exception | None = None) -> None:
+        """Take note of the processes that are the group's ranks now, and give back the groups of those that are not any
+        more."""
+        members = self.recovery.members()
+        if members == self._members:
+            return
+        before = self._workers
+        known = dict(zip(self._members, before, strict=True))
+        self._members, self._workers = (
+            members,
+            [known.pop(member) if member in known else _Worker() for member in members],
+        )
+        if len(before) == len(members):
+            for old, new in zip(before, self._workers, strict=True):
+                new.held = old.held
+        for worker in known.values():
             for attempt in worker.running:
                 self._give_back_lost(attempt, error)
 
@@ -243,8 +302,7 @@ class Router:
             ) from error
         self._buffer.give_back(attempt.number)
 
-    def _handle(self, report: Report) -> None:
-        worker = self._workers[report.rank]
+    def _handle(self, worker: _Worker, report: Report) -> None:
         worker.report = report
         for finished in report.finished:
             request = worker.running.pop(finished.attempt, None)
@@ -304,7 +362,7 @@ class Router:
         """Abort what is running; the workers keep nothing of this stream."""
         if self.due:
             try:
-                self._manager.group.exchange([Orders(uuid.uuid4().hex) for _ in self._workers])
+                self._manager.group.exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
             except SingleControllerError as error:
                 logger.debug("the stream could not take leave of its workers: %s", error)
 

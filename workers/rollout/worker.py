@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from single_controller import Dispatch, register
@@ -75,7 +76,7 @@ class RolloutWorker(WeightReceiver):
                 f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
             )
         self.weight_version = 0
-        self._exchange = Exchange(self.rank)
+        self._exchange = Exchange()
         self._cleanups.append(self.engine.close)
 
     def _prepare_thread(self) -> None:
@@ -129,7 +130,28 @@ class RolloutWorker(WeightReceiver):
         Raises:
             RolloutError: the engine has no requests.
         """
-        return self._exchange(orders, self.engine, self.weight_version)
+        if not orders.copies:
+            self.peer.stop()
+        elif orders.held_weights is not None and self.weight_version != orders.version:
+            self._take_held(orders)
+        for request in orders.send_weights:
+            self.peer.send(request)
+        report = self._exchange(orders, self.rank, self.engine, self.weight_version)
+        needed = self.peer.want(orders.version if orders.copies else None)
+        return replace(
+            report,
+            needs_weights=needed,
+            sending_weights=self.peer.sending,
+            weights_id=self.engine.weights_id,
+            any_rank=self.engine.any_rank,
+        )
+
+    def _take_held(self, orders: Orders) -> None:
+        """Take the version of weights that the engine has kept when this worker's process was replaced."""
+        if self.engine.weights_id == orders.held_weights:
+            self.weight_version = orders.version
+            if self.engine.weights_id != orders.held_weights:  # somebody else has updated them meanwhile
+                self.weight_version = None
 
     def _check(self, completions: Any, prompts: Sequence[Sequence[int]]) -> None:
         returned = f"{type(self.engine).__name__}.generate() returned"
@@ -155,14 +177,16 @@ class RolloutWorker(WeightReceiver):
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free device memory for a trainer on the same device."""
-        self.engine.sleep()
+        with self.weights_lock:
+            self.engine.sleep()
         if not self.engine.keeps_weights:
             self.weight_version = None
 
     @register(Dispatch.ONE_TO_ALL)
     def wake_up(self) -> None:
         """Take the device memory back."""
-        self.engine.wake_up()
+        with self.weights_lock:
+            self.engine.wake_up()
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
