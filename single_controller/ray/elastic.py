@@ -117,7 +117,7 @@ class ElasticGroup(WorkerGroup):
         numbers, dropped = list(range(self.world_size)), list[int]()  # numbers: by rank, the one that it had
 
         def prepare(dead: tuple[int, ...]) -> Callable[[float], None]:
-            kept = self._in_complete_replicas(set(range(self.world_size)) - set(dead))
+            kept = self._in_complete_replicas(set(range(self.world_size)) - set(dead) - self._find_dead())
 
             def drop(seconds: float) -> None:
                 dropped.extend(set(numbers) - {numbers[rank] for rank in kept})
@@ -192,7 +192,7 @@ class ElasticGroup(WorkerGroup):
         """What ``on_death="shrink"`` does: `replace` if there are enough standbys for the ranks that have died, and
         otherwise `shrink`."""
         with self._state.sending:
-            dead = {*self._state.dead, *self._engine.deaths()} or self._find_dead()
+            dead = {*self._state.dead, *self._engine.deaths(), *self._find_dead()}
             if len(living_standbys(self._ray)) >= len(dead):
                 self.replace()
             else:
