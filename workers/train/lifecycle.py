@@ -216,6 +216,8 @@ class TrainGroupLife(ABC):
 
     def _continue(self, recovery: Recovery | None) -> list[int]:
         """Continue from a snapshot, or else from the checkpoint."""
+        if self.weight_version and self._progress.sent_after is None:
+            self.weight_version += 1  # an update has failed: some rollout workers may have these weights
         workers, version = self.worker_group, self.weight_version
         self._made = workers.workers
         self._saved.interrupted(self.role)

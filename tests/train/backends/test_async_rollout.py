@@ -173,7 +173,7 @@ def test_rollout_workers_get_weights_if_the_trainer_died_while_it_sent_them(fsdp
     assert group.replace() == [0, 0]
     again = manager.generate(prompts(0), rollout_id=0)
     assert torch.equal(again["input_ids"], expected["input_ids"])
-    assert again["max_weight_versions"].unique().tolist() == [group.weight_version]
+    assert again["max_weight_versions"].unique().tolist() == [3] == [group.weight_version], "2 are other weights"
     group.set_rollout_manager(None)
 
 
