@@ -16,7 +16,9 @@ from workers.rollout.errors import RolloutError
 from workers.rollout.requests import RequestEngine
 from workers.rollout.sampler import truncated
 from workers.rollout.worker import RolloutWorker
-from workers.weight_sync import WeightSender
+from workers.weight_sync import WeightSender, peer
+
+peer.BUCKET_BYTES = int(os.environ.get("BUCKET_BYTES", peer.BUCKET_BYTES))
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -123,6 +125,14 @@ class Bigram(torch.nn.Module):
         return logits.log_softmax(-1)[range(len(completion)), completion]
 
 
+def die_in(moment):
+    """Kill this process, if the file named by the variable DIE_IN_... exists: the first one to come here, once."""
+    with contextlib.suppress(FileNotFoundError):
+        if file := os.environ.get(f"DIE_IN_{moment}"):
+            os.unlink(file)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class BigramEngine(RequestEngine):
     """A toy with the whole interface, that of requests included: one token per request and step."""
 
@@ -162,14 +172,24 @@ class BigramEngine(RequestEngine):
     def load_weights(self, weights):
         own = self.model.state_dict()
         for place, (name, tensor) in enumerate(weights):
-            if place and os.environ.get("DIE_IN_UPDATE"):
-                with contextlib.suppress(FileNotFoundError):  # the first one to come here, once
-                    os.unlink(os.environ["DIE_IN_UPDATE"])
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if place:
+                die_in("UPDATE")
             own[name].copy_(tensor)
 
     def weight_shapes(self):
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    def raw_weights(self):
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.model.state_dict().items()}
+
+    def read_raw(self, names):
+        if "bias" in names:  # the last one
+            die_in("READ_RAW")
+        return [self.model.state_dict()[name] for name in names]
+
+    def load_raw(self, weights):
+        self.load_weights(weights)
+        die_in("LOAD_RAW")
 
 
 class BigramTrainer(Plain):

@@ -268,6 +268,37 @@ class RolloutEngine(ABC):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every tensor of an update. Tied weights count once, under the first name."""
 
+    # --- weights of another engine --------------------------------------------------------------------------------
+    #
+    # A worker that was started in the place of one that died gets the weights of another worker's engine, which has the
+    # same class and arguments. They need no names of a checkpoint: an engine passes on what it has.
+
+    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return name -> (shape, dtype) of the tensors that the engine has made of the weights, in any form that
+        `load_raw` takes back unchanged. By default there are none: then the engine gets weights from updates alone."""
+        return {}
+
+    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return some of these tensors, or copies. Another thread than that of the worker's methods may call this, but
+        not during an update. Requests may be running.
+
+        Args:
+            names: keys of `raw_weights`.
+
+        Raises:
+            RolloutError: the engine sleeps, or has no such tensors.
+        """
+        raise RolloutError(f"{type(self).__name__} does not pass its weights on to another engine")
+
+    def load_raw(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load some of another engine's `raw_weights`: instead of `load_weights`, between `begin_update` and
+        `finish_update`. May be called in another thread than that of the worker's methods.
+
+        Args:
+            weights: pairs of a name and a tensor; see `load_weights`.
+        """
+        self.load_weights(weights)
+
     # --- device memory --------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:  # noqa: B027  (optional)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from workers.rollout.engine import Completion, EngineLoad, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError
+from workers.weight_sync.peer import WeightRequest
 
 
 class Attempt(NamedTuple):
@@ -64,6 +65,8 @@ class Orders:
         abort: groups to end now.
         acknowledged: finished groups that have arrived; the worker forgets them.
         wait: seconds to wait for a group to finish, if there is something to wait for.
+        copies: whether a worker with another version may take the weights of one that has it. If not, copies end now.
+        send_weights: requests of other workers to serve.
     """
 
     stream: str
@@ -72,6 +75,8 @@ class Orders:
     abort: Sequence[Attempt] = ()
     acknowledged: Sequence[Attempt] = ()
     wait: float = 0.0
+    copies: bool = False
+    send_weights: Sequence[WeightRequest] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,8 @@ class Report:
         load: of its engine.
         finished: groups that are finished and not acknowledged.
         running: groups that are being generated.
+        needs_weights: what the worker asks of those that have the orders' version, if it has another one.
+        sending_weights: ids of the requests that it is serving.
     """
 
     rank: int
@@ -106,6 +113,8 @@ class Report:
     load: EngineLoad
     finished: list[FinishedGroup]
     running: list[Attempt]
+    needs_weights: WeightRequest | None = None
+    sending_weights: Sequence[str] = ()
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workers.device import current_device, use_device
@@ -128,6 +128,16 @@ class HFEngine(RequestEngine):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `RolloutEngine.weight_shapes`."""
         return shapes_of(self.model)
+
+    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """See `RolloutEngine.raw_weights`. They are those of an update, in the model's dtype."""
+        own = self.model.state_dict()
+        return {name: (shape, own[name].dtype) for name, shape in self.weight_shapes().items()}
+
+    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """See `RolloutEngine.read_raw`. The engine's thread only reads the weights too, so it goes on."""
+        own = self.model.state_dict()
+        return [own[name] for name in names]
 
     def sleep(self) -> None:
         """Move the weights to host memory, where they can be updated, and free the device memory."""

@@ -37,6 +37,9 @@ STEP_SECONDS = 300.0
 CLOSE_SECONDS = 5.0
 """How long `RequestEngine.close` waits for a step to end."""
 
+READING = "reading"
+"""The reason of a hold during which nothing changes. It is short, so requests wait for its end."""
+
 _started: weakref.WeakSet[RequestEngine] = weakref.WeakSet()
 """Engines that `_close_at_exit` closes."""
 
@@ -231,13 +234,18 @@ class RequestEngine(RolloutEngine):
             request.future.set_result(request.completion(ended))
 
     @contextmanager
-    def parked(self, reason: str) -> Iterator[None]:
-        """Inside, the engine's thread takes no step. Afterwards it computes all keys and values anew."""
+    def parked(self, reason: str, *, recompute: bool = True) -> Iterator[None]:
+        """Inside, the engine's thread takes no step. Afterwards it computes all keys and values anew.
+
+        Args:
+            reason: for the errors of those that cannot wait.
+            recompute: whether keys and values are computed anew.
+        """
         self._hold(reason)
         try:
             yield
         finally:
-            self._release(reason)
+            self._release(reason, recompute=recompute)
 
     def prepare_thread(self) -> None:
         """Called first in the engine's thread, to select its device for example."""
@@ -257,7 +265,7 @@ class RequestEngine(RolloutEngine):
         if len(seeds) != len(prompts):
             raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
         with self._changed:
-            self._check_ready("generate", bool(self._holds))
+            self._check_ready("generate", bool(self._holds - {READING}))
         for number, prompt in enumerate(prompts):
             self.check_request(number, prompt, sampling_params)
         requests = [
@@ -357,7 +365,7 @@ class RequestEngine(RolloutEngine):
             self._draining = True
             try:
                 while len(self._requests) > len(self._added):
-                    if self._holds:
+                    if self._holds - {READING}:
                         raise RolloutError(
                             f"pause(mode='wait'): requests are running and cannot end ({', '.join(sorted(self._holds))}"
                             "); use mode='keep' or 'abort'"
@@ -434,10 +442,10 @@ class RequestEngine(RolloutEngine):
                 self._changed.notify_all()
                 raise RolloutError(f"{type(self).__name__} has not finished a step for {STEP_SECONDS:g} s")
 
-    def _release(self, reason: str) -> None:
+    def _release(self, reason: str, *, recompute: bool = True) -> None:
         with self._changed:
             self._holds.discard(reason)
-            self._recompute = True
+            self._recompute |= recompute
             self._changed.notify_all()
 
     def _end(self, request: Request) -> None:

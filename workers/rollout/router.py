@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from workers.rollout.manager import RolloutManager, checked_values, token_ids
 from workers.rollout.rewards import Sample
 from workers.rollout.sample_buffer import SampleBuffer
 from workers.seeds import mixed_seed
+from workers.weight_sync.peer import WeightRequest
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,12 @@ happens, and longer if exchanges take long by themselves, so that they take half
 
 REPORT_SECONDS = 1.0
 """How old the reports of idle workers may be, and how long workers wait in an exchange at most."""
+
+COPY_SECONDS = 0.05
+"""How old the reports may be while a worker waits for the weights of another one."""
+
+MAX_COPIES = 3
+"""How often others are asked to send a worker their weights, before it has to wait for the next update."""
 
 MAX_LOSSES = 3
 """A group whose worker has died this many times is an error: it may be the reason."""
@@ -115,6 +123,8 @@ class Router:
         self._overhead = 0.0
         self._rollouts: dict[int, tuple[list[list[int]], Mapping[str, Sequence[Any]]]] = {}
         self._losses: dict[int, int] = {}
+        self._asked: Counter[str] = Counter()
+        """Id of a `WeightRequest` -> how often a worker was told to serve it."""
 
     @property
     def running(self) -> bool:
@@ -125,7 +135,8 @@ class Router:
     def due(self) -> bool:
         """Whether it is time for an exchange."""
         at, version = self._reported
-        old = time.monotonic() - at > REPORT_SECONDS or version != self._buffer.version
+        copying = any(one.report is not None and one.report.needs_weights for one in self._workers)
+        old = time.monotonic() - at > (COPY_SECONDS if copying else REPORT_SECONDS) or version != self._buffer.version
         return old or any(worker.running or worker.finished for worker in self._workers)
 
     def begin_groups(self) -> None:
@@ -174,10 +185,34 @@ class Router:
                 del self._rollouts[next(iter(self._rollouts))]
         return self._rollouts[rollout_id]
 
-    def exchange(self, *, abort_all: bool = False) -> list[Report] | None:
+    def _copies(self) -> dict[int, list[WeightRequest]]:
+        """Choose who sends its weights to the workers that need them: rank -> requests. Busy workers last."""
+        reports = [worker.report for worker in self._workers if worker.report is not None]
+        version = self._buffer.version
+        # rank -> what makes it busy
+        busy = {
+            report.rank: (len(report.sending_weights), self._workers[report.rank].requests)
+            for report in reports
+            if report.weight_version == version
+        }
+        served = {id_ for report in reports for id_ in report.sending_weights}
+        chosen: dict[int, list[WeightRequest]] = {}
+        for report in reports:
+            needed = report.needs_weights
+            if needed is None or needed.version != version or needed.id in served or not busy:
+                continue
+            if self._asked[needed.id] < MAX_COPIES:
+                self._asked[needed.id] += 1
+                sender = min(busy, key=lambda rank: busy[rank])
+                busy[sender] = busy[sender][0] + 1, busy[sender][1]
+                chosen.setdefault(sender, []).append(needed)
+        return chosen
+
+    def exchange(self, *, paused: bool = False, abort_all: bool = False) -> list[Report] | None:
         """Give the workers their orders, and handle what they report.
 
         Args:
+            paused: an update follows, so no worker copies the weights of another one.
             abort_all: end all groups that are running.
 
         Returns:
@@ -186,6 +221,7 @@ class Router:
         expired = set(self._buffer.expired())
         wait = min(max(self._wait, self._overhead), REPORT_SECONDS)
         version = self._buffer.version
+        copies = {} if paused else self._copies()
         orders = [
             Orders(
                 self._id,
@@ -194,8 +230,10 @@ class Router:
                 [attempt for attempt in worker.running if abort_all or attempt.number in expired],
                 list(worker.finished),
                 wait,
+                not paused,
+                copies.get(rank, ()),
             )
-            for worker in self._workers
+            for rank, worker in enumerate(self._workers)
         ]
         exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
         began = time.monotonic()

@@ -280,7 +280,7 @@ class RolloutStream(Closing):
         if not paused:
             self._router.begin_groups()
         if paused or self._router.due:
-            reports = self._router.exchange(abort_all=paused and self._update_mode == "interrupt")
+            reports = self._router.exchange(paused=paused, abort_all=paused and self._update_mode == "interrupt")
             if reports is not None:
                 self._look(reports, paused)
         else:

@@ -43,7 +43,7 @@ from workers.dtypes import dtype_of
 from workers.rollout.engine import FinishReason, SamplingParams
 from workers.rollout.errors import RolloutError, WeightsError
 from workers.rollout.hf_model import check_tensor, make_model, meta_model, read_config, shapes_of
-from workers.rollout.requests import CLOSE_SECONDS, Request, RequestEngine
+from workers.rollout.requests import CLOSE_SECONDS, READING, Request, RequestEngine
 from workers.rollout.vllm_options import EngineFolder, arguments_for, files_in, import_vllm
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class VLLMEngine(RequestEngine):
         self._engine: Any = None  # vLLM's
         self._parts: list[str] | None = None
         """Names of the tensors that the update in progress still needs; None if none has come."""
+        self._raw = False
+        """Whether the update in progress has come as `load_raw`."""
         self._given: dict[str, Request] = {}
         """vLLM's id -> the request. Used by the engine's thread alone."""
         self._ids = itertools.count()
@@ -254,8 +256,7 @@ class VLLMEngine(RequestEngine):
         """
         if "update" not in self._holds:
             raise RolloutError("VLLMEngine.load_weights(): no update has begun; call begin_update() first")
-        if self._sleeps and "sleep" in self._holds:
-            raise RolloutError("VLLMEngine.load_weights(): the weights are not on the device; call wake_up() first")
+        self._check_awake("load_weights")
         left = dict.fromkeys(self._shapes if self._parts is None else self._parts)
         pairs = []
         for name, tensor in weights:
@@ -282,6 +283,7 @@ class VLLMEngine(RequestEngine):
         """See `RolloutEngine.begin_update`. Nothing happens to the weights before the first tensor comes."""
         super().begin_update()
         self._end_reload()
+        self._raw = False
 
     def finish_update(self, version: int) -> None:
         """See `RolloutEngine.finish_update`.
@@ -296,6 +298,9 @@ class VLLMEngine(RequestEngine):
                 f"{self._parts[0]!r}"
             )
         self._end_reload()
+        if self._raw:
+            with self._told("could not finish an update"):
+                self._engine.collective_rpc("raw_finish")
         super().finish_update(version)
 
     def abandon_update(self) -> None:
@@ -314,6 +319,33 @@ class VLLMEngine(RequestEngine):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `RolloutEngine.weight_shapes`."""
         return dict(self._shapes)
+
+    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """See `RolloutEngine.raw_weights`. They are the parameters and buffers of vLLM's model, in each of its
+        processes. On the CPU, vLLM has other forms of some layers' weights; those of linear layers are turned back, and
+        a model with others is not passed on correctly."""
+        with self._told("could not tell its weights"), self.parked(READING, recompute=False):
+            by_rank = self._engine.collective_rpc("raw_weights")
+        return {name: kind for found in by_rank for name, kind in found.items()}
+
+    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """See `RolloutEngine.read_raw`. The engine takes no step meanwhile."""
+        self._check_awake("read_raw")
+        with self._told("could not read weights"), self.parked(READING, recompute=False):
+            by_rank = self._engine.collective_rpc("raw_read", args=(list(names), self._parallel))
+        found = {name: tensor for pairs in by_rank for name, tensor in pairs}
+        return [found[name] for name in names]
+
+    def load_raw(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """See `RolloutEngine.load_raw`."""
+        self._check_awake("load_raw")
+        with self._told("could not load weights"):
+            self._raw = True
+            self._engine.collective_rpc("raw_load", args=(list(weights),))
+
+    def _check_awake(self, method: str) -> None:
+        if self._sleeps and "sleep" in self._holds:
+            raise RolloutError(f"VLLMEngine.{method}(): the weights are not on the device; call wake_up() first")
 
     # --- device memory --------------------------------------------------------------------------------------------
 

@@ -37,6 +37,9 @@ class LayerwiseReload:
 
     vLLM merges tensors (q, k and v into one, for example) and may repack them. It therefore keeps the tensors of a
     layer until the last one has come, and then replaces the layer's weights in place.
+
+    The methods ``raw_*`` pass on what vLLM has made of the weights. Each worker has the tensors of its own shard, with
+    its rank before their names.
     """
 
     vllm_config: VllmConfig
@@ -89,6 +92,80 @@ class LayerwiseReload:
                 for layer in layers if len(layers) > 1 else ():
                     if hasattr(layer, "cpu_linear"):
                         layer.quant_method.process_weights_after_loading(layer)
+
+    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return name -> (shape, dtype) of this worker's weights. Tied ones count once."""
+        found: dict[int, tuple[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        for name, tensor in self._state().items():
+            layer = self._repacked(name, tensor)
+            shape = tuple(tensor.shape) if layer is None else _linear_shape(layer)
+            found.setdefault(id(tensor), (f"{self._rank}:{name}", (shape, tensor.dtype)))
+        return dict(found.values())
+
+    def raw_read(self, names: Sequence[str], copy: bool) -> list[tuple[str, torch.Tensor]]:
+        """Return this worker's among some weights.
+
+        Args:
+            names: as in `raw_weights`, of all workers.
+            copy: whether to return copies in host memory, for another process.
+        """
+        state, found = self._state(), []
+        for name in names:
+            rank, _, own = name.partition(":")
+            if int(rank) != self._rank:
+                continue
+            layer, tensor = self._repacked(own, state[own]), state[own].detach()
+            if layer is not None:  # only products with the weights can be computed: exact ones with the identity
+                identity = torch.eye(_linear_shape(layer)[1], dtype=tensor.dtype)
+                tensor = layer.cpu_linear(identity, layer.weight, None).t()
+            found.append((name, tensor.cpu() if copy else tensor))
+        return found
+
+    def raw_load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load this worker's among some weights. `raw_finish` follows before they are used."""
+        from vllm.config import set_current_vllm_config
+
+        state = self._state()
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            for name, tensor in weights:
+                rank, _, own = name.partition(":")
+                if int(rank) != self._rank:
+                    continue
+                layer = self._repacked(own, state[own])
+                if layer is None:
+                    state[own].copy_(tensor)
+                else:
+                    layer.weight = torch.nn.Parameter(tensor.clone(), requires_grad=False)
+                    layer.quant_method.process_weights_after_loading(layer)
+
+    def raw_finish(self) -> None:
+        """Compute anew what attention layers and tied layers derive from the weights: a reload of no tensor does."""
+        self.reload_begin()
+        self.reload_finish()
+
+    @property
+    def _rank(self) -> int:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        return int(get_tensor_model_parallel_rank())
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.get_model().state_dict(keep_vars=True)  # type: ignore[attr-defined]
+        return state
+
+    def _repacked(self, name: str, tensor: torch.Tensor) -> Any:
+        """The layer whose weight this is, if vLLM keeps nothing but a repacked copy of it, as on the CPU."""
+        module, _, attribute = name.rpartition(".")
+        if tensor.numel() or attribute != "weight":
+            return None
+        layer = self.get_model().get_submodule(module)  # type: ignore[attr-defined]
+        return layer if hasattr(layer, "cpu_linear") else None
+
+
+def _linear_shape(layer: Any) -> tuple[int, int]:
+    """The shape of a linear layer's weight in this process."""
+    outputs = getattr(layer, "output_size_per_partition", layer.output_size)
+    return int(outputs), int(getattr(layer, "input_size_per_partition", layer.input_size))
 
 
 class LogProbs(LogitsProcessor):  # type: ignore[misc, unused-ignore]  # Any where vLLM is not installed

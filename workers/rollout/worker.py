@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from single_controller import Dispatch, register
@@ -129,7 +130,13 @@ class RolloutWorker(WeightReceiver):
         Raises:
             RolloutError: the engine has no requests.
         """
-        return self._exchange(orders, self.engine, self.weight_version)
+        if not orders.copies:
+            self.peer.stop()
+        for request in orders.send_weights:
+            self.peer.send(request)
+        report = self._exchange(orders, self.engine, self.weight_version)
+        needed = self.peer.want(orders.version if orders.copies else None)
+        return replace(report, needs_weights=needed, sending_weights=self.peer.sending)
 
     def _check(self, completions: Any, prompts: Sequence[Sequence[int]]) -> None:
         returned = f"{type(self.engine).__name__}.generate() returned"
@@ -155,14 +162,16 @@ class RolloutWorker(WeightReceiver):
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free device memory for a trainer on the same device."""
-        self.engine.sleep()
+        with self.weights_lock:
+            self.engine.sleep()
         if not self.engine.keeps_weights:
             self.weight_version = None
 
     @register(Dispatch.ONE_TO_ALL)
     def wake_up(self) -> None:
         """Take the device memory back."""
-        self.engine.wake_up()
+        with self.weights_lock:
+            self.engine.wake_up()
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self) -> None:

@@ -44,7 +44,7 @@ class TransportError(ConnectionError):
 
 @dataclass(frozen=True)
 class Block:
-    """A snapshot as bytes.
+    """What is sent at once, such as a snapshot.
 
     Attributes:
         header: what can be written as JSON; ``header["nbytes"]`` is the length of the memory.
@@ -72,20 +72,25 @@ class BlockServer:
     Args:
         host: address of this host at which to listen.
         allocate: header -> memory of ``header["nbytes"]`` bytes for the block; None refuses it.
-        keep: called with each block that has arrived completely.
+        keep: called with each block that has arrived completely. It may refuse it by raising an OSError.
+        name: what the blocks are, for the threads' names and the log.
 
     Attributes:
         address: what `send_block` needs.
     """
 
     def __init__(
-        self, host: str, allocate: Callable[[dict[str, Any]], torch.Tensor | None], keep: Callable[[Block], None]
+        self,
+        host: str,
+        allocate: Callable[[dict[str, Any]], torch.Tensor | None],
+        keep: Callable[[Block], None],
+        name: str = "snapshot",
     ) -> None:
-        self._allocate, self._keep = allocate, keep
+        self._allocate, self._keep, self._name = allocate, keep, name
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
         self.address = BlockAddress(host, self._listener.getsockname()[1], secrets.token_bytes(TOKEN_BYTES))
-        threading.Thread(target=self._serve, name="snapshot-server", daemon=True).start()
+        threading.Thread(target=self._serve, name=f"{name}-server", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening. Blocks that are on their way still arrive."""
@@ -102,7 +107,8 @@ class BlockServer:
                     return  # closed, or shut down
                 time.sleep(1)  # the process has too many open files, for example
                 continue
-            threading.Thread(target=self._receive, args=(connection,), name="snapshot-receive", daemon=True).start()
+            name = f"{self._name}-receive"
+            threading.Thread(target=self._receive, args=(connection,), name=name, daemon=True).start()
 
     def _receive(self, connection: socket.socket) -> None:
         try:
@@ -116,7 +122,7 @@ class BlockServer:
                 header = json.loads(_read(connection, length))
                 memory = self._allocate(header)
                 if memory is None:
-                    raise TransportError("it is of a former generation of the group")
+                    raise TransportError("nobody needs it any more")
                 checksum = 0
                 for part in _chunks(memory):
                     _read_into(connection, part)
@@ -126,7 +132,7 @@ class BlockServer:
                 self._keep(Block(header, memory, checksum))
                 connection.sendall(KEPT)
         except (OSError, ValueError) as error:
-            logger.warning("a snapshot of another rank was not received: %s: %s", type(error).__name__, error)
+            logger.warning("a %s of another rank was not received: %s: %s", self._name, type(error).__name__, error)
 
 
 def send_block(address: BlockAddress, header: dict[str, Any], memory: torch.Tensor, end: float) -> int:

@@ -1,8 +1,14 @@
-"""WeightReceiver: the rollout side of weight sync. `workers.weight_sync.protocol` says how an update proceeds."""
+"""WeightReceiver: the rollout side of weight sync. `workers.weight_sync.protocol` says how an update proceeds.
+
+Lock: ``weights_lock`` protects the version, the update in progress and the engine's weights. The threads of
+`workers.weight_sync.peer` hold it while they read or load a bucket, so an update that begins waits for one bucket at
+most. The engine's own lock is taken inside it, never the other way round.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from dispatch.modes import Dispatch
 from dispatch.register import register
 from single_controller.base.worker import Worker
+from workers.weight_sync.peer import PeerWeights
 from workers.weight_sync.protocol import Message, Pair, ReceiverInfo, WeightSyncError
 
 if TYPE_CHECKING:
@@ -32,6 +39,12 @@ class Engine(Protocol):
 
     def abandon_update(self) -> None: ...
 
+    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]: ...
+
+    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]: ...
+
+    def load_raw(self, weights: Sequence[Pair]) -> None: ...
+
 
 @dataclass
 class _Progress:
@@ -42,6 +55,8 @@ class _Progress:
     missing: dict[str, tuple[int, ...]]
     arrived: set[str] = field(default_factory=set)
     failed: str = ""
+    copy: bool = False
+    """Whether it comes from another rollout worker."""
 
 
 class WeightReceiver(Worker):
@@ -54,6 +69,8 @@ class WeightReceiver(Worker):
     Attributes:
         receiver_id: `ReceiverInfo.id`.
         channels: by sender rank, what the process-group transport keeps between updates.
+        peer: gives this worker's weights to others of its group, and takes theirs.
+        changes: counts what ends the copies that were begun before.
     """
 
     engine: Engine
@@ -65,6 +82,10 @@ class WeightReceiver(Worker):
         self._version: int | None = None
         self._update: _Progress | None = None
         self._sender = ""
+        self.weights_lock = threading.RLock()
+        self.changes = 0
+        self.peer = PeerWeights(self)
+        self._cleanups.append(self.peer.stop)
 
     @property
     def weight_version(self) -> int | None:
@@ -73,11 +94,13 @@ class WeightReceiver(Worker):
 
     @weight_version.setter
     def weight_version(self, version: int | None) -> None:
-        self._give_up()
-        if version is not None:  # complete weights that did not come as an update
-            self.engine.begin_update()
-            self.engine.finish_update(version)
-        self._version = version
+        with self.weights_lock:
+            self.peer.stop()
+            self._give_up()
+            if version is not None:  # complete weights that did not come as an update
+                self.engine.begin_update()
+                self.engine.finish_update(version)
+            self._version = version
 
     @register(Dispatch.ONE_TO_ALL)
     def set_weight_version(self, version: int | None) -> None:
@@ -102,16 +125,14 @@ class WeightReceiver(Worker):
         """
         from workers.weight_sync.device import device_name
 
-        self._version = None  # first: whatever fails from here on, the worker must not generate with mixed weights
-        self._give_up()
+        with self.weights_lock:
+            self.peer.stop()
+            self._begin(key, version)
         if sender != self._sender:
             # Also a new id, so that no sender takes this worker for a member of a group that it has left.
             self._sender, self.receiver_id = sender, uuid.uuid4().hex
             while self.channels:
                 self.channels.popitem()[1].leave()
-        shapes = dict(self.engine.weight_shapes())
-        self.engine.begin_update()
-        self._update = _Progress(key, version, shapes)
         return ReceiverInfo(self.rank, self.receiver_id, device_name(self.local_rank, self.device_ids))
 
     @register(Dispatch.ONE_TO_ALL, inputs="view")
@@ -160,12 +181,13 @@ class WeightReceiver(Worker):
         for channel in self.channels.values():
             channel.release_memory()
 
-    def load_bucket(self, key: str, bucket: Sequence[Pair]) -> None:
+    def load_bucket(self, key: str, bucket: Sequence[Pair], *, raw: bool = False) -> None:
         """Pass tensors to the engine, which copies them.
 
         Args:
             key: of the update.
             bucket: names and whole tensors.
+            raw: whether they are another engine's raw weights.
 
         Raises:
             WeightSyncError: the bucket is of another update, the engine has no such tensor or has another shape, a
@@ -179,7 +201,7 @@ class WeightReceiver(Worker):
             del update.missing[name]
             update.arrived.add(name)
         try:
-            self.engine.load_weights(bucket)
+            (self.engine.load_raw if raw else self.engine.load_weights)(bucket)
         except Exception as error:
             self.fail_update(
                 key,
@@ -187,6 +209,30 @@ class WeightReceiver(Worker):
                 f"{update.version} ({_some(name for name, _ in bucket)}): {type(error).__name__}: {error}",
                 error,
             )
+
+    def begin_copy(self, key: str, version: int) -> None:
+        """Begin an update from another rollout worker. The caller holds ``weights_lock``, as for what follows."""
+        self._begin(key, version, copy=True)
+
+    def give_up_copy(self) -> None:
+        """End an update from another rollout worker, if there is one. The caller holds ``weights_lock``."""
+        if self._update is not None and self._update.copy:
+            self._give_up()
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is in progress that does not come from another rollout worker."""
+        return self._update is not None and not self._update.copy and not self._update.failed
+
+    def _begin(self, key: str, version: int, *, copy: bool = False) -> None:
+        self._version = None  # first: whatever fails from here on, the worker must not generate with mixed weights
+        self._give_up()
+        if copy:
+            shapes = {name: shape for name, (shape, _) in self.engine.raw_weights().items()}
+        else:
+            shapes = dict(self.engine.weight_shapes())
+        self.engine.begin_update()
+        self._update = _Progress(key, version, shapes, copy=copy)
 
     def fail_update(self, key: str, why: str, cause: Exception | None = None) -> NoReturn:
         """Mark the update as failed, have the engine abandon it, and raise a `WeightSyncError`."""

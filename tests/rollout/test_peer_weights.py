@@ -1,0 +1,270 @@
+"""Weights from one rollout worker to another: exact, complete, given up when an update begins, without a trainer."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions
+
+from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from workers import HFEngine, RolloutManager, RolloutStream, RolloutWorker, SampleBuffer, SamplingParams
+from workers.rollout.errors import RolloutError
+from workers.rollout.exchange import Orders
+from workers.weight_sync import peer
+
+B, SAMPLES = 4, 2
+LONG = SamplingParams(60, temperature=0.8)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(peer, "BUCKET_BYTES", 64)
+
+
+@contextlib.contextmanager
+def two(made, **options):
+    with LocalWorkerGroup(2, made, threads=True, collectives=False, **options) as group:
+        yield group
+
+
+def toys(engine=BigramEngine):
+    return RayClassWithInitArgs(Toy, engine)
+
+
+def workers_of(group):
+    return [rank._executor.workers[None] for rank in group._state.engine.ranks]
+
+
+def exchange(group, version, sends=((), ()), copies=True):
+    return group.exchange([Orders("a", version, copies=copies, send_weights=list(requests)) for requests in sends])
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def only_first(group, version=3):
+    """Rank 0 has a version, and rank 1 asks for it. Returns the request."""
+    group.load(version, version)
+    group.restart(ranks=[1])
+    first, second = exchange(group, version)
+    assert first.needs_weights is None and second.weight_version == 0
+    return second.needs_weights
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config, dtype", [(LLAMA, "fp32"), (TIED, "bf16")], ids=["fp32", "tied bf16"])
+def test_hf_engine_gets_the_same_weights_bit_for_bit(config, dtype):
+    made = RayClassWithInitArgs(RolloutWorker, HFEngine, config, param_dtype=dtype)
+    with two(made) as group:
+        first, second = workers_of(group)
+        with torch.no_grad():
+            for parameter in first.engine.model.parameters():
+                parameter.normal_()
+        first.weight_version = 7
+        (_, report) = exchange(group, 7)
+        exchange(group, 7, ([report.needs_weights], ()))
+        wait_for(lambda: second.weight_version == 7)
+        own, copied = first.engine.model.state_dict(), second.engine.model.state_dict()
+        assert own.keys() == copied.keys()
+        assert all(
+            torch.equal(tensor.view(torch.uint8), copied[name].view(torch.uint8)) for name, tensor in own.items()
+        )
+        prompts, seeds = [[5, 9, 2], [7]], [1, 2]
+        assert first.engine.generate(prompts, LONG, seeds) == second.engine.generate(prompts, LONG, seeds)
+
+
+def test_engine_without_raw_weights_waits_for_an_update():
+    with two(RayClassWithInitArgs(RolloutWorker, EchoEngine)) as group:
+        engine = EchoEngine()
+        assert engine.raw_weights() == {}
+        with pytest.raises(RolloutError, match="EchoEngine does not pass its weights on"):
+            engine.read_raw(["shift"])
+        worker = workers_of(group)[1]
+        assert worker.peer.want(5) is None
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Makes each call of a method wait for the test."""
+
+    def __init__(self, engine, method):
+        self.called, self.may_return = threading.Semaphore(0), threading.Semaphore(0)
+        self.method = getattr(engine, method)
+        setattr(engine, method, self)
+
+    def __call__(self, *arguments):
+        result = self.method(*arguments)
+        self.called.release()
+        assert self.may_return.acquire(timeout=20)
+        return result
+
+
+def test_copy_has_the_version_only_when_it_is_complete():
+    with two(toys()) as group:
+        request = only_first(group)
+        first, second = workers_of(group)
+        gate = Gate(first.engine, "read_raw")
+        exchange(group, 3, ([request], ()))
+        assert gate.called.acquire(timeout=20)
+        gate.may_return.release()
+        assert gate.called.acquire(timeout=20)  # the first of two buckets has arrived
+        assert group.version_of_weights() == [3, None]
+        with pytest.raises(RolloutError, match="no complete weights"):
+            second.engine.generate([[1]], LONG, [0])
+        gate.may_return.release()
+        wait_for(lambda: group.version_of_weights() == [3, 3])
+        wait_for(lambda: not exchange(group, 3)[0].sending_weights)
+        assert exchange(group, 3)[1].needs_weights is None
+        assert not gate.called.acquire(blocking=False)
+        prompts, seeds = [[5, 9, 2], [7]], [1, 2]
+        assert first.engine.generate(prompts, LONG, seeds) == second.engine.generate(prompts, LONG, seeds)
+
+
+def test_repeated_order_begins_nothing():
+    with two(toys()) as group:
+        request = only_first(group)
+        gate = Gate(workers_of(group)[1].engine, "load_raw")
+        for _ in range(3):
+            first, second = exchange(group, 3, ([request, request], ()))
+            assert list(first.sending_weights) == [request.id] and second.needs_weights in (request, None)
+        gate.may_return.release(9)
+        wait_for(lambda: group.version_of_weights() == [3, 3])
+        assert gate.called._value == 2
+    wait_for(lambda: not any(thread.name.startswith("bucket of") for thread in threading.enumerate()))
+
+
+@pytest.mark.parametrize("how", ["update", "pause", "loaded"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_update_ends_a_copy(how, side, caplog):
+    """It waits for one bucket. What has arrived is not used, and an update of any kind has the last word."""
+    with two(toys()) as group:
+        request = only_first(group)
+        gate = Gate(workers_of(group)[side].engine, ("read_raw", "load_raw")[side])
+        exchange(group, 3, ([request], ()))
+        assert gate.called.acquire(timeout=20)
+        threading.Timer(0.1, gate.may_return.release).start()
+        if how == "update":
+            group.begin_weights("key", 4, "sender")
+            assert group.version_of_weights() == [None, None]
+            group.receive_bucket("key", Broadcast(dict(Bigram(4).state_dict())))
+            group.finish_weights("key")
+        else:
+            if how == "pause":
+                _, report = exchange(group, 3, copies=False)
+                assert report.needs_weights is None
+            group.load(4, 4)
+        wait_for(lambda: not exchange(group, 4)[0].sending_weights)
+        assert group.version_of_weights() == [4, 4] and not gate.called.acquire(blocking=False)
+        for worker in workers_of(group):
+            assert worker.engine.weight_version == 4
+            own = worker.engine.model.state_dict()
+            assert all(torch.equal(own[name], one) for name, one in Bigram(4).state_dict().items())
+    assert "Traceback" not in caplog.text
+
+
+def test_copy_that_was_cut_off_is_begun_again(caplog):
+    with two(toys()) as group:
+        request = only_first(group)
+        engine = workers_of(group)[0].engine
+        read = engine.read_raw
+
+        def sleeps(names):
+            if "bias" in names:
+                raise RolloutError("the engine sleeps")
+            return read(names)
+
+        engine.read_raw = sleeps
+        exchange(group, 3, ([request], ()))
+        wait_for(lambda: not exchange(group, 3)[0].sending_weights)
+        assert group.version_of_weights() == [3, None]
+        assert "rollout rank 0 did not send its weights to rank 1: RolloutError: the engine sleeps" in caplog.text
+        assert exchange(group, 3)[1].needs_weights == request
+        engine.read_raw = read
+        exchange(group, 3, ([request], ()))
+        wait_for(lambda: group.version_of_weights() == [3, 3])
+
+
+def test_weights_that_cannot_be_loaded_are_not_asked_for_again(caplog):
+    with two(toys()) as group:
+        request = only_first(group)
+        workers_of(group)[1].engine.load_raw = lambda weights: 1 / 0
+        exchange(group, 3, ([request], ()))
+        wait_for(lambda: exchange(group, 3)[1].needs_weights is None)
+        assert group.version_of_weights() == [3, None]
+        assert "could not be loaded: rollout rank 1: BigramEngine could not load weights of version 3" in caplog.text
+        assert exchange(group, 4)[1].needs_weights.version == 4
+        group.load(4, 4)
+        assert group.version_of_weights() == [4, 4]
+
+
+def test_engine_with_other_weights_is_refused(caplog):
+    with two(toys()) as group:
+        request = only_first(group)
+        workers_of(group)[0].engine.model.bias.data = torch.zeros(31)
+        exchange(group, 3, ([request], ()))
+        wait_for(lambda: not exchange(group, 3)[0].sending_weights)
+        assert group.version_of_weights() == [3, 0] and "nobody needs it any more" in caplog.text
+
+
+# --- a stream ---------------------------------------------------------------------------------------------------------
+
+
+def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluster, tmp_path):
+    """Workers are killed in the middle of groups; then also the worker that sends its weights, and the one that gets
+    them. Each time, all workers have the version in the end, and generate with it."""
+    flags = {moment: tmp_path / moment for moment in ("READ_RAW", "LOAD_RAW")}
+    environment = {f"DIE_IN_{moment}": str(file) for moment, file in flags.items()} | {"BUCKET_BYTES": "64"}
+    made = RayClassWithInitArgs(Toy, BigramEngine, delay=0.001)
+    with (
+        RayResourcePool([3], use_gpu=False) as pool,
+        RayWorkerGroup(pool, made, collectives=False, worker_env=environment) as group,
+    ):
+        manager = RolloutManager(group, LONG, samples_per_prompt=SAMPLES)
+        manager.refresh = lambda: pytest.fail("the weights were sent again")
+
+        def prompts(rollout_id):
+            return [[3 + rollout_id % 20, index + 1] for index in range(B)]
+
+        found = []
+        with RolloutStream(manager, prompts, SampleBuffer(B, max_staleness=0, update_interval=100)) as stream:
+            with stream.updating():
+                group.load(1, 1)
+                manager.weight_version = 1
+            for killed, flag in ((0, None), (1, None), (0, "READ_RAW"), (0, "LOAD_RAW")):
+                found.append(stream.take(60))
+                pids = group.execute_all_sync("pid_of_process")
+                restarts = stream.metrics()["rollout/restarts"]
+                if flag:
+                    flags[flag].touch()
+                os.kill(pids[killed], signal.SIGKILL)
+                deadline = time.monotonic() + 60
+                while (
+                    stream.metrics()["rollout/restarts"] == restarts
+                    or (flag and flags[flag].exists())
+                    or group.execute_all_sync("version_of_weights") != [1, 1, 1]
+                ):
+                    assert time.monotonic() < deadline
+                    found.append(stream.take(60))
+                now = group.execute_all_sync("pid_of_process")
+                assert sum(before != after for before, after in zip(pids, now, strict=True)) == 1 + (flag == "READ_RAW")
+            group.execute_all_sync("counted")
+            for _ in range(3):
+                found.append(stream.take(60))
+            assert min(group.execute_all_sync("counted")) > 0
+        numbers = [number for data in found for number in data["group_ids"][::SAMPLES].tolist()]
+        assert numbers == list(range(B * len(found)))
+        for data in found:
+            check_versions(data, lambda version, *generated: Bigram(version).log_probs(*generated, 0.8))
+            assert data["weight_versions"].amax() == 1
