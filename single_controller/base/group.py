@@ -125,6 +125,11 @@ class WorkerGroup(CallsByName, Closing):
         """Why the group takes no calls until it is restarted; None if it does."""
         return self._state.broken
 
+    @property
+    def collectives(self) -> bool:
+        """Whether ranks may wait for each other in collectives, so that none can be replaced without the others."""
+        return self._collectives
+
     def advise(self, advice: str) -> None:
         """Set what `GroupBrokenError` recommends, for wrappers of a group that recover in another way than
         `restart`."""
@@ -622,6 +627,7 @@ class RoleGroup(WorkerGroup):
         self._state = whole._state
         self._replays = whole._replays
         self._records = whole._records
+        self._collectives = whole._collectives
 
     @property
     def name(self) -> str:

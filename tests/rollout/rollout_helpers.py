@@ -140,6 +140,8 @@ class BigramEngine(RequestEngine):
 
     def __init__(self, seed=0, vocabulary=32, delay=0.0):
         super().__init__()
+        while os.path.exists(os.environ.get("DELAY_START", "")):
+            time.sleep(0.01)
         self.vocab_size = vocabulary
         self.model = Bigram(seed, vocabulary)
         self.delay = delay

@@ -7,10 +7,18 @@ import threading
 import time
 
 import pytest
+import ray
 import torch
 from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions
 
-from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from single_controller import (
+    Broadcast,
+    LocalWorkerGroup,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    SingleControllerError,
+)
 from workers import HFEngine, RolloutManager, RolloutStream, RolloutWorker, SampleBuffer, SamplingParams
 from workers.rollout.errors import RolloutError
 from workers.rollout.exchange import Orders
@@ -223,48 +231,62 @@ def test_engine_with_other_weights_is_refused(caplog):
 
 def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluster, tmp_path):
     """Workers are killed in the middle of groups; then also the worker that sends its weights, and the one that gets
-    them. Each time, all workers have the version in the end, and generate with it."""
-    flags = {moment: tmp_path / moment for moment in ("READ_RAW", "LOAD_RAW")}
-    environment = {f"DIE_IN_{moment}": str(file) for moment, file in flags.items()} | {"BUCKET_BYTES": "64"}
-    made = RayClassWithInitArgs(Toy, BigramEngine, delay=0.001)
+    them. The others go on, however long a replacement takes to start. Then it gets their version, and generates."""
+    flags = {name: tmp_path / name for name in ("DELAY_START", "DIE_IN_READ_RAW", "DIE_IN_LOAD_RAW")}
+    environment = {name: str(file) for name, file in flags.items()} | {"BUCKET_BYTES": "64"}
+    made = RayClassWithInitArgs(Toy, BigramEngine, delay=0.005)
     with (
         RayResourcePool([3], use_gpu=False) as pool,
         RayWorkerGroup(pool, made, collectives=False, worker_env=environment) as group,
     ):
         manager = RolloutManager(group, LONG, samples_per_prompt=SAMPLES)
         manager.refresh = lambda: pytest.fail("the weights were sent again")
+        found = []
 
         def prompts(rollout_id):
             return [[3 + rollout_id % 20, index + 1] for index in range(B)]
 
-        found = []
-        with RolloutStream(manager, prompts, SampleBuffer(B, max_staleness=0, update_interval=100)) as stream:
-            with stream.updating():
-                group.load(1, 1)
-                manager.weight_version = 1
-            for killed, flag in ((0, None), (1, None), (0, "READ_RAW"), (0, "LOAD_RAW")):
-                found.append(stream.take(60))
-                pids = group.execute_all_sync("pid_of_process")
-                restarts = stream.metrics()["rollout/restarts"]
-                if flag:
-                    flags[flag].touch()
+        def ask(method):
+            """All ranks; [] if one has died."""
+            try:
+                return group.execute_all_sync(method)
+            except SingleControllerError:
+                return []
+
+        def take(count=1):
+            found.extend((manager.weight_version, stream.take(60)) for _ in range(count))
+
+        def take_until(condition):
+            deadline = time.monotonic() + 60
+            while not condition():
+                assert time.monotonic() < deadline
+                take()
+
+        with RolloutStream(manager, prompts, SampleBuffer(B, update_interval=10_000)) as stream:
+            for version, (flag, killed, deaths) in enumerate(
+                (("DELAY_START", 0, 1), ("DIE_IN_READ_RAW", 1, 2), ("DIE_IN_LOAD_RAW", 0, 2)), 1
+            ):
+                with stream.updating():
+                    group.load(version, version)
+                    manager.weight_version = version
+                take(2)  # so that no group is lost three times
+                pids, restarts = ask("pid_of_process"), stream.metrics()["rollout/restarts"]
+                flags[flag].touch()
                 os.kill(pids[killed], signal.SIGKILL)
-                deadline = time.monotonic() + 60
-                while (
-                    stream.metrics()["rollout/restarts"] == restarts
-                    or (flag and flags[flag].exists())
-                    or group.execute_all_sync("version_of_weights") != [1, 1, 1]
-                ):
-                    assert time.monotonic() < deadline
-                    found.append(stream.take(60))
-                now = group.execute_all_sync("pid_of_process")
-                assert sum(before != after for before, after in zip(pids, now, strict=True)) == 1 + (flag == "READ_RAW")
-            group.execute_all_sync("counted")
-            for _ in range(3):
-                found.append(stream.take(60))
-            assert min(group.execute_all_sync("counted")) > 0
-        numbers = [number for data in found for number in data["group_ids"][::SAMPLES].tolist()]
+                if flag == "DELAY_START":
+                    take_until(lambda: len(ask("version_of_weights")) == 2)
+                    take(5)
+                    assert ask("version_of_weights") == [version] * 2
+                    flags[flag].unlink()
+                take_until(lambda: ask("version_of_weights") == [manager.weight_version] * 3)
+                assert not flags[flag].exists()
+                assert len(set(pids) & set(ask("pid_of_process"))) == (1 if flag == "DIE_IN_READ_RAW" else 2)
+                assert stream.metrics()["rollout/restarts"] == restarts + deaths
+            take_until(lambda: min(ask("counted"), default=0) > 0)
+            pending = stream.buffer._groups[B * len(found)].data
+            assert isinstance(pending, (ray.ObjectRef, type(None)))
+        numbers = [number for _, data in found for number in data["group_ids"][::SAMPLES].tolist()]
         assert numbers == list(range(B * len(found)))
-        for data in found:
-            check_versions(data, lambda version, *generated: Bigram(version).log_probs(*generated, 0.8))
-            assert data["weight_versions"].amax() == 1
+        for version, data in found:
+            check_versions(data, lambda of, *generated: Bigram(of).log_probs(*generated, 0.8))
+            assert data["weight_versions"].amax() == data["min_weight_versions"].min() == version

@@ -1,10 +1,9 @@
 """RolloutStream: what arrives, from which weights, when workers die, and when it ends. On toy engines."""
 
 import contextlib
-import os
 import pickle
+import queue
 import random
-import signal
 import threading
 import time
 
@@ -49,21 +48,26 @@ def group():
         yield group
 
 
+URLS = queue.SimpleQueue()
+"""A global, since each rank gets a copy of its arguments."""
+
+
+def engine_of_next_server(folder):
+    made = HTTPEngine(URLS.get(), config={"vocab_size": 32}, weights_dir=folder)
+    made._shapes = {name: tuple(weight.shape) for name, weight in Bigram(0).state_dict().items()}
+    return made
+
+
 @pytest.fixture
 def servers_group(tmp_path):
     """Each worker has an `HTTPEngine` with a server of its own."""
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(contextlib.closing(FakeServer(delay=0.0005))) for _ in range(2)]
-        urls = iter([server.url for server in servers])
-
-        def engine():
-            made = HTTPEngine(next(urls), config={"vocab_size": 32}, weights_dir=tmp_path)
-            made._shapes = {name: tuple(weight.shape) for name, weight in Bigram(0).state_dict().items()}
-            return made
-
+        servers = [stack.enter_context(contextlib.closing(FakeServer(delay=0.002))) for _ in range(2)]
         for server in servers:
             server.log_probs = "tempered"
-        yield stack.enter_context(LocalWorkerGroup(2, RayClassWithInitArgs(Toy, engine), threads=True))
+            URLS.put(server.url)
+        made = RayClassWithInitArgs(Toy, engine_of_next_server, tmp_path)
+        yield stack.enter_context(LocalWorkerGroup(2, made, threads=True))
 
 
 def managed(group, how=HOW, function=reward, **options):
@@ -300,29 +304,9 @@ def test_no_worker_with_the_version_is_an_error_or_a_refresh(group):
         assert len(stream.take(30)["group_ids"]) == B * SAMPLES
 
 
-def test_killed_workers_lose_nothing(ray_cluster):
-    """Both workers are killed, one after the other, in the middle of groups."""
-    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, made(0.001), collectives=False) as group:
-        manager = managed(group, LONG)
-        with streaming(manager, max_staleness=3, mode="interrupt") as stream:
-            manager.refresh = lambda: update(stream, manager, manager.weight_version + 1)
-            found = []
-            for version in range(1, 7):
-                if manager.weight_version is None or version > manager.weight_version:
-                    update(stream, manager, version)
-                if version in (2, 4):
-                    pids = group.execute_all_sync("pid_of_process")
-                    os.kill(pids[version // 2 - 1], signal.SIGKILL)
-                data = stream.take(60)
-                check_log_probs(data)
-                found += data["group_ids"][::SAMPLES].tolist()
-            assert found == list(range(6 * B))
-            assert stream.metrics()["rollout/restarts"] == 2
-            assert isinstance(stream.buffer._groups[6 * B].data, (ray.ObjectRef, type(None)))
-
-
 def test_update_in_which_a_worker_dies_is_repeated(ray_cluster, tmp_path):
-    """One of two workers is killed between two tensors of an update. The other one's groups go on."""
+    """One of two workers is killed between two tensors of an update. The other one's groups go on, and its
+    replacement gets the weights from it."""
     flag = tmp_path / "die"
     with (
         RayResourcePool([3], use_gpu=False) as pool,
@@ -344,4 +328,7 @@ def test_update_in_which_a_worker_dies_is_repeated(ray_cluster, tmp_path):
                 found += data["group_ids"][::SAMPLES].tolist()
             assert found == list(range(4 * B))
             assert stream.metrics()["rollout/restarts"] == 1
-            assert group.execute_all_sync("version_of_weights") == [4, 4]
+            deadline = time.monotonic() + 60
+            while group.execute_all_sync("version_of_weights") != [4, 4]:  # its replacement may still be starting
+                assert time.monotonic() < deadline
+                time.sleep(0.01)

@@ -143,22 +143,19 @@ class Exchange:
 
     Lock: ``_changed`` protects ``_groups`` and what is in them. It is a leaf: the engine, whose threads run the
     callbacks that take it, is never called while it is held.
-
-    Args:
-        rank: of the worker.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._stream = ""
         self._groups: dict[Attempt, _Group] = {}
         self._changed = threading.Condition()
 
-    def __call__(self, orders: Orders, engine: RolloutEngine, weight_version: int | None) -> Report:
+    def __call__(self, orders: Orders, rank: int, engine: RolloutEngine, weight_version: int | None) -> Report:
         """Follow orders, and wait for a group to finish.
 
         Args:
             orders: of this rank.
+            rank: the worker's.
             engine: the worker's.
             weight_version: the worker's.
 
@@ -186,7 +183,7 @@ class Exchange:
             self._changed.wait_for(self._anything_finished, orders.wait)
             finished = [group.finished() for group in self._groups.values() if not group.left]
             running = [group.attempt for group in self._groups.values() if group.left]
-        return Report(self._rank, weight_version, engine.load(), finished, running)
+        return Report(rank, weight_version, engine.load(), finished, running)
 
     def _anything_finished(self) -> bool:
         return not all(group.left for group in self._groups.values()) or not self._groups

@@ -2,6 +2,7 @@
 
 Threads: all methods are called by the thread of a `RolloutStream`, except `_rewarded`: the rewards of a finished group
 are computed in the threads of the manager's reward runner, which then put the group into the buffer. No locks.
+`workers.rollout.recovery` has a thread of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from single_controller import (
     CallTimeoutError,
+    DispatchError,
     GroupBrokenError,
     ResultLostError,
     SingleControllerError,
@@ -28,6 +30,7 @@ from workers.rollout.engine import Completion
 from workers.rollout.errors import RolloutError
 from workers.rollout.exchange import Attempt, FinishedGroup, GroupRequest, Orders, Report
 from workers.rollout.manager import RolloutManager, checked_values, token_ids
+from workers.rollout.recovery import GroupRecovery
 from workers.rollout.rewards import Sample
 from workers.rollout.sample_buffer import SampleBuffer
 from workers.seeds import mixed_seed
@@ -97,7 +100,7 @@ class Router:
     """See the module's docstring. `RolloutStream` has the arguments.
 
     Attributes:
-        restarts: of workers, so far.
+        recovery: of the workers' group.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Router:
         dynamic_sampling: bool,
         requests_per_worker: int,
     ) -> None:
-        self.restarts = 0
+        self.recovery = GroupRecovery(manager.group)
         self._buffer = buffer
         self._manager = manager
         self._prompts = prompts
@@ -117,7 +120,11 @@ class Router:
         self._limit = requests_per_worker
         self._id = uuid.uuid4().hex[:12]
         self._attempts = itertools.count()
-        self._workers = [_Worker() for _ in range(manager.group.world_size)]
+        self._members: list[Hashable] = []
+        """What identifies the process of each rank."""
+        self._workers: list[_Worker] = []
+        """By rank."""
+        self._follow_group()
         self._reported: tuple[float, int | None] = (-REPORT_SECONDS, None)
         self._wait = WAIT_SECONDS[0]
         self._overhead = 0.0
@@ -137,7 +144,7 @@ class Router:
         at, version = self._reported
         copying = any(one.report is not None and one.report.needs_weights for one in self._workers)
         old = time.monotonic() - at > (COPY_SECONDS if copying else REPORT_SECONDS) or version != self._buffer.version
-        return old or any(worker.running or worker.finished for worker in self._workers)
+        return old or self.recovery.due or any(worker.running or worker.finished for worker in self._workers)
 
     def begin_groups(self) -> None:
         """Assign groups to the workers that have the buffer's version and room, while the buffer admits any."""
@@ -187,17 +194,17 @@ class Router:
 
     def _copies(self) -> dict[int, list[WeightRequest]]:
         """Choose who sends its weights to the workers that need them: rank -> requests. Busy workers last."""
-        reports = [worker.report for worker in self._workers if worker.report is not None]
         version = self._buffer.version
+        reports = {rank: worker.report for rank, worker in enumerate(self._workers) if worker.report is not None}
         # rank -> what makes it busy
         busy = {
-            report.rank: (len(report.sending_weights), self._workers[report.rank].requests)
-            for report in reports
+            rank: (len(report.sending_weights), self._workers[rank].requests)
+            for rank, report in reports.items()
             if report.weight_version == version
         }
-        served = {id_ for report in reports for id_ in report.sending_weights}
+        served = {id_ for report in reports.values() for id_ in report.sending_weights}
         chosen: dict[int, list[WeightRequest]] = {}
-        for report in reports:
+        for report in reports.values():
             needed = report.needs_weights
             if needed is None or needed.version != version or needed.id in served or not busy:
                 continue
@@ -218,6 +225,8 @@ class Router:
         Returns:
             The reports. None if a worker died: its groups were given back, and the other orders have to be repeated.
         """
+        self.recovery.grow()
+        self._follow_group()
         expired = set(self._buffer.expired())
         wait = min(max(self._wait, self._overhead), REPORT_SECONDS)
         version = self._buffer.version
@@ -240,8 +249,13 @@ class Router:
         try:
             reports: list[Report] = exchange(orders)
         except (WorkerDiedError, CallTimeoutError, GroupBrokenError) as error:
-            self._recover(error)
+            self.recovery.recover(error)
+            self._follow_group(error)
             return None
+        except DispatchError:
+            if self._manager.group.world_size == len(orders):
+                raise
+            return None  # ranks were added or dropped meanwhile
         except ResultLostError:
             return None  # the workers are alive, and orders may be repeated
         ended = time.monotonic()
@@ -251,25 +265,22 @@ class Router:
             worker.finished.clear()
         busy = any(order.submit or order.abort for order in orders) or any(report.finished for report in reports)
         self._wait = WAIT_SECONDS[0] if busy else min(2 * self._wait, WAIT_SECONDS[1])
-        for report in reports:
-            self._handle(report)
+        for worker, report in zip(self._workers, reports, strict=False):  # the group may have got further ranks
+            self._handle(worker, report)
         return reports
 
-    def _recover(self, error: SingleControllerError) -> None:
-        """Restart the workers that died, and give their groups back."""
-        group = self._manager.group
-        if group.broken is None:
-            return  # somebody else has restarted it; the reports will not have its groups
-        lost = sorted({*getattr(error, "ranks", ()), *(rank for rank, alive in enumerate(group.alive()) if not alive)})
-        logger.warning("restarting the rollout workers %s: %s", lost or "", str(error).partition("\n")[0])
-        try:
-            group.restart(ranks=lost or None)
-        except ValueError:  # the group may use collectives
-            lost = []
-            group.restart()
-        self.restarts += 1
-        for rank in lost or range(len(self._workers)):
-            worker, self._workers[rank] = self._workers[rank], _Worker()
+    def _follow_group(self, error: Exception | None = None) -> None:
+        """Take note of the processes that are the group's ranks now, and give back the groups of those that are not any
+        more."""
+        members = self.recovery.members()
+        if members == self._members:
+            return
+        known = dict(zip(self._members, self._workers, strict=True))
+        self._members, self._workers = (
+            members,
+            [known.pop(member) if member in known else _Worker() for member in members],
+        )
+        for worker in known.values():
             for attempt in worker.running:
                 self._give_back_lost(attempt, error)
 
@@ -281,8 +292,7 @@ class Router:
             ) from error
         self._buffer.give_back(attempt.number)
 
-    def _handle(self, report: Report) -> None:
-        worker = self._workers[report.rank]
+    def _handle(self, worker: _Worker, report: Report) -> None:
         worker.report = report
         for finished in report.finished:
             request = worker.running.pop(finished.attempt, None)
@@ -342,7 +352,7 @@ class Router:
         """Abort what is running; the workers keep nothing of this stream."""
         if self.due:
             try:
-                self._manager.group.exchange([Orders(uuid.uuid4().hex) for _ in self._workers])
+                self._manager.group.exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
             except SingleControllerError as error:
                 logger.debug("the stream could not take leave of its workers: %s", error)
 

@@ -171,8 +171,8 @@ class RolloutStream(Closing):
             with self._changed:
                 stuck = self._stuck
             if stuck is not None:
-                self._refresh(stuck, again=refreshed == self._router.restarts)
-                refreshed = self._router.restarts
+                self._refresh(stuck, again=refreshed == self._router.recovery.deaths)
+                refreshed = self._router.recovery.deaths
         with self._changed:
             self._changed.notify_all()  # the router may begin further groups
         groups: list[Generated] = [load(one.payload) for one in taken]
@@ -225,9 +225,9 @@ class RolloutStream(Closing):
                 self._changed.notify_all()
 
     def metrics(self) -> dict[str, float]:
-        """Return what happened since the last call; see `SampleBuffer.metrics`. ``rollout/restarts``: restarts of
-        workers since the beginning."""
-        return {**self.buffer.metrics(), "rollout/restarts": float(self._router.restarts)}
+        """Return what happened since the last call; see `SampleBuffer.metrics`. ``rollout/restarts``: how often workers
+        have died since the beginning, and others were started in their place, or will be."""
+        return {**self.buffer.metrics(), "rollout/restarts": float(self._router.recovery.deaths)}
 
     def state_dict(self, *, trained: int | None = None) -> dict[str, Any]:
         """Return the state for a checkpoint, as `RayTrainGroup.save_model` takes it; see `SampleBuffer.state_dict`."""

@@ -76,7 +76,7 @@ class RolloutWorker(WeightReceiver):
                 f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
             )
         self.weight_version = 0
-        self._exchange = Exchange(self.rank)
+        self._exchange = Exchange()
         self._cleanups.append(self.engine.close)
 
     def _prepare_thread(self) -> None:
@@ -134,7 +134,7 @@ class RolloutWorker(WeightReceiver):
             self.peer.stop()
         for request in orders.send_weights:
             self.peer.send(request)
-        report = self._exchange(orders, self.engine, self.weight_version)
+        report = self._exchange(orders, self.rank, self.engine, self.weight_version)
         needed = self.peer.want(orders.version if orders.copies else None)
         return replace(report, needs_weights=needed, sending_weights=self.peer.sending)
 

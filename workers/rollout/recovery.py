@@ -1,0 +1,130 @@
+"""GroupRecovery: keeps a group of rollout workers going, and at its size, when workers die.
+
+Threads: "rollout-grow" starts workers in the place of those that died, while the others generate. Each one makes one
+attempt and ends with it, also if the stream is closed meanwhile: the group belongs to the user, who gets it back whole.
+Everything else is called in the router's thread. No locks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Hashable
+from concurrent.futures import Future
+from typing import Any
+
+from single_controller import GroupClosedError, PlacementError, SingleControllerError
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = (1.0, 60.0)
+"""How long after a failed attempt the next one begins: at first, and at most."""
+
+
+class GroupRecovery:
+    """See the module's docstring.
+
+    Args:
+        group: of the rollout workers.
+
+    Attributes:
+        deaths: how often workers have died, so far. Those that died together count once.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.deaths = 0
+        self._group = group
+        self._local: list[Hashable] = []
+        self._missing = 0
+        """Ranks that the group has lost."""
+        self._growing: Future[int] | None = None
+        self._tries = 0
+        self._next_try = 0.0
+
+    def members(self) -> list[Hashable]:
+        """Return what identifies the process of each rank. A rank has another one after it was restarted."""
+        actors = getattr(self._group, "workers", None)  # a local group has none
+        if actors is not None:
+            return list(actors)
+        self._local += [object() for _ in range(self._group.world_size - len(self._local))]
+        return list(self._local)
+
+    @property
+    def due(self) -> bool:
+        """Whether `grow` has something to do."""
+        if self._growing is not None:
+            return self._growing.done()
+        return self._missing > 0 and time.monotonic() >= self._next_try
+
+    def recover(self, error: SingleControllerError) -> None:
+        """Go on without the workers that died, if others are left and do not depend on them; otherwise restart them.
+
+        Args:
+            error: of the call that has failed.
+
+        Raises:
+            SingleControllerError: they cannot be restarted.
+        """
+        group = self._group
+        if group.broken is None:
+            return  # somebody else has repaired it
+        lost = sorted({*getattr(error, "ranks", ()), *(rank for rank, alive in enumerate(group.alive()) if not alive)})
+        cause = str(error).partition("\n")[0]
+        self.deaths += 1
+        if not group.collectives and hasattr(group, "shrink"):
+            try:
+                dropped = group.shrink(lost or None)
+            except SingleControllerError as failed:
+                logger.debug("the group cannot go on without %s: %s", lost, failed)
+            else:
+                self._missing += len(dropped)
+                logger.warning("the rollout workers %s are replaced; the others go on: %s", [*dropped], cause)
+                return
+        logger.warning("restarting the rollout workers %s: %s", lost or "", cause)
+        try:
+            group.restart(ranks=lost or None)
+        except ValueError:  # the ranks use collectives, or further ones have died
+            group.restart()
+            lost = []
+        lost = lost or list(range(group.world_size))
+        for rank in lost[: len(self._local)]:
+            self._local[rank] = object()
+
+    def grow(self) -> None:
+        """Begin to start workers in the place of those that died, or look whether that has ended."""
+        if not self.due:
+            return
+        attempt, self._growing = self._growing, None
+        if attempt is None:
+            # One at a time if there is not room for all, as after the loss of a host.
+            count = 1 if self._tries % 2 else self._missing
+            self._growing = _in_thread(lambda: len(self._group.grow(count)))
+            return
+        error = attempt.exception()
+        if error is None:
+            self._missing -= attempt.result()
+            self._tries = 0
+        elif isinstance(error, GroupClosedError) or not isinstance(error, SingleControllerError):
+            raise error
+        else:
+            wait = min(RETRY_SECONDS[0] * 2**self._tries, RETRY_SECONDS[1])
+            wait = 0.0 if isinstance(error, PlacementError) and not self._tries and self._missing > 1 else wait
+            self._tries += 1
+            self._next_try = time.monotonic() + wait
+            what = "%d rollout workers are missing and could not be started; the next attempt is in %.0f s: %s"
+            logger.warning(what, self._missing, wait, error)
+
+
+def _in_thread(job: Any) -> Future[int]:
+    """Run a job in a daemon thread."""
+    future: Future[int] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rollout-grow", daemon=True).start()
+    return future
