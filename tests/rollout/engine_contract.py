@@ -211,6 +211,38 @@ class EngineContract:
         assert {version for one in completions for version in one.weight_versions} == {1, 2}
         subject.update(first, 1)
 
+    def test_raw_weights_are_taken_back_unchanged(self, subject, first):
+        """By another engine, in this case by the same one after an update, and while requests are running."""
+        engine = subject.engine
+        if not (kinds := engine.raw_weights()):
+            pytest.skip("the engine's weights are elsewhere")
+        generated = engine.generate(PROMPTS, SamplingParams(12), SEEDS)
+        saved = [(name, *engine.read_raw([name])) for name in kinds]
+        saved = [(name, tensor.clone()) for name, tensor in saved]
+        assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved} == kinds
+        new = subject.model(8)
+        subject.update(new, 2)
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        changed = engine.read_raw(list(kinds))
+        assert not all(torch.equal(one, tensor) for one, (_, tensor) in zip(changed, saved, strict=True))
+        subject.until(lambda load: load.running == 8)
+        engine.begin_update()
+        engine.load_raw(saved[::2])
+        engine.load_raw(saved[1::2])
+        engine.finish_update(1)
+        for prompt, future in zip(PROMPTS, futures, strict=True):
+            subject.check(future.result(SECONDS), prompt, {1: first, 2: new})
+        assert all(
+            torch.equal(one.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+            for one, (_, tensor) in zip(engine.read_raw(list(kinds)), saved, strict=True)
+        )
+        assert engine.generate(PROMPTS, SamplingParams(12), SEEDS) == generated
+        subject.update(new, 2)  # as usual, after weights that came otherwise
+        (completion,) = engine.generate([[5, 9, 2]], SamplingParams(12), [1])
+        subject.check(completion, [5, 9, 2], {2: new})
+        subject.update(first, 1)
+
     def test_pause_keeps_requests_and_resume_continues_them(self, subject, first):
         unbroken = [future.result(SECONDS).token_ids for future in subject.submit(self.long)]
         futures = subject.submit(self.long)

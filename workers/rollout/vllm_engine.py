@@ -341,7 +341,9 @@ class VLLMEngine(RequestEngine):
         self._check_awake("load_raw")
         with self._told("could not load weights"):
             self._raw = True
-            self._engine.collective_rpc("raw_load", args=(list(weights),))
+            # A tensor is sent to another process with all of the memory that it is a view of.
+            pairs = [(name, tensor.clone() if self._parallel else tensor) for name, tensor in weights]
+            self._engine.collective_rpc("raw_load", args=(pairs,))
 
     def _check_awake(self, method: str) -> None:
         if self._sleeps and "sleep" in self._holds:

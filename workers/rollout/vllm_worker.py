@@ -97,8 +97,8 @@ class LayerwiseReload:
         """Return name -> (shape, dtype) of this worker's weights. Tied ones count once."""
         found: dict[int, tuple[str, tuple[tuple[int, ...], torch.dtype]]] = {}
         for name, tensor in self._state().items():
-            layer = self._repacked(name, tensor)
-            shape = tuple(tensor.shape) if layer is None else _linear_shape(layer)
+            layer = self._repacked(name)
+            shape = tuple(tensor.shape) if layer is None or tensor.numel() else _linear_shape(layer)
             found.setdefault(id(tensor), (f"{self._rank}:{name}", (shape, tensor.dtype)))
         return dict(found.values())
 
@@ -114,8 +114,10 @@ class LayerwiseReload:
             rank, _, own = name.partition(":")
             if int(rank) != self._rank:
                 continue
-            layer, tensor = self._repacked(own, state[own]), state[own].detach()
-            if layer is not None:  # only products with the weights can be computed: exact ones with the identity
+            layer, tensor = self._repacked(own), state[own].detach()
+            if (
+                layer is not None and not tensor.numel()
+            ):  # only products with it can be computed; those with 1 are exact
                 identity = torch.eye(_linear_shape(layer)[1], dtype=tensor.dtype)
                 tensor = layer.cpu_linear(identity, layer.weight, None).t()
             found.append((name, tensor.cpu() if copy else tensor))
@@ -131,11 +133,12 @@ class LayerwiseReload:
                 rank, _, own = name.partition(":")
                 if int(rank) != self._rank:
                     continue
-                layer = self._repacked(own, state[own])
-                if layer is None:
-                    state[own].copy_(tensor)
-                else:
+                layer = self._repacked(own)
+                if layer is not None and not state[own].numel():
                     layer.weight = torch.nn.Parameter(tensor.clone(), requires_grad=False)
+                else:
+                    state[own].copy_(tensor)
+                if layer is not None:
                     layer.quant_method.process_weights_after_loading(layer)
 
     def raw_finish(self) -> None:
@@ -153,10 +156,11 @@ class LayerwiseReload:
         state: dict[str, torch.Tensor] = self.get_model().state_dict(keep_vars=True)  # type: ignore[attr-defined]
         return state
 
-    def _repacked(self, name: str, tensor: torch.Tensor) -> Any:
-        """The layer whose weight this is, if vLLM keeps nothing but a repacked copy of it, as on the CPU."""
+    def _repacked(self, name: str) -> Any:
+        """The layer whose weight this is, if it has a repacked copy, as on the CPU. Linear layers have nothing else:
+        their weight is empty."""
         module, _, attribute = name.rpartition(".")
-        if tensor.numel() or attribute != "weight":
+        if attribute != "weight":
             return None
         layer = self.get_model().get_submodule(module)  # type: ignore[attr-defined]
         return layer if hasattr(layer, "cpu_linear") else None
