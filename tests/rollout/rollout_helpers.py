@@ -137,6 +137,7 @@ class BigramEngine(RequestEngine):
     """A toy with the whole interface, that of requests included: one token per request and step."""
 
     max_positions = 512
+    any_rank = True
 
     def __init__(self, seed=0, vocabulary=32, delay=0.0):
         super().__init__()

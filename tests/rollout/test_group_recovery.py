@@ -23,6 +23,9 @@ class Group:
     def world_size(self):
         return len(self.workers)
 
+    def standbys(self):
+        return []
+
     def alive(self):
         return [rank != 1 or self.broken is None for rank in range(self.world_size)]
 
@@ -73,25 +76,34 @@ def test_group_goes_on_and_gets_its_size_back():
     group = Group()
     of = GroupRecovery(group)
     first, _, third = of.members()
-    of.recover(died(1))
+    of.recover(died(1), elastic=True)
     assert of.members() == [first, third] and of.deaths == 1 and of.due
     grow(of, lambda: len(of.members()) == 3 and not of.due)
     assert group.calls == [("shrink", [1]), ("grow", 1)] and of.members()[:2] == [first, third]
     assert not any(thread.name == "rollout-grow" for thread in threading.enumerate())
-    of.recover(died(1))  # somebody else has repaired it
+    of.recover(died(1), elastic=True)  # somebody else has repaired it
     assert of.deaths == 1
 
 
 def test_group_that_cannot_shrink_is_restarted():
-    nobody_left, collective, local = Group(1), Group(collectives=True), Group(shrinks=False)
+    nobody_left, collective, local, fixed, standby = (
+        Group(1),
+        Group(collectives=True),
+        Group(shrinks=False),
+        Group(),
+        Group(),
+    )
+    standby.standbys = lambda: ["a process on another host"]
     nobody_left.alive = lambda: [False]
     for group, calls in (
         (nobody_left, [("shrink", [0]), ("restart", [0])]),
         (collective, [("restart", [1]), ("restart", None)]),
         (local, [("restart", [1])]),
+        (fixed, [("restart", [1])]),
+        (standby, [("restart", [1])]),
     ):
         of = GroupRecovery(group)
-        of.recover(died(1) if group is not nobody_left else died(0))
+        of.recover(died(1) if group is not nobody_left else died(0), elastic=group is not fixed)
         assert group.calls == calls and group.broken is None and of.deaths == 1 and not of.due
 
 
@@ -102,14 +114,14 @@ def test_ranks_of_a_local_group_are_new_after_a_restart():
     of = GroupRecovery(group)
     before = of.members()
     assert of.members() == before
-    of.recover(died(1))
+    of.recover(died(1), elastic=True)
     assert [a is b for a, b in zip(before, of.members(), strict=True)] == [True, False, True]
 
 
 def test_attempts_are_repeated_and_take_what_there_is_room_for(caplog):
     group = Group(4)
     of = GroupRecovery(group)
-    of.recover(died(1, 2))
+    of.recover(died(1, 2), elastic=True)
     full, broken = PlacementError("no room for 2"), GroupBrokenError("another rank died")
     group.results = [full, 1, broken, StartError("the host is out of memory", rank=0), 1]
     grow(of, lambda: group.world_size == 4 and not of.due)
@@ -121,7 +133,7 @@ def test_attempts_are_repeated_and_take_what_there_is_room_for(caplog):
 def test_closed_group_is_told():
     group = Group()
     of = GroupRecovery(group)
-    of.recover(died(1))
+    of.recover(died(1), elastic=True)
     group.results = [GroupClosedError("the group is closed")]
     with pytest.raises(GroupClosedError, match="the group is closed"):
         grow(of, lambda: False)

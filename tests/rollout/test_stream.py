@@ -67,7 +67,9 @@ def servers_group(tmp_path):
             server.log_probs = "tempered"
             URLS.put(server.url)
         made = RayClassWithInitArgs(Toy, engine_of_next_server, tmp_path)
-        yield stack.enter_context(LocalWorkerGroup(2, made, threads=True))
+        group = stack.enter_context(LocalWorkerGroup(2, made, threads=True, collectives=False))
+        group.servers = servers
+        yield group
 
 
 def managed(group, how=HOW, function=reward, **options):
@@ -302,6 +304,21 @@ def test_no_worker_with_the_version_is_an_error_or_a_refresh(group):
                 stream.take(30)
         manager.refresh = lambda: update(stream, manager, manager.weight_version + 1)
         assert len(stream.take(30)["group_ids"]) == B * SAMPLES
+
+
+def test_worker_whose_server_has_kept_the_weights_goes_on_with_them(servers_group):
+    """And one whose server was restarted too waits for the next update."""
+    manager = managed(servers_group)
+    with streaming(manager, update_interval=100) as stream:
+        update(stream, manager, 1)
+        stream.take(30)
+        servers_group.servers[0].version = "default"
+        for rank, server in enumerate(servers_group.servers):
+            URLS.put(server.url)
+            servers_group.restart(ranks=[rank])
+        while servers_group.counted()[1] < 3:
+            check_log_probs(stream.take(30))
+        assert servers_group.version_of_weights() == [0, 1]
 
 
 def test_update_in_which_a_worker_dies_is_repeated(ray_cluster, tmp_path):

@@ -302,5 +302,13 @@ def test_bfloat16():
             subject.update(model, version)
             for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(12), SEEDS), strict=True):
                 subject.check(completion, prompt, {version: model})
+        generated = engine.generate(PROMPTS, SamplingParams(12), SEEDS)
+        saved = [(name, engine.read_raw([name])[0].clone()) for name in engine.raw_weights()]
+        subject.update(subject.model(1), 3)
+        engine.begin_update()
+        engine.load_raw(saved)
+        engine.finish_update(2)
+        assert engine.generate(PROMPTS, SamplingParams(12), SEEDS) == generated
+        assert all(torch.equal(tensor, *engine.read_raw([name])) for name, tensor in saved)
     finally:
         engine.close()

@@ -1,5 +1,6 @@
 """VLLMEngine in a rollout worker on Ray: a manager, a stream, weight versions, and the death of the process."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    SingleControllerError,
     WorkerDiedError,
     register,
 )
@@ -150,3 +152,34 @@ def test_worker_with_two_processes_leaves_none(pool):
             end(group)
             _, left = psutil.wait_procs(processes, 20)
             assert not left
+
+
+@pytest.mark.timeout(600)
+def test_killed_worker_gets_the_weights_from_the_other_one(ray_cluster):
+    """It generates what the other one generates, without an update."""
+    made = RayClassWithInitArgs(Rollout, VLLMEngine, FIELDS)
+    model = plain_model(LlamaConfig(**FIELDS), 1)
+    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, made, collectives=False) as group:
+        manager = RolloutManager(group, SamplingParams(100, temperature=0.7), samples_per_prompt=2)
+        manager.refresh = lambda: pytest.fail("the weights were sent again")
+        buffer = SampleBuffer(4, update_interval=10_000)
+        found = []
+        with RolloutStream(manager, lambda rollout_id: PROMPTS, buffer, requests_per_worker=4) as stream:
+            with stream.updating():
+                manager.weight_version = 1
+                update(group, model, 1)
+            found.append(stream.take(120))
+            pids = group.pid()
+            os.kill(pids[0], signal.SIGKILL)
+            end, now = time.monotonic() + 300, []
+            while now != [1, 1]:
+                assert time.monotonic() < end
+                found.append(stream.take(120))
+                with contextlib.suppress(SingleControllerError):
+                    now = group.current_weight_version()
+            assert len(set(pids) & set(group.pid())) == 1
+            one, other = group.generate([[5, 9, 2]] * 2, Broadcast(SamplingParams(50)), [7, 7])
+            assert one.completion == other.completion and one.rank != other.rank
+        for data in found:
+            check_versions(data, lambda of, *generated: plain_log_probs(model, *generated, 0.7), 1e-4)
+        assert [one for data in found for one in data["group_ids"][::2].tolist()] == list(range(4 * len(found)))

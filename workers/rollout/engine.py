@@ -152,9 +152,13 @@ class RolloutEngine(ABC):
     Attributes:
         weight_version: version of the weights in force, set by the worker and by `finish_update`; None if the engine
             has no complete weights.
+        any_rank: whether engines do not depend on their worker's rank. When a worker dies, a `RolloutStream` then lets
+            the others go on, and starts a worker with another rank. Otherwise it restarts the worker at its rank, and
+            the others get no prompts meanwhile.
     """
 
     weight_version: int | None = 0
+    any_rank = False
 
     @property
     def keeps_weights(self) -> bool:
@@ -277,6 +281,12 @@ class RolloutEngine(ABC):
         """Return name -> (shape, dtype) of the tensors that the engine has made of the weights, in any form that
         `load_raw` takes back unchanged. By default there are none: then the engine gets weights from updates alone."""
         return {}
+
+    @property
+    def weights_id(self) -> str | None:
+        """What identifies the weights in force, if they outlive the worker's process; None if they do not. An engine
+        with the same id that is started in the place of this one has them already."""
+        return None
 
     def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return some of these tensors, or copies. Another thread than that of the worker's methods may call this, but

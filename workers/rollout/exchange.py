@@ -67,6 +67,8 @@ class Orders:
         wait: seconds to wait for a group to finish, if there is something to wait for.
         copies: whether a worker with another version may take the weights of one that has it. If not, copies end now.
         send_weights: requests of other workers to serve.
+        held_weights: `RolloutEngine.weights_id` of the rank's engine when it had the version, before its process was
+            replaced.
     """
 
     stream: str
@@ -77,6 +79,7 @@ class Orders:
     wait: float = 0.0
     copies: bool = False
     send_weights: Sequence[WeightRequest] = ()
+    held_weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Report:
         running: groups that are being generated.
         needs_weights: what the worker asks of those that have the orders' version, if it has another one.
         sending_weights: ids of the requests that it is serving.
+        weights_id, any_rank: see `RolloutEngine`.
     """
 
     rank: int
@@ -115,6 +119,8 @@ class Report:
     running: list[Attempt]
     needs_weights: WeightRequest | None = None
     sending_weights: Sequence[str] = ()
+    weights_id: str | None = None
+    any_rank: bool = False
 
 
 @dataclass(eq=False)

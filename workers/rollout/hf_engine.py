@@ -47,6 +47,7 @@ class HFEngine(RequestEngine):
     """
 
     keeps_weights = True
+    any_rank = True
 
     def __init__(
         self,

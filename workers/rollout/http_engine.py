@@ -44,6 +44,9 @@ STEP_SECONDS = 0.02
 ASK_SECONDS = 1.0
 """How old the server's weight version and load may be that the engine relies on."""
 
+UNKNOWN = (None, "default")
+"""What vLLM and SGLang call the weights that they began with."""
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -163,7 +166,7 @@ class HTTPEngine(RequestEngine):
         self._server_paused = False
         self._stamp = self._dialect.version()
         """What the server says that its version is, while its weights are those that this engine knows of."""
-        if self._stamp not in (None, "default"):  # what vLLM and SGLang say of the weights that they began with
+        if self._stamp not in UNKNOWN:
             logger.warning("the server at %s has weights %r of an earlier update; update them again", url, self._stamp)
         self._asked = time.monotonic()
         self._usage: tuple[float, float | None] = (-math.inf, None)
@@ -361,6 +364,11 @@ class HTTPEngine(RequestEngine):
     def keeps_weights(self) -> bool:
         """See `RolloutEngine.keeps_weights`."""
         return True
+
+    @property
+    def weights_id(self) -> str | None:
+        """See `RolloutEngine.weights_id`. It is unique for each update."""
+        return None if self._stamp in UNKNOWN else self._stamp
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `RolloutEngine.weight_shapes`. They are those of transformers' model for the config.

@@ -57,11 +57,12 @@ class GroupRecovery:
             return self._growing.done()
         return self._missing > 0 and time.monotonic() >= self._next_try
 
-    def recover(self, error: SingleControllerError) -> None:
+    def recover(self, error: SingleControllerError, *, elastic: bool) -> None:
         """Go on without the workers that died, if others are left and do not depend on them; otherwise restart them.
 
         Args:
             error: of the call that has failed.
+            elastic: whether workers may have other ranks afterwards.
 
         Raises:
             SingleControllerError: they cannot be restarted.
@@ -72,7 +73,9 @@ class GroupRecovery:
         lost = sorted({*getattr(error, "ranks", ()), *(rank for rank, alive in enumerate(group.alive()) if not alive)})
         cause = str(error).partition("\n")[0]
         self.deaths += 1
-        if not group.collectives and hasattr(group, "shrink"):
+        elastic = elastic and not group.collectives and hasattr(group, "shrink")
+        # A standby takes the rank of a worker that has died, and may be the only process on a host that is left.
+        if elastic and len(group.standbys()) < max(1, len(lost)):
             try:
                 dropped = group.shrink(lost or None)
             except SingleControllerError as failed:

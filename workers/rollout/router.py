@@ -84,12 +84,15 @@ class _Worker:
         running: requests that were not reported as finished.
         unsent: attempts in ``running`` that no successful exchange has carried.
         finished: attempts to acknowledge.
+        held: weight version and `RolloutEngine.weights_id`, as it last reported them, for a process that takes its
+            place at its rank. Nothing since an update may have begun: it may have died in the middle of it.
     """
 
     report: Report | None = None
     running: dict[Attempt, GroupRequest] = field(default_factory=dict)
     unsent: set[Attempt] = field(default_factory=set)
     finished: list[Attempt] = field(default_factory=list)
+    held: tuple[int | None, str | None] = (None, None)
 
     @property
     def requests(self) -> int:
@@ -241,6 +244,7 @@ class Router:
                 wait,
                 not paused,
                 copies.get(rank, ()),
+                worker.held[1] if worker.held[0] == version else None,
             )
             for rank, worker in enumerate(self._workers)
         ]
@@ -249,7 +253,8 @@ class Router:
         try:
             reports: list[Report] = exchange(orders)
         except (WorkerDiedError, CallTimeoutError, GroupBrokenError) as error:
-            self.recovery.recover(error)
+            known = [worker.report for worker in self._workers if worker.report is not None]
+            self.recovery.recover(error, elastic=bool(known) and all(report.any_rank for report in known))
             self._follow_group(error)
             return None
         except DispatchError:
@@ -267,6 +272,7 @@ class Router:
         self._wait = WAIT_SECONDS[0] if busy else min(2 * self._wait, WAIT_SECONDS[1])
         for worker, report in zip(self._workers, reports, strict=False):  # the group may have got further ranks
             self._handle(worker, report)
+            worker.held = (None, None) if paused else (report.weight_version, report.weights_id)
         return reports
 
     def _follow_group(self, error: Exception | None = None) -> None:
@@ -275,11 +281,15 @@ class Router:
         members = self.recovery.members()
         if members == self._members:
             return
-        known = dict(zip(self._members, self._workers, strict=True))
+        before = self._workers
+        known = dict(zip(self._members, before, strict=True))
         self._members, self._workers = (
             members,
             [known.pop(member) if member in known else _Worker() for member in members],
         )
+        if len(before) == len(members):
+            for old, new in zip(before, self._workers, strict=True):
+                new.held = old.held
         for worker in known.values():
             for attempt in worker.running:
                 self._give_back_lost(attempt, error)

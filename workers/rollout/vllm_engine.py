@@ -84,6 +84,8 @@ class VLLMEngine(RequestEngine):
         RolloutError: this version of vLLM lacks something, or vLLM could not start.
     """
 
+    any_rank = True
+
     def __init__(
         self,
         model: Any,

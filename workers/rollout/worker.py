@@ -132,11 +132,26 @@ class RolloutWorker(WeightReceiver):
         """
         if not orders.copies:
             self.peer.stop()
+        elif orders.held_weights is not None and self.weight_version != orders.version:
+            self._take_held(orders)
         for request in orders.send_weights:
             self.peer.send(request)
         report = self._exchange(orders, self.rank, self.engine, self.weight_version)
         needed = self.peer.want(orders.version if orders.copies else None)
-        return replace(report, needs_weights=needed, sending_weights=self.peer.sending)
+        return replace(
+            report,
+            needs_weights=needed,
+            sending_weights=self.peer.sending,
+            weights_id=self.engine.weights_id,
+            any_rank=self.engine.any_rank,
+        )
+
+    def _take_held(self, orders: Orders) -> None:
+        """Take the version of weights that the engine has kept when this worker's process was replaced."""
+        if self.engine.weights_id == orders.held_weights:
+            self.weight_version = orders.version
+            if self.engine.weights_id != orders.held_weights:  # somebody else has updated them meanwhile
+                self.weight_version = None
 
     def _check(self, completions: Any, prompts: Sequence[Sequence[int]]) -> None:
         returned = f"{type(self.engine).__name__}.generate() returned"
