@@ -229,9 +229,20 @@ def test_engine_with_other_weights_is_refused(caplog):
 # --- a stream ---------------------------------------------------------------------------------------------------------
 
 
-def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluster, tmp_path):
-    """Workers are killed in the middle of groups; then also the worker that sends its weights, and the one that gets
-    them. The others go on, however long a replacement takes to start. Then it gets their version, and generates."""
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        [("DELAY_START", 0, 1), ("DIE_IN_READ_RAW", 1, 2)],
+        pytest.param([("DIE_IN_LOAD_RAW", 0, 2)], marks=pytest.mark.full("another order of two deaths")),
+    ],
+    ids=["sender", "receiver"],
+)
+def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluster, tmp_path, rounds):
+    """Workers are killed in the middle of groups; then also the worker that sends its weights, or the one that gets
+    them. The others go on, however long a replacement takes to start. Then it gets their version, and generates.
+
+    `rounds` has what happens, the rank that the test kills, and how many die.
+    """
     flags = {name: tmp_path / name for name in ("DELAY_START", "DIE_IN_READ_RAW", "DIE_IN_LOAD_RAW")}
     environment = {name: str(file) for name, file in flags.items()} | {"BUCKET_BYTES": "64"}
     made = RayClassWithInitArgs(Toy, BigramEngine, delay=0.005)
@@ -263,9 +274,7 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
                 take()
 
         with RolloutStream(manager, prompts, SampleBuffer(B, update_interval=10_000)) as stream:
-            for version, (flag, killed, deaths) in enumerate(
-                (("DELAY_START", 0, 1), ("DIE_IN_READ_RAW", 1, 2), ("DIE_IN_LOAD_RAW", 0, 2)), 1
-            ):
+            for version, (flag, killed, deaths) in enumerate(rounds, 1):
                 with stream.updating():
                     group.load(version, version)
                     manager.weight_version = version

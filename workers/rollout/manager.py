@@ -181,7 +181,8 @@ class RolloutManager:
             WeightVersionError: workers do not have the expected weight version, and there is no `refresh`, or it did
                 not help.
             RewardError: the reward function raised, returned something that is not a reward, or exceeded its timeout.
-            SingleControllerError: as any call of the group: `WorkerError`, `WorkerDiedError`, ...
+            SingleControllerError: as any call of the group: `WorkerError`, `WorkerDiedError`, ... After a death,
+                restart the worker, or create the group with ``on_death="replace"``, and call this again.
         """
         try:
             return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))

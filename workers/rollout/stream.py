@@ -3,7 +3,8 @@ what that means for the samples.
 
 Threads: "rollout-stream" runs the router: it gives groups to the workers, one at a time and by load, and collects them.
 `RolloutStream.close` ends it; so does an error, which `RolloutStream.take` raises. The rewards of a finished group are
-computed in the threads of the manager's reward runner, which then put the group into the buffer.
+computed in the threads of the manager's reward runner, which then put the group into the buffer. A worker that died is
+replaced in a thread of `workers.rollout.recovery`.
 Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_idle``, ``_ended``, ``_closed`` and
 ``_stuck``. It is a leaf; the buffer has a lock of its own. Everything else belongs to the router's thread.
 """
@@ -44,12 +45,12 @@ class RolloutStream(Closing):
     """Generates groups (all samples of one prompt) all the time, as far as the buffer admits them.
 
     `take` returns the next batch, as `RolloutManager.generate` would. `RayTrainGroup.update_weights` pauses the stream
-    by itself; around updates of your own, use `updating`. When a worker dies, its groups are given to others, and it is
-    restarted; it generates again after the next update. A context manager.
+    by itself; around updates of your own, use `updating`. When a worker dies, its groups are given to others, which go
+    on; the worker that is started in its place gets the weights from one of them. A context manager.
 
     Args:
-        manager: the manager, in this process. Its group's engines must have requests (`RequestEngine`). A group that
-            was created with ``collectives=False`` keeps the other workers when one dies.
+        manager: the manager, in this process. Its group's engines must have requests (`RequestEngine`). Create the
+            group with ``collectives=False``: otherwise all workers are restarted when one dies. Ranks change then.
         prompts: see `Prompts`; called in the router's thread, for rollouts of ``buffer.groups_per_batch`` prompts.
             Group n is prompt n modulo that of rollout n divided by it. With a dynamic sampling, further rollouts
             replace what was filtered, also beyond the last one.
