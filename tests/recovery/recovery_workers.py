@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 
 from single_controller import Dispatch, register
-from workers import HFEngine
+from workers import HFEngine, block_transport
 from workers.fsdp.worker import FSDPTrainWorker
-from workers.train import block_transport
 from workers.train.weight_backup import live_tensors
 
 FIRST_DIGIT, DIGITS = 16, 5

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from workers.train.block_transport import BlockServer, TransportError, checksum_of, send_block
+from workers.block_transport import BlockServer, TransportError, checksum_of, send_block
 
 pytestmark = pytest.mark.timeout(30)
 

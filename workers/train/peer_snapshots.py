@@ -14,7 +14,7 @@ A group may continue with another number of ranks. Snapshots of both sizes then 
 former size are kept until the first one of the new size is complete.
 
 Threads: a "snapshot-send" thread per snapshot sends it, or computes its checksum. It ends at its deadline at the
-latest, and the next `PeerSnapshots.take` joins it. For the threads that receive, see `workers.train.block_transport`.
+latest, and the next `PeerSnapshots.take` joins it. For the threads that receive, see `workers.block_transport`.
 The caller's thread and the receiving threads share ``_held`` and ``_generation``, under ``_lock``. No other lock is
 taken under it. ``_sent`` and ``_checksums`` are written by the sending thread, and read after it was joined. After a
 death it is not joined, because a lost host does not answer; it then has sets that nothing else reads.
@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 
 from single_controller import SingleControllerError
+from workers.block_transport import Block, BlockAddress, BlockServer, checksum_of, send_block
 from workers.device import has_cuda, host_memory
 from workers.distributed import all_or_none, gathered
-from workers.train.block_transport import Block, BlockAddress, BlockServer, checksum_of, send_block
 from workers.train.recovery import REFERENCE, Recovery, Taken, buddies, is_covered_by_replicas
 from workers.train.reshard import Move, moves
 from workers.train.weight_backup import Snapshot, empty_snapshot, live_tensors, take_snapshot

@@ -3,7 +3,7 @@
 Neither the trainer nor the driver's memory takes part. The worker that needs weights listens, and says so in its report
 (`WeightRequest`). The stream's router passes that on to a worker that has the version, which sends what its engine has
 made of the weights (`RolloutEngine.raw_weights`) in buckets, one after the other, over TCP
-(`workers.train.block_transport`). The first bucket begins an update of the receiving worker, and the last one finishes
+(`workers.block_transport`). The first bucket begins an update of the receiving worker, and the last one finishes
 it: until then it has no weight version. A copy that is cut off is begun again with another sender.
 
 Threads: each copy has one on the sending side, "weights-send", which ends when the copy is complete, refused or
@@ -36,7 +36,7 @@ from workers.weight_sync.protocol import (
 if TYPE_CHECKING:
     import torch
 
-    from workers.train.block_transport import Block, BlockAddress, BlockServer
+    from workers.block_transport import Block, BlockAddress, BlockServer
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class PeerWeights:
         Returns:
             The request; None if the worker needs nothing, or its engine cannot take weights of another one.
         """
-        from workers.train.block_transport import BlockServer
+        from workers.block_transport import BlockServer
 
         receiver, request = self._receiver, self._request
         has_it = receiver.weight_version == version
@@ -174,8 +174,8 @@ class PeerWeights:
         threading.Thread(target=self._send, args=arguments, name="weights-send", daemon=True).start()
 
     def _send(self, request: WeightRequest, changes: int) -> None:
+        from workers.block_transport import send_block
         from workers.device import has_cuda
-        from workers.train.block_transport import send_block
 
         receiver, begun = self._receiver, time.monotonic()
         buffer, sent = FlatBuffer(pinned=has_cuda()), 0

@@ -80,7 +80,7 @@ def is_sent(worker):
 
 def die_while_sending(worker, victim):
     """Kill a rank when it has sent half of the first block of its next snapshot."""
-    from workers.train import block_transport
+    from workers import block_transport
 
     chunks = block_transport._chunks
 
