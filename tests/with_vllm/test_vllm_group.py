@@ -147,8 +147,10 @@ def test_worker_with_two_processes_leaves_none(pool):
             expected = plain_log_probs(model, [5, 9, 2], generated.completion.token_ids)
             found = torch.tensor(generated.completion.log_probs).double()
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-            processes = [psutil.Process(pid) for pid in group.processes()]
-            assert len(processes) == 2
+            deadline = time.monotonic() + 20
+            while len(processes := [psutil.Process(pid) for pid in group.processes()]) != 2:
+                assert time.monotonic() < deadline, "vLLM names its processes late on a busy machine"
+                time.sleep(0.1)
             end(group)
             _, left = psutil.wait_procs(processes, 20)
             assert not left
