@@ -182,6 +182,8 @@ def main():
                     raise
                 print(f"\nA trainer was replaced; training goes on with rollout {begin[0]}. {error}")
                 rollout_id = begin[0]
+                if args.offload_train:
+                    manager.onload()  # the step may have ended before
             progress.update(rollout_id - progress.n)
         progress.close()
         for group in groups:
