@@ -119,7 +119,6 @@ def main():
         stream = None
         if args.async_rollout or args.dynamic_sampling:
             stream = RolloutStream.from_args(args, manager, prompts)
-            stream.buffer.keep_batches = 2 * args.peer_snapshot_interval
             if start:
                 stream.load_state_dict(actor.load_driver_state())
         if args.tensorboard_dir is not None:

@@ -127,6 +127,7 @@ class RolloutStream(Closing):
             max_filtered=4 * args.rollout_batch_size
             if args.dynamic_sampling_max is None
             else args.dynamic_sampling_max,
+            keep_batches=2 * args.peer_snapshot_interval,  # how far `RayTrainGroup.replace` goes back at most
         )
         return cls(
             manager,
