@@ -15,7 +15,7 @@ class Group:
 
     def __init__(self, size=3, collectives=False, shrinks=True):
         self.workers, self.collectives, self.broken = [object() for _ in range(size)], collectives, "rank 1 died"
-        self.calls, self.results = [], []
+        self.calls, self.results, self.generation = [], [], 0
         if shrinks:
             self.shrink = self._shrink
 
@@ -105,6 +105,15 @@ def test_group_that_cannot_shrink_is_restarted():
         of = GroupRecovery(group)
         of.recover(died(1) if group is not nobody_left else died(0), elastic=group is not fixed)
         assert group.calls == calls and group.broken is None and of.deaths == 1 and not of.due
+
+
+def test_group_that_somebody_else_restarts_is_left_alone():
+    group = Group()
+    of = GroupRecovery(group)
+    of.recover(GroupBrokenError("it is being restarted"), elastic=True)
+    assert not group.calls and not of.deaths
+    of.recover(GroupBrokenError("rank 1 died"), elastic=True)  # after the restart, if there was one
+    assert group.calls == [("shrink", [1])]
 
 
 def test_ranks_of_a_local_group_are_new_after_a_restart():

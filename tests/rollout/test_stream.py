@@ -312,9 +312,11 @@ def test_worker_whose_server_has_kept_the_weights_goes_on_with_them(servers_grou
     with streaming(manager, update_interval=100) as stream:
         update(stream, manager, 1)
         stream.take(30)
-        servers_group.servers[0].version = "default"
-        for rank, server in enumerate(servers_group.servers):
-            URLS.put(server.url)
+        urls = servers_group.execute_with_func_generator(lambda worker: worker.engine.url)
+        for server in servers_group.servers:
+            server.version = "default" if server.url == urls[0] else server.version
+        for rank, url in enumerate(urls):
+            URLS.put(url)
             servers_group.restart(ranks=[rank])
         while servers_group.counted()[1] < 3:
             check_log_probs(stream.take(30))

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any
 
-from single_controller import GroupClosedError, PlacementError, SingleControllerError
+from single_controller import GroupBrokenError, GroupClosedError, PlacementError, SingleControllerError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class GroupRecovery:
         self.deaths = 0
         self._group = group
         self._local: list[Hashable] = []
+        self._refused: int | None = None
+        """The group's generation when it last refused a call."""
         self._missing = 0
         """Ranks that the group has lost."""
         self._growing: Future[int] | None = None
@@ -70,6 +72,10 @@ class GroupRecovery:
         group = self._group
         if group.broken is None:
             return  # somebody else has repaired it
+        if isinstance(error, GroupBrokenError) and self._refused != group.generation:
+            # Somebody else may be repairing it just now: the next call waits for that.
+            self._refused = group.generation
+            return
         lost = sorted({*getattr(error, "ranks", ()), *(rank for rank, alive in enumerate(group.alive()) if not alive)})
         cause = str(error).partition("\n")[0]
         self.deaths += 1
