@@ -90,7 +90,7 @@ class GroupState:
         dead: the ranks whose death broke it.
         restarting: whether its workers are being restarted.
         restarts: number of successful restarts and replacements of ranks.
-        replaces: whether a call first replaces ranks that have died before.
+        recovers: whether a call first has ranks replaced that have died before, or goes on without them.
         sent: number of calls that were sent.
         layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
         deaths: deaths that calls found: number of restarts before, and the error.
@@ -116,7 +116,7 @@ class GroupState:
         self.dead: tuple[int, ...] = ()
         self.restarting = False
         self.restarts = 0
-        self.replaces = False
+        self.recovers = False
         self.sent = 0
         self.next_late_log = 0.0
         self.timing_out = False
@@ -184,6 +184,13 @@ class GroupState:
                 known = self.last_deaths.get(rank)
                 if known is None or known.generation != self.restarts:
                     self.last_deaths[rank] = Death(time.time(), reason, self.restarts)
+
+    def renumber(self, kept: Sequence[int]) -> None:
+        """Note that only these ranks are left, as 0, 1, ..."""
+        with self.lock:
+            self.dead = ()
+            known = self.last_deaths
+            self.last_deaths = {rank: known[before] for rank, before in enumerate(kept) if before in known}
 
     def break_again(self, reason: str) -> None:
         """Replace the reason: what was to repair the group has failed."""

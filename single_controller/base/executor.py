@@ -126,18 +126,19 @@ class Executor:
         for worker in list(self.workers.values()):
             worker._leaving = True
 
-    def rejoin(self, info: RankInfo, leave: Callable[[], None]) -> RankResult:
-        """Give the workers that this process has another rendezvous, and possibly other local ranks.
+    def rejoin(self, info: RankInfo, leave: Callable[[], None] | None) -> RankResult:
+        """Give the workers that this process has another rendezvous, and possibly another rank.
 
         Args:
-            info: the same rank, with the new rendezvous.
-            leave: ends the former process groups.
+            info: the rank, with the new rendezvous.
+            leave: ends the former process groups; None to keep them.
         """
         begun = time.time()
         try:
-            for worker in self.workers.values():
+            for worker in self.workers.values() if leave is not None else ():
                 worker._leave_process()
-            leave()
+            if leave is not None:
+                leave()
         except Exception as error:
             return self.failed(error, "on_membership_change", None)
         self.info = info

@@ -379,8 +379,8 @@ class WorkerGroup(CallsByName, Closing):
                 pass
         if not state.closed and not self._engine.connected:
             state.break_(ENGINE_GONE)
-        if state.replaces and state.dead and not state.closed:
-            self.replace()
+        if state.recovers and state.dead and not state.closed:
+            self._recover()
         state.check()
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
@@ -481,15 +481,21 @@ class WorkerGroup(CallsByName, Closing):
             raise RuntimeError(f"{self.name} has no workers yet")
         return self._state.engine
 
+    def _recover(self) -> None:
+        """Do what ``on_death`` says."""
+        raise NotImplementedError(f"{type(self).__name__} does not recover")
+
     def _start_workers(self, ranks: tuple[int, ...] | None) -> None:
         """End the workers of these ranks, or of all, if there are any, and start new ones."""
         raise NotImplementedError(f"{type(self).__name__} does not restart")
 
-    def _wait_for_constructors(self, engine: Engine, plan: CallPlan, sent: Sent, timeout: float | None) -> None:
+    def _wait_for_constructors(
+        self, engine: Engine, plan: CallPlan, sent: Sent, timeout: float | None, state: GroupState | None = None
+    ) -> None:
         spec = method_spec(Worker, "__init__")
         if spec is None:
             raise TypeError("Worker has no constructor")
-        call = Call(self._state, spec, plan, sent, engine=engine, timeout=timeout, starting=True)
+        call = Call(state or self._state, spec, plan, sent, engine=engine, timeout=timeout, starting=True)
         monitor.wait(call)
         if call.error is not None:
             raise call.error

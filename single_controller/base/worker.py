@@ -191,10 +191,29 @@ class Worker:
 
     @property
     def is_replacement(self) -> bool:
-        """Whether this worker replaces one that has died, and `on_membership_change` has not run yet. Its constructor
-        and the methods with ``replay=True`` run on this rank alone: they must not use collectives, and there is no
-        `master_port` yet."""
+        """Whether this worker replaces one that has died, or was added, and `on_membership_change` has not run yet. Its
+        constructor and the methods with ``replay=True`` run without the other ranks: they must not use collectives, and
+        there is no `master_port` yet."""
         return self._rank_info.replacement
+
+    @property
+    def dp_replica(self) -> tuple[int, int]:
+        """Number of the data-parallel replica that this rank belongs to, and how many there are. ``group.shrink()``
+        drops whole replicas. By default the coordinate on the axis dp of `register_layout`, and its size; without a
+        layout each rank is a replica of its own. Another thread may ask, while a method runs.
+
+        Raises:
+            ValueError: `register_layout` was not told the size of dp.
+        """
+        axes, sizes = self._layout_report.axes, self._layout_report.sizes
+        if not axes:
+            return self.rank, self.world_size
+        if "dp" in axes and "dp" not in sizes:
+            raise ValueError(
+                "shrink() needs the number of data-parallel replicas: pass it to register_layout(), for example "
+                "register_layout({'dp': 2}, dp=0, tp=1)"
+            )
+        return axes.get("dp", 0), sizes.get("dp", 1)
 
     @property
     def device_ids(self) -> tuple[str, ...]:
@@ -315,15 +334,16 @@ class Worker:
         later, so that a rank is replaced sooner. The default does nothing."""
 
     def on_membership_change(self, generation: int) -> None:
-        """Called on every rank after ``group.replace()`` has replaced some of them. Override it to create process
-        groups, and what depends on them, anew. The default does nothing.
+        """Called on every rank after ``group.replace()``, ``shrink()`` or ``grow()`` has changed which processes are
+        the group's ranks. Override it to create process groups, and what depends on them, anew, and to register the
+        layout again if the number of ranks may have changed. The default does nothing.
 
-        On ranks that were not replaced, all process groups of torch.distributed were destroyed before, and the rank's
-        properties and environment describe the new rendezvous. On the others, the constructor has run, and the calls of
-        methods with ``replay=True`` were repeated, all without collectives: see `is_replacement`.
+        On ranks that have kept their process, all process groups of torch.distributed were destroyed before, and the
+        rank's properties and environment describe the new rendezvous. On the others, the constructor has run, and the
+        calls of methods with ``replay=True`` were repeated, all without collectives: see `is_replacement`.
 
         Args:
-            generation: how often the group was restarted or had ranks replaced, this time included.
+            generation: how often the group was restarted or had its ranks changed, this time included.
         """
 
     def _change_membership(self, generation: int) -> None:

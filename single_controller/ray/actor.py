@@ -121,6 +121,7 @@ class RankActor:
                 "status": self._status,
                 "leave": self._leave,
                 "abort": self._abort,
+                "replicas": self._replicas,
             },
         )
         self._held_port: socket.socket | None = None
@@ -129,6 +130,10 @@ class RankActor:
     def _status(self) -> str:
         """The answer to the command "status", for `running_calls`."""
         return json.dumps(self._executor.running())
+
+    def _replicas(self) -> str:
+        """The answer to the command "replicas": by role, `Worker.dp_replica`; empty without workers."""
+        return json.dumps([worker.dp_replica for worker in self._executor.workers.values()])
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
@@ -172,15 +177,17 @@ class RankActor:
         _add_batch_types(batch_types)
         return constructors
 
-    def _sc_join(self, message: StartMessage, made: Encoded, master: tuple[str, int]) -> bytes | RankResult:
+    def _sc_join(
+        self, message: StartMessage, made: Encoded, master: tuple[str, int], leave: bool = True
+    ) -> bytes | RankResult:
         """Take a rank. A new process then loads the user's classes and creates the workers. A process that has workers
-        keeps them and leaves its former process groups."""
+        keeps them, and leaves its former process groups if ``leave``."""
         name_lines(f"{type(self).__name__} rank {message.rank}")
         numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)
         info = RankInfo(*numbers, *master, message.node_rank, own_devices(), False, *message[-2:])
         if self._executor.workers:
             os.environ.update(info.environment())
-            return self._executor.rejoin(info, end_collectives).to_message()
+            return self._executor.rejoin(info, end_collectives if leave else None).to_message()
 
         def load() -> Any:
             os.environ.update(info.environment())  # before the import, which may read it

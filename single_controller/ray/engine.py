@@ -103,6 +103,10 @@ class Standby:
         location: Location = ray.get(self.prepared)[0]
         return location
 
+    def end(self) -> None:
+        """End its process."""
+        ray.kill(self.actor, no_restart=True)
+
     def plan(self, group: str) -> StandbyPlan | None:
         """Its place in the plan of a group; None if it is dead."""
         if death_of(self.actor) is not None:

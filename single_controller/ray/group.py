@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack
@@ -11,18 +9,16 @@ from typing import Any, Literal, Self, Unpack
 from ray.actor import ActorHandle
 
 from dispatch.plan import CallPlan
-from single_controller.base.call import DEATH_SHOWS_SECONDS, MAX_PROBED
 from single_controller.base.checks import check_seconds
 from single_controller.base.colocate import Colocated
 from single_controller.base.engine import Sent
-from single_controller.base.errors import GroupBrokenError, WorkerDiedError
+from single_controller.base.errors import GroupBrokenError
 from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.base.methods import CallOptions
-from single_controller.base.monitor import FIRST_WAIT_SECONDS, monitor
-from single_controller.base.supervision import check_ranks, restart
+from single_controller.base.monitor import monitor
 from single_controller.base.worker import Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
+from single_controller.ray.elastic import ElasticGroup
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.group_records import Registration
 from single_controller.ray.pool import RayResourcePool
@@ -33,22 +29,16 @@ from single_controller.ray.start import (
     checked_address,
     checked_environment,
     checked_port,
-    fill,
-    join,
     slot_location,
     start,
 )
 from single_controller.ray.takeover import Takeover, find_takeover
 from single_controller.ray.verl_options import VerlOptions, check_verl_options
 
-REPLACE_SECONDS = 300.0
-REPLACE_TRIES = 3
-"""How often `RayWorkerGroup.replace` begins if further ranks die meanwhile."""
-
-logger = logging.getLogger(__name__)
+ON_DEATH = ("error", "replace", "shrink")
 
 
-class RayWorkerGroup(WorkerGroup):
+class RayWorkerGroup(ElasticGroup):
     """Workers of one class in the slots of a resource pool, one Ray actor per rank.
 
     The constructor returns when all workers' constructors have returned. Ranks are in order of (node, device), compared
@@ -73,7 +63,8 @@ class RayWorkerGroup(WorkerGroup):
             imported the class and waits for a rank that dies, see `replace`. A pool whose last slots are on a host of
             their own keeps them there.
         on_death: what a call does if a rank has died before: ``"error"`` raises `GroupBrokenError`, ``"replace"`` calls
-            `replace` first. The call in which the rank died raises `WorkerDiedError` in both cases.
+            `replace` first, and ``"shrink"`` calls `replace` if there are enough standbys, and otherwise `shrink`. The
+            call in which the rank died raises `WorkerDiedError` in all cases.
         namespace: Ray's namespace of the actors' names; the driver's own by default.
         verl: options that drivers written for verl pass. They have no effect; a warning says what to use instead.
 
@@ -105,7 +96,7 @@ class RayWorkerGroup(WorkerGroup):
         error_grace: float = ERROR_GRACE_SECONDS,
         collectives: bool = True,
         standby: int = 0,
-        on_death: Literal["error", "replace"] = "error",
+        on_death: Literal["error", "replace", "shrink"] = "error",
         namespace: str | None = None,
         **verl: Unpack[VerlOptions],
     ) -> None:
@@ -127,12 +118,13 @@ class RayWorkerGroup(WorkerGroup):
             raise ValueError(
                 f"standby={standby!r}: expected a number that leaves at least one slot of {resource_pool!r} for a rank"
             )
-        if on_death not in ("error", "replace"):
-            raise ValueError(f"on_death={on_death!r}: expected 'error' or 'replace'")
+        if on_death not in ON_DEATH:
+            raise ValueError(f"on_death={on_death!r}: expected one of {', '.join(map(repr, ON_DEATH))}")
         self._rendezvous = ("", 0)
         super().__init__(process.classes, f"group {name_prefix or ''}{process.name}", error_grace)
         self._collectives = bool(collectives)
-        self._state.replaces = on_death == "replace"
+        self._state.recovers = on_death != "error"
+        self._on_death: str = on_death
         use_gpu = resource_pool.use_gpu if use_gpu is None else bool(use_gpu)
         if use_gpu and not resource_pool.use_gpu:
             raise ValueError(f"use_gpu=True, but {resource_pool!r} has no GPUs")
@@ -233,7 +225,8 @@ class RayWorkerGroup(WorkerGroup):
         plan = left.plan
         self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous)
         self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
-        self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces = left.settings
+        self._collectives, self._start_timeout, self._state.error_grace, self._on_death = left.settings
+        self._state.recovers = self._on_death != "error"
         self._owned_placement, self._takeover_data = left.placement_groups, left.data
         plan.pool.admit(self, plan.bin_pack)
         left.restore(self._state)
@@ -323,110 +316,13 @@ class RayWorkerGroup(WorkerGroup):
         ids, self._owned_placement = self._owned_placement, ()
         return ids
 
-    def replace(self, ranks: Sequence[int] | None = None, timeout: float = REPLACE_SECONDS) -> tuple[int, ...]:
-        """Replace the ranks that have died. The others keep their processes and their workers.
-
-        The dead ranks are filled with standbys, or with new processes in their slots. Collectives in which other ranks
-        wait are aborted, and their process groups destroyed. All ranks then have a new rendezvous: ``master_port`` and
-        the environment change, and local ranks too if a standby is elsewhere. The latest successful call of each method
-        that is registered with ``replay=True`` is repeated on the new ranks alone, so such a method must not run
-        collectives. Finally `Worker.on_membership_change` runs on all ranks.
-
-        In a group that was created with ``collectives=False`` nothing happens on the other ranks, as with
-        ``restart(ranks)``.
-
-        Args:
-            ranks: living ranks to end and replace too, such as one that hangs.
-            timeout: seconds that the ranks may take to leave the calls that they are in, and to start.
-
-        Returns:
-            The ranks that were replaced.
-
-        Raises:
-            GroupClosedError: the group was closed.
-            GroupBrokenError: another driver started these workers.
-            ValueError: the group has no such ranks.
-            CallTimeoutError: a rank takes longer than ``timeout``, because it computes, or waits for something else
-                than a collective. The message shows where it is. Include it in ``ranks``, or call `restart`.
-            SingleControllerError: what starting workers, a repeated call or `Worker.on_membership_change` raises. The
-                group then stays broken.
-        """
-        end = time.monotonic() + check_seconds("timeout", timeout)
-        self._state.check_process()
-        replaced: set[int] = set()
-        with self._state.sending:  # from the first try to the last, so that no other thread sends in between
-            self._owned_plan()
-            wanted = check_ranks("replace", ranks, self.world_size) if ranks is not None else ()
-            for left in reversed(range(REPLACE_TRIES)):
-                dead = {*wanted, *self._state.dead, *self._engine.deaths()}
-                if not dead and self.broken is None:
-                    dead |= self._find_dead()
-                if not dead and self.broken is None:
-                    break
-                replaced |= dead
-                try:
-                    self._replace(tuple(sorted(dead)), end)
-                    break
-                except WorkerDiedError as error:
-                    if not left:
-                        raise
-                    wanted = ()
-                    logger.warning("%s: another rank died while ranks were replaced: %s", self.name, error)
-        return tuple(sorted(replaced))
-
-    def _find_dead(self) -> set[int]:
-        """The ranks that have died, also those of which Ray does not know yet: an error on another rank, which a death
-        has caused, may arrive earlier than the news of the death."""
-        engine, dead = self._engine, set[int]()
-        unknown, end = set(range(self.world_size)), time.monotonic() + max(DEATH_SHOWS_SECONDS, engine.death_seconds)
-        while unknown and time.monotonic() < end:
-            known = {**engine.probe(sorted(unknown)[:MAX_PROBED]), **engine.deaths()}
-            dead |= {rank for rank, reason in known.items() if reason is not None}
-            unknown -= known.keys()
-            time.sleep(FIRST_WAIT_SECONDS if unknown else 0.0)
-        return dead
-
-    def _replace(self, dead: tuple[int, ...], end: float) -> None:
-        def left() -> float:
-            return max(0.1, end - time.monotonic())
-
-        restart(
-            self._state,
-            choose=lambda: dead,
-            start=lambda chosen: self._fill(dead, left()),
-            replay=lambda chosen: self._after_fill(left()),
-        )
-
-    def _fill(self, chosen: Sequence[int], timeout: float | None) -> None:
-        """Put new processes at ranks, and have all join a new rendezvous, or the new ones the old one."""
-        plan, before = self._owned_plan(), self._ray
-        encoded = plan.process.encode()
-        # Set at once: whatever fails from here on, the group has these actors.
-        generation, collectives = self.generation + 1, self._collectives
-        self._state.engine = engine = fill(plan, before, chosen, encoded, generation, collectives=collectives)
-
-        def wait(engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
-            self._wait_for_constructors(engine, plan, sent, timeout)
-
-        if not collectives:
-            self._rendezvous = join(plan, engine, chosen, encoded, wait, self._rendezvous)
-            return
-        moved = engine.ranks[0].location.node_id != before.ranks[0].location.node_id
-        address = None if moved else plan.master[0]
-        with engine.leaving([rank for rank in range(self.world_size) if rank not in engine.fresh]):
-            self._rendezvous = join(plan, engine, range(self.world_size), encoded, wait, (address, None))
-
-    def _after_fill(self, timeout: float) -> None:
-        """Repeat the logged calls on the new ranks, and tell all ranks."""
-        self._replay(self._ray.fresh)
-        for role in self._tables if self._collectives else ():
-            group = self if role is None else self._role_group(role)
-            spec, options = group._any_method("_change_membership"), CallOptions(timeout=timeout)
-            plan = group._plan(spec, (self.generation + 1,), {}, options)
-            call = group._send(spec, plan, future=False, options=options, recorded=False)
-            monitor.wait(call)
-            if call.error is not None:
-                raise call.error
+    def _owned_plan(self) -> StartPlan:
+        if self._start_plan is None:
+            advice = (
+                "close it and create a new group" if self._owns else "only the driver that started it can restart it"
+            )
+            raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here; {advice}")
+        return self._start_plan
 
     def close(self) -> None:
         """End the workers, unless another driver started them. A second close does nothing."""
@@ -442,13 +338,6 @@ class RayWorkerGroup(WorkerGroup):
 
     # --- the inside -------------------------------------------------------------------------------------
 
-    @property
-    def _ray(self) -> RayEngine:
-        engine = self._engine
-        if not isinstance(engine, RayEngine):
-            raise TypeError(f"{self.name} does not run on Ray")
-        return engine
-
     def _register(self, key: str | None = None) -> None:
         self._registration = Registration(self._state, weakref.WeakMethod(self._to_take_over), key)
         self._state.on_change = self._registration.write_soon
@@ -459,21 +348,13 @@ class RayWorkerGroup(WorkerGroup):
         plan = self._start_plan
         if plan is None or not plan.detached:
             return None
-        settings = self._collectives, self._start_timeout, self._state.error_grace, self._state.replaces
+        settings = self._collectives, self._start_timeout, self._state.error_grace, self._on_death
         return Takeover.encode(plan, self._ray, self._rendezvous, settings, self._takeover_data)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
         plan.pool.admit(self, plan.bin_pack, plan.process.additional_resource, counted=counted)
         self._state.engine, self._rendezvous = start(plan, self._wait_started, again, self.generation + again)
-
-    def _owned_plan(self) -> StartPlan:
-        if self._start_plan is None:
-            advice = (
-                "close it and create a new group" if self._owns else "only the driver that started it can restart it"
-            )
-            raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here; {advice}")
-        return self._start_plan
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         self._owned_plan()

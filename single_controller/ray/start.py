@@ -1,5 +1,6 @@
 """Starting a group's workers: create actors in the slots, assign ranks by where they run, then run the constructors.
-Replacing some of them: fill their ranks with standbys or new actors, then have all ranks join a new rendezvous.
+Changing the ranks of a group: fill some with standbys or new actors, drop some, or add some; then have all ranks join a
+new rendezvous.
 
 No step handles one rank after the other: all actors are created at once, asked for their location at once, and sent
 their start messages at once. Rank 0's address travels along as a reference.
@@ -11,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from single_controller.ray.internals import death_of
 from single_controller.ray.placement import node_locations, remove_pools_of, wait_started
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.results import one_line
-from single_controller.ray.runtime import session
+from single_controller.ray.runtime import nodes, session
 from single_controller.ray.slots import Slot, SlotLocation
 
 logger = logging.getLogger(__name__)
@@ -141,20 +142,17 @@ def fill(
     Raises:
         PlacementError, WorkerDiedError: see `RayWorkerGroup`. The new actors were ended.
     """
-    before = [engine.ranks[rank] for rank in chosen]
-    engine.restarted |= frozenset(chosen)  # before the kill, so that no watcher reports these deaths
-    for rank in before:
-        ray.kill(rank.actor, no_restart=True)
-    remove_pools_of(rank.actor for rank in before)
-    ranks, standbys = list(engine.ranks), [one for one in engine.standbys if death_of(one.actor) is None]
+    _end(engine, chosen)
+    ranks, standbys = list(engine.ranks), living_standbys(engine)
     lost = [one.slot for one in engine.standbys if one not in standbys]
     missing = []
-    for number, rank in zip(chosen, before, strict=True):
+    for number in chosen:
         standby = _ready(standbys)
         if standby is None:
             missing.append(number)
         else:
-            lost += [] if rank.slot is None else [rank.slot]
+            slot = ranks[number].slot
+            lost += [] if slot is None else [slot]
             ranks[number] = Rank(standby.actor, standby.name, standby.location(), standby.slot)
     slots = [slot for number in missing if (slot := ranks[number].slot) is not None]
     # A detached actor keeps its name, because others find it by that name.
@@ -167,14 +165,76 @@ def fill(
     filled = RayEngine(_with_messages(plan, ranks, generation, fresh if collectives else ()), plan.pool)
     filled.standbys, filled.fresh = standbys, fresh
     # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
-    make = _actor_maker(plan, again=True) if lost else None
-    taken = {rank.name for rank in ranks} | {one.name for one in standbys}
-    names = [name for name in _names(plan, range(len(ranks) + plan.standby + len(lost))) if name not in taken]
-    for slot, name in zip(lost, names[len(names) - len(lost) :], strict=True):
-        if make is not None:
-            actor = make(slot, name)
-            filled.standbys.append(standby_of(plan, actor, name, slot, encoded))
+    recruit(plan, filled, lost, encoded)
     return filled
+
+
+def keep(plan: StartPlan, engine: RayEngine, kept: Sequence[int], generation: int) -> RayEngine:
+    """End all ranks but some, which get the numbers 0, 1, ... when they join. Arguments as for `fill`."""
+    _end(engine, sorted(set(range(engine.world_size)) - set(kept)))
+    left = RayEngine(_with_messages(plan, [engine.ranks[rank] for rank in kept], generation), plan.pool)
+    left.standbys = living_standbys(engine)
+    return left
+
+
+def recruit(plan: StartPlan, engine: RayEngine, slots: Sequence[Slot], encoded: Any) -> list[Standby]:
+    """Start standbys in slots, without waiting for them. Closing or restarting the group ends them too."""
+    if not slots:
+        return []
+    make = _actor_maker(plan, again=True)
+    present = len(engine.ranks) + len(engine.standbys)
+    taken = {rank.name for rank in engine.ranks} | {one.name for one in engine.standbys}
+    names = [name for name in _names(plan, range(present + len(slots))) if name not in taken]
+    made = [
+        standby_of(plan, make(slot, name), name, slot, encoded)
+        for slot, name in zip(slots, names[-len(slots) :], strict=True)
+    ]
+    engine.standbys += made
+    return made
+
+
+def enlist(
+    plan: StartPlan, engine: RayEngine, recruits: Sequence[Standby], generation: int, *, collectives: bool
+) -> RayEngine:
+    """Make standbys that are ready the last ranks. Other arguments as for `fill`."""
+    added = []
+    for one in recruits:
+        where = one.location()
+        added.append(Rank(one.actor, one.name, where, replace(one.slot, location=slot_location(where))))
+    fresh = frozenset(range(engine.world_size, engine.world_size + len(added)))
+    ranks = _with_messages(plan, [*engine.ranks, *added], generation, fresh if collectives else ())
+    larger = RayEngine(ranks, plan.pool)
+    larger.standbys = [one for one in engine.standbys if one not in recruits]
+    larger.fresh = engine.fresh | fresh
+    return larger
+
+
+def vacant_slots(plan: StartPlan, engine: RayEngine) -> list[Slot]:
+    """Return the slots on living nodes in which the group has no process."""
+    taken = [rank.slot for rank in engine.ranks] + [one.slot for one in engine.standbys]
+    used = {(slot.placement_group, slot.bundle) for slot in taken if slot is not None}
+    alive = {node.node_id for node in nodes()}
+    vacant = []
+    for slot in plan.pool.slots():
+        if (slot.placement_group, slot.bundle) not in used:
+            with suppress(PlacementError):  # Ray has found no node for it since its node died
+                if node_locations([slot], plan.name)[0].node_id in alive:
+                    vacant.append(slot)
+    return vacant
+
+
+def living_standbys(engine: RayEngine) -> list[Standby]:
+    """Return the standbys that have not died."""
+    return [one for one in engine.standbys if death_of(one.actor) is None]
+
+
+def _end(engine: RayEngine, numbers: Sequence[int]) -> None:
+    """End the processes of some ranks."""
+    engine.restarted |= frozenset(numbers)  # before the kill, so that no watcher reports these deaths
+    actors = [engine.ranks[number].actor for number in numbers]
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    remove_pools_of(actors)
 
 
 def join(
@@ -184,6 +244,8 @@ def join(
     encoded: Any,
     wait: WaitForConstructors,
     master: tuple[str | None, int | None],
+    *,
+    leave: bool = True,
 ) -> tuple[str, int]:
     """Have ranks join a rendezvous: on a new process the constructors run, and one that has workers keeps them.
 
@@ -194,6 +256,7 @@ def join(
         encoded: the constructors.
         wait: waits until the ranks have joined, and raises the error of one that failed.
         master: address and port of the rendezvous; rank 0 chooses what is None.
+        leave: whether processes that have workers leave their process groups.
 
     Returns:
         Address and port of the rendezvous.
@@ -204,7 +267,8 @@ def join(
     # A reference: Ray delivers its value to a rank before it runs _sc_join there. So no rank joins before rank 0 has
     # chosen the port, and the driver does not wait in between.
     rendezvous: Any = engine.ranks[0].actor._sc_rendezvous.remote(*master) if None in master else ray.put(master)
-    tokens = {engine.ranks[k].actor._sc_join.remote(engine.ranks[k].message, encoded, rendezvous): k for k in chosen}
+    joining = {k: engine.ranks[k].actor._sc_join for k in chosen}
+    tokens = {method.remote(engine.ranks[k].message, encoded, rendezvous, leave): k for k, method in joining.items()}
     wait(engine, CallPlan.empty(engine.world_size).only(chosen), Sent(tokens))
     try:
         found: tuple[str, int] = ray.get(rendezvous)

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 16 * 2**20
 """What a group may leave in the control store, which keeps it in memory. Constructor arguments are most of it."""
 
-Settings = tuple[bool, float | None, float, bool]
-"""Of a group: collectives, start_timeout, error_grace, and whether ``on_death`` is "replace"."""
+Settings = tuple[bool, float | None, float, str]
+"""Of a group: collectives, start_timeout, error_grace and on_death."""
 
 
 @dataclass

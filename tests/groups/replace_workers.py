@@ -85,8 +85,10 @@ class Member(Worker):
 class Lone(Worker):
     """Uses no collectives."""
 
-    def __init__(self):
+    def __init__(self, fail=None):
         super().__init__()
+        if fail is not None and Path(fail).exists():
+            raise RuntimeError("told to fail")
         self.value = 0
 
     @register(Dispatch.ONE_TO_ALL)
@@ -96,5 +98,21 @@ class Lone(Worker):
         self.value += x
         return self.value
 
+    @register(Dispatch.ONE_TO_ALL)
+    def rank_and_size(self):
+        return self.rank, self.world_size
+
     def on_membership_change(self, generation):
         self.value = "told"
+
+
+class Replica(Member):
+    """One of the two ranks of a data-parallel replica."""
+
+    def _form(self):
+        super()._form()
+        self.register_layout({"dp": self.world_size // 2, "tp": 2}, dp=self.rank // 2, tp=self.rank % 2)
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def rows(self, x):
+        return [(self.rank, value) for value in x]

@@ -162,6 +162,29 @@ def test_rank_of_a_lost_host_is_replaced_on_another_host(doomed, standby):
     assert second["history"] == ["constructed"] and after[1]["history"] == ["constructed", "generation 1"]
 
 
+def test_group_goes_on_without_a_lost_host_and_takes_it_back(doomed):
+    """No other host has room for the lost rank. Later the host comes back, with a new Ray node."""
+    do = doomed.driver.do
+    do("from replace_workers import Member; group = on(3, Member, on_death='shrink')")
+    before, hosts = do("group.me()"), do("hosts_of(group)")
+    doomed.driver.tell("group.total(asleep=[2])")
+    time.sleep(1)
+    doomed.network.cut(hosts[2])
+    died = doomed.driver.hear()
+    assert (died.error, died.facts.get("ranks")) == ("WorkerDiedError", [2]), died.trace
+    outcome = doomed.driver.outcome("group.total()", 60)
+    show("fewer ranks", outcome)
+    assert outcome.value == [12.0] * 2, outcome.trace
+    assert do("group.grow()") == []  # the host is still gone
+    host = doomed.host(hosts[2])
+    host.kill()
+    doomed.network.heal(hosts[2])
+    doomed.network.start_node(host, cpus=1)
+    do("while not group.grow(): time.sleep(0.2)", 60)
+    assert do("group.total()") == [54.0] * 3 and do("hosts_of(group)") == hosts
+    assert [one["pid"] for one in do("group.me()")[:2]] == [one["pid"] for one in before[:2]]
+
+
 def test_results_on_a_lost_host(doomed):
     """Large results stay in the store of their host. The driver, a consumer and its workers learn which are lost."""
     doomed.driver.do("producer = on(3, OnHost); lost = producer.enlarge(torch.ones(6, 1))")

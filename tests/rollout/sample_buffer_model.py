@@ -19,6 +19,7 @@ def settings_of_a_buffer(draw):
         "update_interval": draw(st.integers(1, 2)),
         "num_batches": draw(st.integers(1, 8)),
         "max_filtered": draw(st.none() | st.integers(0, 3)),
+        "keep_batches": draw(st.integers(0, 3)),
     }
     if how["order"] == "window":
         how["window"] = draw(st.integers(1, 8))
@@ -29,13 +30,16 @@ class Model:
     """What is known of each number. `updates` counts the updates with new weights in the whole history."""
 
     def __init__(self, groups_per_batch, *, num_batches, max_staleness=0, on_stale="wait", order="fifo", window=None,
-                 update_interval=1, max_filtered=None):  # fmt: skip
+                 update_interval=1, max_filtered=None, keep_batches=0):  # fmt: skip
         self.size, self.staleness, self.on_stale, self.order = groups_per_batch, max_staleness, on_stale, order
         self.window, self.interval = window or 2 * groups_per_batch, update_interval
         self.num_batches, self.limit = num_batches, float("inf") if max_filtered is None else max_filtered
         self.state, self.born, self.partial = {}, {}, {}
         self.flat, self.trained, self.dropped = {}, [], []
         self.updates, self.updated_at = 1, 0
+        self.keep, self.kept, self.updates_when, self.rewound = keep_batches, set(), {}, False
+        self.most, self.first = 0, 0
+        """The largest number of batches, and the first batch that can be rewound."""
 
     @property
     def batches(self):
@@ -147,7 +151,27 @@ class Model:
         left = [number for number in self.left() if number not in chosen]
         return not any(self.too_old(n, self.batches + 1 + place // self.size) for place, n in enumerate(left))
 
+    def note_taken(self, numbers):
+        for number in numbers:
+            self.state[number] = "trained"
+        self.updates_when[self.batches] = self.updates
+        self.kept = {*self.kept - {self.batches - self.keep}, *([self.batches] if self.keep else [])}
+        self.trained.append(numbers)
+        self.most, self.rewound = max(self.most, self.batches), False
+
+    def rewind(self, batch):
+        """The trainer has gone back, and so have the updates of its weights."""
+        for number in range(batch, self.batches):
+            for group in self.trained[number]:
+                self.state[group] = "ready" if number in self.kept else "pending"
+                self.born[group] = self.born[group] if number in self.kept else None
+        del self.trained[batch:]
+        self.kept = {number for number in self.kept if number < batch}
+        self.updates, self.updated_at, self.rewound = self.updates_when[batch], batch, True
+
     def update(self):
+        if self.rewound:  # the same weights again
+            return
         self.updates += 1
         self.updated_at = self.batches
         for number in self.of("pending", "ready"):
@@ -158,6 +182,7 @@ class Model:
         for number in [*self.of("flying"), *lost]:
             self.state[number], self.born[number] = "pending", None
             self.partial.pop(number, None)
+        self.first, self.kept = self.batches, set()
 
 
 class History:
@@ -176,7 +201,7 @@ class History:
 
     def step(self):
         events = [self.begin, self.begin, self.put, self.put, self.put, self.give_back, self.take, self.take]
-        events += [self.update, self.send_again, self.save, self.resume, self.abort_expired]
+        events += [self.update, self.send_again, self.save, self.resume, self.abort_expired, self.rewind]
         self.draw.choice(events)()
         self.check()
 
@@ -188,7 +213,8 @@ class History:
         self.dropped += counts["buffer/dropped"]
         assert self.dropped == len(model.dropped)
         # Bounded, and each prompt is in exactly one place.
-        assert len(model.left()) <= model.size * model.interval * (model.staleness + 1)
+        again = model.most - model.batches
+        assert len(model.left()) <= model.size * (model.interval * (model.staleness + 1) + again)
         trained = [number for batch in model.trained for number in batch]
         assert len(trained) == len(set(trained)) and sorted(trained) == model.of("trained")
         assert sorted(model.state) == list(range(len(model.state)))
@@ -240,10 +266,23 @@ class History:
                     version = self.flying.pop(number)
                     self.buffer.give_back(number, version)
                     self.model.give_back(number, version)
-            self.version += 1
-            self.model.update()
-            self.updates_at[self.version] = self.model.updates
-            self.buffer.set_version(self.version)
+            self.send()
+
+    def send(self):
+        self.version += 1
+        self.model.update()
+        self.updates_at[self.version] = self.model.updates
+        self.buffer.set_version(self.version)
+
+    def rewind(self):
+        """The trainer returns to an earlier rollout, and sends its weights again if the workers' are newer."""
+        if self.model.batches > self.model.first:
+            batch = self.draw.randint(self.model.first, self.model.batches - 1)
+            self.buffer.rewind(batch)
+            self.model.rewind(batch)
+            needed = self.regular and self.updates_at[self.version] > self.model.updates
+            for _ in range(self.draw.randint(needed, 2)):  # once more is the same again
+                self.send()
 
     def send_again(self):
         self.version += 1
@@ -269,8 +308,8 @@ class History:
             assert own == number
             if model.on_stale != "train":
                 assert model.updates - self.updates_at[version] <= model.staleness
-            model.state[number] = "trained"
-        model.trained.append(expected)
+            assert self.buffer.staleness(version) == max(0, model.updates - self.updates_at[version])
+        model.note_taken(expected)
         return True
 
     def save(self):
@@ -294,8 +333,9 @@ class History:
         self.model, self.updates_at, self.flying = copy.deepcopy(model), dict(updates_at), {}
         self.buffer = SampleBuffer(**self.how)
         due = self.model.updates_until(self.model.batches)
+        self.model.rewound = self.updates_at[self.version] > self.model.updates
         self.buffer.load_state_dict(pickle.loads(state), restore=lambda saved: saved[1])
-        if due:
+        if due or self.model.rewound:
             self.version += 1
             self.model.update()
             self.updates_at[self.version] = self.model.updates

@@ -548,6 +548,45 @@ def test_states_that_cannot_be_loaded():
         buffer.load_state_dict(state)
 
 
+# --- A trainer that goes back ----------------------------------------------------------------------------------------
+
+
+def test_batches_are_taken_again_after_the_trainer_went_back():
+    """Four batches were taken, the last two are kept, and the fifth is generated. Then the trainer is at the second."""
+    buffer = buffer_with(1, 2, max_staleness=1, keep_batches=2)
+    for batch in range(4):
+        begun(buffer)
+        ready(buffer, 2 * batch, 2 * batch + 1)
+        assert taken(buffer) == [2 * batch, 2 * batch + 1]
+        buffer.set_version(batch + 2)
+    assert begun(buffer) == [10, 11], "8 and 9 have begun before"
+    ready(buffer, 8, 9)  # of the weights after four batches
+    buffer.rewind(1)
+    buffer.set_version(6)  # the trainer sends the weights after one batch
+    buffer.set_version(7)  # and the script once more
+    assert buffer.batches == 1 and buffer.staleness(7) == buffer.staleness(2) == 0
+    assert buffer.staleness(1) == 1 and buffer.staleness(5) == 0, "what newer weights have generated is not stale"
+    assert begun(buffer) == [2, 3], "no further ones: there are 4 to 11"
+    ready(buffer, 2, 3)
+    assert [taken(buffer), taken(buffer), taken(buffer)] == [[2, 3], [4, 5], [6, 7]]
+    assert buffer.metrics()["buffer/dropped"] == 0
+    assert begun(buffer) == []
+    for version in (8, 9, 10):  # those before batches 2, 3 and 4: as many as before
+        buffer.set_version(version)
+    assert buffer.staleness(5) == 0 and taken(buffer) == [8, 9]
+
+
+def test_a_batch_that_was_not_taken_cannot_be_taken_again():
+    buffer = buffer_with(1, 1)
+    begun(buffer)
+    ready(buffer, 0)
+    taken(buffer)
+    buffer.rewind(1)  # nothing to do
+    for batch in (2, -1):
+        with pytest.raises(ValueError, match=rf"rewind\({batch}\): the batches that can be taken next are 0 to 1"):
+            buffer.rewind(batch)
+
+
 # --- Random histories ------------------------------------------------------------------------------------------------
 
 

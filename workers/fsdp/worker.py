@@ -54,11 +54,23 @@ class FSDPTrainWorker(PolicyTrainWorker):
         """See `ModelWorker.make_empty_model`."""
         return self.make_model(hf_config, empty=True)
 
+    reshards = True
+
     @property
-    def replicas(self) -> list[int]:
-        """See `ModelWorker.replicas`: the ranks of the same shard, with HSDP."""
-        shard = self.args.fsdp_shard_size or self.world_size
-        return list(range(self.rank % shard, self.world_size, shard))
+    def shards(self) -> int:
+        """See `ModelWorker.shards`."""
+        return self.args.fsdp_shard_size or self.world_size
+
+    @property
+    def shard(self) -> int:
+        """See `ModelWorker.shard`: ranks of different replicas have the same one, with HSDP."""
+        return self.rank % self.shards
+
+    @property
+    def dp_replica(self) -> tuple[int, int]:
+        """See `Worker.dp_replica`: without HSDP each rank can leave alone."""
+        size = (self.args.fsdp_shard_size if "args" in vars(self) else None) or 1
+        return self.rank // size, self.world_size // size
 
     @property
     def dp_group(self) -> Any:
@@ -67,5 +79,8 @@ class FSDPTrainWorker(PolicyTrainWorker):
 
     def get_parallel_config(self) -> dict[str, int]:
         """See `TrainWorker.get_parallel_config`."""
-        shard = self.args.fsdp_shard_size or self.world_size
-        return {**super().get_parallel_config(), "shard_size": shard, "replicas": self.world_size // shard}
+        return {
+            **super().get_parallel_config(),
+            "shard_size": self.shards,
+            "replicas": self.world_size // self.shards,
+        }

@@ -87,10 +87,31 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         """See `ModelWorker.make_empty_model`."""
         return self.make_model(hf_config, empty=True)
 
+    # The ranks are ordered by tp, then dp, then pp. Computed here, because the state is needed while megatron is not
+    # initialized.
+
     @property
-    def replicas(self) -> list[int]:
-        """See `ModelWorker.replicas`: the dp ranks, unless they share the optimizer state."""
-        return [self.rank] if self.args.use_distributed_optimizer else dist.get_process_group_ranks(self.dp_group)
+    def shards(self) -> int:
+        """See `ModelWorker.shards`: the dp ranks have the same state, unless they share that of the optimizer."""
+        model_parallel: int = self.args.tensor_model_parallel_size * self.args.pipeline_model_parallel_size
+        return self.world_size if self.args.use_distributed_optimizer else model_parallel
+
+    @property
+    def shard(self) -> int:
+        """See `ModelWorker.shard`."""
+        if self.args.use_distributed_optimizer:
+            return self.rank
+        tp, stage = self.args.tensor_model_parallel_size, self.world_size // self.args.pipeline_model_parallel_size
+        return int(self.rank % tp + tp * (self.rank // stage))
+
+    @property
+    def dp_replica(self) -> tuple[int, int]:
+        """See `Worker.dp_replica`."""
+        if "args" not in vars(self):
+            return super().dp_replica
+        tp, pp = self.args.tensor_model_parallel_size, self.args.pipeline_model_parallel_size
+        count = self.world_size // (tp * pp)
+        return self.rank // tp % count, count
 
     @property
     def dp_group(self) -> Any:

@@ -9,52 +9,23 @@ import copy
 import math
 import threading
 import time
-from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from workers.rollout.flat_filter import FlatFilter
+from workers.rollout.sample_group import Batch, Begun, Group, Taken
+from workers.rollout.updates import Updates
 
 OnStale = Literal["wait", "drop", "train"]
 Order = Literal["fifo", "window"]
 _Convert = Callable[[Any], Any]
 
+KNOWN_BATCHES = 256
+"""How many batches `SampleBuffer.rewind` can go back."""
+
 COUNTS = ["arrived", "taken", "filtered", "dropped", "given_back", "interrupted"]
 COUNTS += ["arrived_tokens", "taken_tokens", "dropped_tokens", "wait_seconds"]
-
-
-class Begun(NamedTuple):
-    """A group to generate: its number, and the partial completions to continue; None begins with the prompt alone."""
-
-    number: int
-    partial: Any
-
-
-class Taken(NamedTuple):
-    """A group to train on: its number, and what `SampleBuffer.put` got."""
-
-    number: int
-    payload: Any
-
-
-@dataclass(slots=True)
-class _Group:
-    """A group that has begun, and is neither taken nor filtered.
-
-    Attributes:
-        state: "pending" waits to begin again.
-        update: how many updates with new weights had come when its oldest token was generated, or, in flight, when it
-            began; None while it has no tokens.
-        data: the payload of a ready group, the partial completions of a pending one.
-        tokens: generated tokens in ``data``.
-    """
-
-    state: Literal["pending", "in flight", "ready"] = "pending"
-    update: int | None = None
-    data: Any = None
-    tokens: int = 0
 
 
 class SampleBuffer:
@@ -66,8 +37,8 @@ class SampleBuffer:
     since the weights that generated its oldest token.
 
     A payload is anything, usually a reference to the object store: the buffer keeps at most
-    ``groups_per_batch * update_interval * (max_staleness + 1)`` groups, and drops its reference when a group is taken,
-    filtered or dropped.
+    ``groups_per_batch * update_interval * (max_staleness + 1)`` groups and those of the last ``keep_batches`` batches,
+    and drops its reference when a group is filtered or dropped.
 
     Args:
         groups_per_batch: groups that `take` returns.
@@ -82,9 +53,12 @@ class SampleBuffer:
         num_batches: batches of the run. No group begins that would be in a later one. None: no end.
         max_filtered: how many flat groups (see `put`) may be filtered for each ``groups_per_batch`` groups that are
             kept, in order of number; further ones are kept. None: no limit.
+        keep_batches: how many batches that were taken are kept, so that `rewind` need not generate them again. Twice
+            ``peer_snapshot_interval`` if the trainer takes snapshots.
 
     Attributes:
         version: the version in force; None before the first `set_version`. Read only, as ``batches``.
+        keep_batches: see above; may be raised at any time.
         batches: number of batches taken, and so the number of the next one.
 
     Raises:
@@ -102,9 +76,10 @@ class SampleBuffer:
         update_interval: int = 1,
         num_batches: int | None = None,
         max_filtered: int | None = None,
+        keep_batches: int = 0,
     ) -> None:
         needed = [("groups_per_batch", groups_per_batch, 1), ("max_staleness", max_staleness, 0)]
-        needed += [("update_interval", update_interval, 1)]
+        needed += [("update_interval", update_interval, 1), ("keep_batches", keep_batches, 0)]
         optional = [("window", window, 1), ("num_batches", num_batches, 0), ("max_filtered", max_filtered, 0)]
         for name, value, least in (*needed, *(one for one in optional if one[1] is not None)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -120,6 +95,7 @@ class SampleBuffer:
         self.window = 0 if order == "fifo" else window or 2 * groups_per_batch
         self.update_interval = update_interval
         self.num_batches = math.inf if num_batches is None else num_batches
+        self.keep_batches = keep_batches
         self.version: int | None = None
         self.batches = 0
 
@@ -127,17 +103,16 @@ class SampleBuffer:
         """Its lock protects all attributes below, `version` and `batches`; methods whose names begin with _ are called
         with it held. No other lock is taken and no function of the caller is called under it. Notified when `take` may
         have become possible, or has to raise."""
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         """In order of number: numbers enter in order, and a group that begins again keeps its place."""
         self._pending: set[int] = set()
         self._cursor = 0
         """The lowest number that has never begun."""
-        self._out: list[int] = []
-        """Numbers of the batch that was taken last."""
+        self._taken: deque[Batch] = deque(maxlen=KNOWN_BATCHES)
+        """The batches that were taken, the last one at the end."""
         self._interval = 0
         """``batches // update_interval`` at the last update."""
-        self._updates: list[int] = []
-        """The versions with which new weights came, ascending."""
+        self._updates = Updates()
         self._filter = FlatFilter(groups_per_batch, max_filtered)
         self._error: BaseException | None = None
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
@@ -164,13 +139,13 @@ class SampleBuffer:
                 return None
             if number == self._cursor:
                 self._cursor += 1
-                self._groups[number] = _Group()
+                self._groups[number] = Group()
             group = self._groups[number]
             if self._too_old(group, self._updates_before(batch)):
                 self._drop(number)  # a partial completion that cannot be trained in time
             self._pending.discard(number)
             if group.update is None:
-                group.update = len(self._updates)
+                group.update = self._updates.count
             partial, group.data, group.state = group.data, None, "in flight"
             return Begun(number, partial)
 
@@ -197,9 +172,8 @@ class SampleBuffer:
             raise ValueError(f"group {number}: versions={versions!r}; expected (lowest, highest), both at least 0")
         with self._changed:
             group = self._in_flight(number)
-            stale = 0 if versions is None else self.staleness(versions[0])
             group.state, group.data, group.tokens = "ready", payload, tokens
-            group.update = len(self._updates) - stale
+            group.update = self._updates.count if versions is None else self._updates.of(versions[0])
             self._count("arrived", tokens)
             for other in self._filter.arrive(number, flat):
                 del self._groups[other]
@@ -275,12 +249,15 @@ class SampleBuffer:
                     self._changed.wait(left)
             finally:
                 self._counts["wait_seconds"] += time.monotonic() - began
-            groups = [self._groups.pop(number) for number in chosen]
-            self._out = chosen
+            groups = {number: self._groups.pop(number) for number in chosen}
+            self._taken.append(Batch(chosen, groups, self._updates.count))
+            if len(self._taken) > self.keep_batches:
+                self._taken[-1 - self.keep_batches].groups = {}
+            self._updates.rewound = False
             self.batches += 1
-            for group in groups:
+            for group in groups.values():
                 self._count("taken", group.tokens)
-            return [Taken(number, group.data) for number, group in zip(chosen, groups, strict=True)]
+            return [Taken(number, group.data) for number, group in groups.items()]
 
     def set_version(self, version: int, *, same_weights: bool = False) -> None:
         """Say that the workers have weights of this version. No group begins before the first call.
@@ -298,17 +275,47 @@ class SampleBuffer:
                 if version < self.version:
                     raise ValueError(f"set_version({version}): version {self.version} is in force")
                 return
-            if not self._updates or not same_weights:
-                self._updates.append(version)
+            if self._updates.add(version, same_weights=same_weights):
                 self._interval = max(self._interval, self.batches // self.update_interval)
             self.version = version
             self._drop_stale()
             self._changed.notify_all()
 
     def staleness(self, version: int) -> int:
-        """How many updates with new weights came after a version. Weights that were sent again do not count."""
+        """How many updates with new weights came after a version. Weights that were sent again do not count. 0 for
+        weights that the trainer will have again after a `rewind`."""
         with self._changed:
-            return len(self._updates) - bisect_right(self._updates, version)
+            return max(0, self._updates.count - self._updates.of(version))
+
+    def rewind(self, batch: int) -> None:
+        """Take batches again, because what was trained on them is lost: the trainer has returned to an earlier rollout.
+
+        The groups of these batches are ready again, as they were, if they are among the last ``keep_batches``; else
+        they are generated again. All other groups stay. Until the next `take`, versions are those of the weights with
+        which this batch was trained, sent again. What newer weights have generated is trained when the trainer has had
+        as many updates again; until then its staleness is 0.
+
+        Args:
+            batch: number of the batch that `take` shall return next.
+
+        Raises:
+            ValueError: the batch was not taken yet, or more than `KNOWN_BATCHES` batches ago.
+        """
+        with self._changed:
+            back = self.batches - batch
+            if not 0 <= back <= len(self._taken):
+                known = f"{self.batches - len(self._taken)} to {self.batches}"
+                raise ValueError(f"rewind({batch}): the batches that can be taken next are {known}")
+            if not back:
+                return
+            for _ in range(back):
+                again = self._taken.pop()
+                self._groups |= {number: again.groups.get(number) or Group() for number in again.numbers}
+                self._pending |= set(again.numbers) - again.groups.keys()
+            self._groups = dict(sorted(self._groups.items()))
+            self.batches, self._interval = batch, batch // self.update_interval
+            self._updates.rewind(again.update)
+            self._changed.notify_all()
 
     # --- for checkpoints and logs -----------------------------------------------------------------------------------
 
@@ -329,15 +336,16 @@ class SampleBuffer:
         """
         with self._changed:
             trained = self.batches if trained is None else trained
-            out = [] if trained == self.batches else self._out
-            if trained != self.batches and (trained != self.batches - 1 or not out):
+            if not self.batches - min(1, len(self._taken)) <= trained <= self.batches:
                 raise ValueError(f"state_dict(trained={trained}): {self.batches} batches were taken")
-            groups = dict.fromkeys(out, _Group())
-            groups |= {n: _Group() if one.state == "in flight" else copy.copy(one) for n, one in self._groups.items()}
+            groups = {} if trained == self.batches else dict.fromkeys(self._taken[-1].numbers, Group())
+            groups |= {n: Group() if one.state == "in flight" else copy.copy(one) for n, one in self._groups.items()}
             state: dict[str, Any] = {"groups_per_batch": self.groups_per_batch, "batches": trained}
             state |= {"cursor": self._cursor, "filter": self._filter.state_dict()}
-            state |= {"version": self.version, "updates": self._updates[:]}
-            state |= {"update_due": not self._updates or trained // self.update_interval > self._interval}
+            updates = self._updates
+            state |= {"version": self.version, "updates": updates.state_dict(), "update": updates.count}
+            due = not updates.count or updates.behind or trained // self.update_interval > self._interval
+            state |= {"update_due": due}
         for group in groups.values():
             if materialize is not None and group.data is not None:
                 group.data = materialize(group.data)
@@ -362,21 +370,24 @@ class SampleBuffer:
         if state["groups_per_batch"] != self.groups_per_batch:
             sizes = f"{state['groups_per_batch']} groups per batch, and the buffer {self.groups_per_batch}"
             raise ValueError(f"the state has {sizes}: the numbers of prompts would change")
-        groups = {number: _Group(*saved) for number, saved in state["groups"].items()}
+        groups = {number: Group(*saved) for number, saved in state["groups"].items()}
         for group in groups.values():
             if restore is not None and group.data is not None:
                 group.data = restore(group.data)
         with self._changed:
             if flying := self._states()["in flight"]:
                 raise ValueError(f"load_state_dict(): {flying} groups are in flight; give them back first")
-            self._groups, self._cursor, self.batches, self._out = groups, state["cursor"], state["batches"], []
+            self._groups, self._cursor, self.batches = groups, state["cursor"], state["batches"]
+            self._taken.clear()
             self._pending = {number for number, group in groups.items() if group.state == "pending"}
             self._filter.load_state_dict(state["filter"])
             self._interval = self.batches // self.update_interval
             due = int(state["update_due"])
             same = (state["version"] or 0) + due
             self.version = same if version is None else version
-            self._updates = [update + self.version - same for update in state["updates"]] + [self.version] * due
+            self._updates = Updates(state["updates"], self.version - same, state.get("update"))
+            if due:
+                self._updates.add(self.version)
             self._error = None
             self._drop_stale()  # of a run with another max_staleness
             self._changed.notify_all()
@@ -397,7 +408,7 @@ class SampleBuffer:
 
     # --- with the lock held -----------------------------------------------------------------------------------------
 
-    def _in_flight(self, number: int) -> _Group:
+    def _in_flight(self, number: int) -> Group:
         group = self._groups.get(number)
         if group is None or group.state != "in flight":
             raise ValueError(f"group {number} is not in flight" + (f": it is {group.state}" if group else ""))
@@ -415,11 +426,11 @@ class SampleBuffer:
         """How many updates will come before a batch is trained."""
         return batch // self.update_interval - self._interval
 
-    def _too_old(self, group: _Group, updates: int = 0) -> bool:
+    def _too_old(self, group: Group, updates: int = 0) -> bool:
         """Whether a group would be too old after some more updates."""
         if self.on_stale == "train" or group.update is None:
             return False
-        return len(self._updates) - group.update + updates > self.max_staleness
+        return self._updates.count - group.update + updates > self.max_staleness
 
     def _drop(self, number: int) -> None:
         group = self._groups[number]

@@ -372,6 +372,12 @@ class LastCheckpoint:
         if background:
             self._background.add(Path(folder).name)
 
+    def interrupted(self, role: str) -> None:
+        """Workers have died. `exists` looks what has become of a checkpoint that was being written."""
+        if self.writing:
+            logger.warning("the %s's checkpoint that was being written may not be complete; save it again", role)
+        self.writing = False
+
     def ended(self) -> None:
         """The checkpoint that was being written is complete."""
         self._complete, self.writing = self._complete or self.writing, False

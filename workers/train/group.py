@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import ray
 
@@ -62,6 +62,8 @@ class RayTrainGroup:
             default what the ranks take.
         actor_cls: the worker class, a `TrainWorker`; by default that of ``args.train_backend``.
         standby: how many standbys the group keeps, in slots of their own: see `RayWorkerGroup`. ``pg`` must have room.
+        on_death: what `replace` does if more ranks have died than there are standbys: ``"replace"`` starts new
+            processes, ``"shrink"`` goes on with fewer data-parallel ranks, until `grow` or `restart`.
         detached: whether the workers outlive the driver; see `attach`. A pool that is passed must be detached too.
         name_prefix: distinguishes the workers' names from those of other runs in the cluster.
 
@@ -91,6 +93,7 @@ class RayTrainGroup:
         num_resources_per_node: float | None = None,
         actor_cls: type[TrainWorker] | None = None,
         standby: int = 0,
+        on_death: Literal["replace", "shrink"] = "replace",
         detached: bool = False,
         name_prefix: str = "",
     ) -> None:
@@ -106,7 +109,9 @@ class RayTrainGroup:
         self._share = num_gpus_per_actor
         if not isinstance(standby, int) or isinstance(standby, bool) or standby < 0:
             raise ValueError(f"standby={standby!r}: expected an integer of at least 0")
-        self._standby = standby
+        if on_death not in ("replace", "shrink"):
+            raise ValueError(f"on_death={on_death!r}: expected 'replace' or 'shrink'")
+        self._standby, self._on_death = standby, on_death
         self._resources = dict(resources or {})
         if num_resources_per_node is not None and not (self._resources and pg is None):
             raise ValueError(
@@ -160,8 +165,9 @@ class RayTrainGroup:
         """Take over a group that was created with ``detached=True``, after its driver has ended. The workers go on at
         the step that they are at, and load nothing. ``next_rollout_id`` is the rollout to train on next.
 
-        If workers have died, or are not all at the same step, because the driver was killed while it sent a call, the
-        workers are restarted from the last checkpoint that the group saved; see `restart`.
+        If workers have died, they are replaced, and all continue from snapshots in memory; see `replace`. Without
+        snapshots, or if the workers are not all at the same step, because the driver was killed while it sent a call,
+        they are restarted from the last checkpoint that the group saved; see `restart`.
 
         Call `set_rollout_manager` and, with a critic, `connect` again. `close` ends the workers and removes their
         placement groups, with everything else in those.
@@ -184,7 +190,7 @@ class RayTrainGroup:
         self._group, self._made = workers, workers.workers
         position = common_position(workers, timeout)
         if position is None:
-            begun = self.restart()
+            begun = (self.replace() if self.args.peer_snapshot_interval else None) or self.restart()
             self.next_rollout_id = begun[0] if begun else None
         else:
             self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
@@ -239,6 +245,7 @@ class RayTrainGroup:
             self._group.set_weight_version(self.weight_version)
             if self._rollout is not None:
                 self._rollout.introduce(self._group.set_rollout_manager)
+                self._rollout.rewind(begin[0])
             if self._pair is not None and all(group._alive for group in self._pair.groups):
                 self._pair.groups[0].connect(self._pair.groups[1])
         except BaseException:
@@ -282,45 +289,91 @@ class RayTrainGroup:
     def replace(self) -> list[int] | None:
         """Replace the ranks that have died, and continue from the latest snapshots in the memory of the ranks, which
         ``args.peer_snapshot_interval`` asks for. The other ranks keep their processes. All ranks return to the same
-        rollout. Without a complete set of snapshots, all continue from the checkpoint, as after `restart`.
+        rollout, and so do those of a connected actor or critic, whose dead ranks are replaced too. Without a complete
+        set of snapshots, all continue from the checkpoint, as after `restart`.
 
-        The rollout workers then have the weights of that rollout: if they have newer ones, or the checkpoint was
-        loaded, `update_weights` is called.
+        If the rollout workers have newer weights, or the checkpoint was loaded, `update_weights` is called. A
+        `RolloutStream` of the manager returns the batches from that rollout on once more.
 
         Returns:
             By rank, the rollout id to continue with; None if no rank was replaced, or the group was not initialized.
 
         Raises:
+            CheckpointError: the checkpoints of actor and critic are of different rollouts.
             SingleControllerError: see `RayWorkerGroup.replace`. The group is broken; call `restart`.
         """
+        return self._continue_after()
+
+    def grow(self, count: int | None = None) -> list[int] | None:
+        """Add ranks in slots that have none, such as those that ``on_death="shrink"`` has left empty. All ranks
+        continue with the next rollout, from snapshots in memory.
+
+        Args:
+            count: see `RayWorkerGroup.grow`.
+
+        Returns:
+            By rank, the rollout id to continue with; None if there is no room, or the group was not initialized.
+
+        Raises:
+            TrainArgsError: ``args.peer_snapshot_interval`` is not set, so there are no snapshots to continue from.
+            RuntimeError: the group is connected to an actor or a critic, which would have another size.
+            SingleControllerError: see `RayWorkerGroup.grow`.
+        """
         workers = self.worker_group
-        begin = replace_ranks(workers, self._with_ref, self._continue)
-        self._made = workers.workers
-        self._leave()
-        if begin is None:
-            return None
-        self._asleep, self._progress.trained = False, begin[0] - 1
-        if self._rollout is not None:
-            self._rollout.introduce(workers.set_rollout_manager)
-            if self.weight_version and self._progress.sent_after != self._progress.trained:
-                self.update_weights()
         if self._pair is not None:
+            raise RuntimeError(
+                f"grow(): the {self.role}'s group is connected to another one, which has as many ranks; call "
+                "disconnect() first, or restart() both"
+            )
+        if self._with_ref is not None:
+            if not self.args.peer_snapshot_interval:
+                raise TrainArgsError(
+                    "grow() continues from snapshots in memory: set peer_snapshot_interval. Without them, call "
+                    "save_model() and restart(), which starts all ranks"
+                )
+            workers.take_peer_snapshot()
+        return self._continue_after(lambda: workers.grow(count))
+
+    def _replace_dead(self) -> None:
+        if self._on_death == "shrink" and self._pair is None:
+            self.worker_group.replace_or_shrink()
+        else:
+            self.worker_group.replace()
+
+    def _continue_after(self, change: Callable[[], object] | None = None) -> list[int] | None:
+        groups = [self]
+        if self._pair is not None and self._with_ref is not None:
+            groups += [one for one in self._pair.groups if one is not self and one._alive and one._with_ref is not None]
+        begin = replace_ranks(groups, change)
+        self._made = self.worker_group.workers
+        self._leave()
+        if begin is not None and self._pair is not None:
             self._pair.forget()
-            if not any(group.worker_group.broken for group in self._pair.groups):
+            if len(groups) == 2:
                 self._pair.groups[0].connect(self._pair.groups[1])
         return begin
 
     def _continue(self, recovery: Recovery | None) -> list[int]:
+        """Continue from a snapshot, or else from the checkpoint."""
         workers, version = self.worker_group, self.weight_version
+        self._made = workers.workers
+        self._saved.interrupted(self.role)
         begin: list[int]
         if recovery is None:
             self._progress = Progress()
             begin = workers.init(self._args_to_continue(), self.role, self._with_ref)
             workers.set_weight_version(version)
-            return begin
-        sent = self._progress.has_sent(recovery)
-        self._progress = Progress(sent_after=recovery.rollout_id if sent else None)
-        begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
+        else:
+            sent = self._progress.has_sent(recovery)
+            self._progress = self._progress.after(recovery)
+            begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
+        self._asleep, self._progress.trained = False, begin[0] - 1
+        self._leave()
+        if self._rollout is not None:
+            self._rollout.introduce(workers.set_rollout_manager)
+            self._rollout.rewind(begin[0])
+            if self.weight_version and self._progress.sent_after is None:
+                self.update_weights()
         return begin
 
     def close(self) -> None:
@@ -393,7 +446,7 @@ class RayTrainGroup:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._ranks
+        return self._ranks if self._group is None or self._group.closed else self._group.world_size
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -416,7 +469,7 @@ class RayTrainGroup:
             raise ValueError(f"async_init(role={role!r}): this group has the role {self.role!r}")
         args = self.args if args is None else read_args(args)
         workers = self.worker_group
-        self._class.check_args(role_args(args, self.role), self._ranks, with_ref)
+        self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
         self.args, self._with_ref = args, bool(with_ref)
         self._saved, self._asleep = LastCheckpoint(), False
@@ -524,6 +577,7 @@ class RayTrainGroup:
                     self._rollout.introduce(workers.set_rollout_manager)
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
             self._leave(weight_version=version)  # before: no other update may have this version
+            self._progress.sent_after = None  # an update that fails leaves rollout workers without weights
             workers.update_weights(*((version,) if self._takes_version else ()))
             self.weight_version, self._progress.sent_after = version, self._progress.trained
 
@@ -604,7 +658,7 @@ class RayTrainGroup:
 
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
-        return f"<RayTrainGroup of {self._ranks}: {self.role}, {state}>"
+        return f"<RayTrainGroup of {self.world_size}: {self.role}, {state}>"
 
 
 def _count(name: str, number: Any) -> int:

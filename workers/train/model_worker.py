@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -79,9 +80,19 @@ class ModelWorker(TrainWorker):
         return self.make_model(hf_config)
 
     @property
-    def replicas(self) -> list[int]:
-        """The ranks with the same `TrainModel.state_tensors`, bit for bit, this one included."""
-        return [self.rank]
+    def shard(self) -> int:
+        """Number of this rank's shard of the state, of `shards`. Ranks with the same shard have the same
+        `TrainModel.state_tensors`, bit for bit."""
+        return self.rank
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of the state over all ranks, in a group of the present size."""
+        return self.world_size
+
+    reshards = False
+    """Whether each of `TrainModel.state_tensors` is sharded along dim 0, in order of the shards, or equal on all ranks.
+    Snapshots can then be restored on another number of ranks."""
 
     def seed(self, number: int) -> None:
         """Seed the random generators that the model uses in training, for dropout.
@@ -175,7 +186,7 @@ class ModelWorker(TrainWorker):
             logger.warning("peer_snapshot_interval has no effect on a single rank: no other rank could keep snapshots")
         elif self.args.peer_snapshot_interval:
             self._peers = self._new_peers()
-            self._peers.join(self.rank, self.generation, self.node_rank, self.replicas)
+            self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards))
             if with_ref:
                 self._peers.set_reference(self.backup.snapshot("ref"))
             self._snapshot(-1 if found is None else found.rollout_id)
@@ -230,9 +241,24 @@ class ModelWorker(TrainWorker):
         for kept in self._versions:
             yield from ((f"{kept}/{name}", part) for name, part in self.backup.snapshot(kept).parts.items())
 
+    def _to_restore(self, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The live tensors into which a snapshot is written with which this was kept."""
+        self._versions = dict(about["versions"])
+        for kept in self._versions:
+            if kept not in self.backup:
+                self.backup.copy(kept)  # for its memory
+        return live_tensors(self._state())
+
     def peer_snapshots(self) -> Versions:
         """See `TrainWorker.peer_snapshots`."""
-        return {} if self._peers is None else self._peers.versions()
+        if self._peers is None:
+            return {}
+        return self._peers.versions(lambda shard: self.reshards or shard[1] == self.shards)
+
+    def take_peer_snapshot(self) -> None:
+        """See `TrainWorker.take_peer_snapshot`."""
+        if self._peers is not None and self.next_rollout_id is not None:
+            self._snapshot(self.next_rollout_id - 1)
 
     def recover(self, args: Any, role: str, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:
         """See `TrainWorker.recover`."""
@@ -244,19 +270,20 @@ class ModelWorker(TrainWorker):
         self._build(self.make_empty_model)
         if self._peers is None:
             self._peers = self._new_peers()
-        snapshot, about, reference = self._peers.restore(recovery, self.rank)
+        if self._peers.generation == self.generation:  # no rank was replaced, so what arrives late would be accepted
+            self._peers.finish_sending()
+        weights = partial(live_tensors, self.model.weights())
+        shard = self.shard, self.shards
+        snapshot, about, reference = self._peers.restore(recovery, self.rank, shard, self._to_restore, weights)
         if with_ref and reference is not None:
             self.backup.put("ref", reference)
-        self._versions = dict(about["versions"])
-        for kept in self._versions:
-            self.backup.copy(kept)  # memory for what is restored now
-        write_snapshot(snapshot, live_tensors(self._state()), f"after rollout {recovery.rollout_id}")
+        write_snapshot(snapshot, self._to_restore(about), f"after rollout {recovery.rollout_id}")
         self.model.set_counters(about["counters"])
         self.optimizer_step, self.weight_version = about["optimizer_step"], about["weight_version"]
         if self._keeps_versions and current and version > self.weight_version:
             self._keep_version(version)  # as `update_weights` did with these very weights
         self.weight_version = version
-        self._peers.join(self.rank, self.generation, self.node_rank, self.replicas)
+        self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards))
         self.clear_memory()
         return recovery.rollout_id + 1
 

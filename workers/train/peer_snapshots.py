@@ -10,6 +10,9 @@ newer one is complete everywhere. So there is a common complete version at any t
 Ranks with bit-identical state (the replicas of HSDP, or Megatron's dp ranks without a distributed optimizer) are each
 other's copies. They send nothing, but compare checksums.
 
+A group may continue with another number of ranks. Snapshots of both sizes then have different numbers, and those of the
+former size are kept until the first one of the new size is complete.
+
 Threads: a "snapshot-send" thread per snapshot sends it, or computes its checksum. It ends at its deadline at the
 latest, and the next `PeerSnapshots.take` joins it. For the threads that receive, see `workers.train.block_transport`.
 The caller's thread and the receiving threads share ``_held`` and ``_generation``, under ``_lock``. No other lock is
@@ -22,8 +25,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,13 +35,25 @@ from single_controller import SingleControllerError
 from workers.device import has_cuda, host_memory
 from workers.distributed import all_or_none, gathered
 from workers.train.block_transport import Block, BlockAddress, BlockServer, checksum_of, send_block
-from workers.train.recovery import REFERENCE, Recovery, buddies, is_covered_by_replicas
-from workers.train.weight_backup import Snapshot, live_tensors, take_snapshot
+from workers.train.recovery import REFERENCE, Recovery, Taken, buddies, is_covered_by_replicas
+from workers.train.reshard import Move, moves
+from workers.train.weight_backup import Snapshot, empty_snapshot, live_tensors, take_snapshot
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20
 """What is sent to a new rank at once."""
+
+Shard = tuple[int, int]
+"""Number of a shard, and how many there are. Ranks with the same shard have the same state, bit for bit."""
+
+
+class _Found(NamedTuple):
+    """A snapshot that this rank has. The checksum is that with which another rank's has arrived; None for its own."""
+
+    header: dict[str, Any]
+    memory: torch.Tensor
+    checksum: int | None = None
 
 
 class SnapshotError(SingleControllerError, RuntimeError):
@@ -68,7 +83,7 @@ class PeerSnapshots:
         self._sent: set[int] = set()
         self._checksums: dict[int, int] = {}
         self._sending: threading.Thread | None = None
-        self._rank = 0
+        self._rank, self._ranks, self._shard = 0, 1, (0, 1)
         self._replicas: tuple[int, ...] = ()
         self._buddy: BlockAddress | None = None
         self._wards: tuple[int, ...] = ()
@@ -76,29 +91,30 @@ class PeerSnapshots:
 
     # --- life -------------------------------------------------------------------------------------------
 
-    def join(self, rank: int, generation: int, host: int, replicas: Sequence[int]) -> None:
+    def join(self, rank: int, generation: int, host: int, shard: Shard) -> None:
         """Exchange addresses, and send to the buddy what it lacks. All ranks call it.
 
         Args:
             rank: of this process.
             generation: of the group.
             host: a number of this rank's host.
-            replicas: the ranks with bit-identical state, this one included.
+            shard: of this rank.
         """
         self._give_up_sending()
         with self._lock:
             self._generation = generation
             held = {owner: set(blocks) for owner, blocks in self._held.items()}
-        said = gathered((self._server.address, host, held))
-        hosts = [other for _, other, _ in said]
-        self._rank = rank
+        said = gathered((self._server.address, host, held, shard))
+        hosts = [other for _, other, _, _ in said]
+        self._rank, self._ranks, self._shard = rank, len(said), shard
         buddy_of = buddies(hosts)
-        self._wards = tuple(owner for owner, buddy in enumerate(buddy_of) if buddy == rank)
+        self._wards = tuple(owner for owner, buddy in enumerate(buddy_of) if buddy == rank != owner)
+        replicas = [other for other, (*_, of) in enumerate(said) if of == shard]
         covered = is_covered_by_replicas(replicas, hosts)
         self._replicas = tuple(replicas) if covered else (rank,)
-        self._buddy = said[buddy_of[rank]][0]
+        self._buddy = said[buddy_of[rank]][0] if buddy_of[rank] != rank else None
         self._sent = set() if covered else set(said[buddy_of[rank]][2].get(rank, ()))
-        self._send([number for number in sorted(self._own) if number not in self._sent])
+        self._send(self._unsent())
 
     def close(self) -> None:
         """Stop receiving, and forget all snapshots. A snapshot that is being sent ends by itself."""
@@ -107,6 +123,11 @@ class PeerSnapshots:
             self._generation = -1
             self._held.clear()
         self._own.clear()
+
+    @property
+    def generation(self) -> int:
+        """The generation of the group at the last `join`; -1 before."""
+        return self._generation
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +163,7 @@ class PeerSnapshots:
             del self._headers[stale]
         self._add(number, take_snapshot(live_tensors(state), old), about)
         self._latest = number
-        self._send([one for one in sorted(self._own) if one not in self._sent])
+        self._send(self._unsent())
         return {"snapshot_wait_seconds": waited}
 
     def _agree(self) -> float:
@@ -159,6 +180,8 @@ class PeerSnapshots:
         if differ and not late:
             # Each rank comes to the same result. From now on all of them send their snapshots.
             self._replicas = (self._rank,)
+            for header in self._headers.values():
+                header["owners"] = self._replicas
             self._sent.clear()
         if not self._rank and (late or differ):
             why = f"the ranks {late} have not sent theirs" if late else f"the replicas {differ} are not bit-identical"
@@ -174,6 +197,9 @@ class PeerSnapshots:
         self._own[number] = snapshot
         self._headers[number] = {
             "owner": self._rank,
+            "owners": self._replicas,
+            "ranks": self._ranks,
+            "shard": self._shard,
             "number": number,
             "nbytes": snapshot.memory.numel(),
             "layout": snapshot.layout,
@@ -183,6 +209,11 @@ class PeerSnapshots:
         self._checksums.pop(number, None)
 
     # --- sending ----------------------------------------------------------------------------------------
+
+    def _unsent(self) -> list[int]:
+        """The snapshots of the group's present size that are not at the buddy."""
+        of_size = (number for number, header in self._headers.items() if header["ranks"] == self._ranks)
+        return sorted(number for number in of_size if number not in self._sent)
 
     def _send(self, numbers: Sequence[int]) -> None:
         self.finish_sending()
@@ -245,86 +276,203 @@ class PeerSnapshots:
 
     # --- restoring --------------------------------------------------------------------------------------
 
-    def versions(self) -> dict[int, dict[int, int]]:
-        """Return the complete snapshots that this rank has; see `workers.train.recovery.Versions`."""
-        with self._lock:
-            headers = {
-                owner: {number: block.header for number, block in blocks.items()}
-                for owner, blocks in self._held.items()
-            }
-        headers.update(dict.fromkeys(self._replicas, self._headers))
-        return {
-            owner: {number: header["about"].get("rollout_id", -1) for number, header in of_owner.items()}
-            for owner, of_owner in headers.items()
-        }
+    def versions(self, usable: Callable[[Shard], bool]) -> dict[int, dict[int, Taken]]:
+        """Return the complete snapshots that this rank has; see `workers.train.recovery.Versions`.
 
-    def restore(self, recovery: Recovery, rank: int) -> tuple[Snapshot, dict[str, Any], Snapshot | None]:
-        """Get this rank's own snapshots back from where they are. All ranks call it, in the new default process group,
-        before `join`. Newer snapshots are forgotten.
+        Args:
+            usable: whether the ranks can use a snapshot of a shard.
+        """
+        with self._lock:
+            headers = [(owner, block.header) for owner, blocks in self._held.items() for block in blocks.values()]
+        headers += [(owner, header) for header in self._headers.values() for owner in header["owners"]]
+        found: dict[int, dict[int, Taken]] = {}
+        for owner, header in headers:
+            if usable(tuple(header["shard"])):
+                taken = Taken(header["about"].get("rollout_id", -1), header["ranks"])
+                found.setdefault(owner, {})[header["number"]] = taken
+        return found
+
+    def restore(
+        self,
+        recovery: Recovery,
+        rank: int,
+        shard: Shard,
+        live: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
+        weights: Callable[[], dict[str, torch.Tensor]],
+    ) -> tuple[Snapshot, dict[str, Any], Snapshot | None]:
+        """Get this rank's shard of the snapshots from where they are. All ranks call it, in the new default process
+        group, before `join`. Newer snapshots are forgotten.
 
         Args:
             recovery: what to restore.
             rank: of this process.
+            shard: of this rank.
+            live: returns the live tensors, by name, into which a snapshot of which this was kept will be written. It is
+                only called if the state is sharded over another number of ranks now.
+            weights: likewise for the reference model's weights.
 
         Returns:
             The state, what was kept with it, and the reference model's weights.
 
         Raises:
-            SnapshotError: on all ranks: a snapshot has not arrived unchanged.
+            SnapshotError: on all ranks: a snapshot has not arrived unchanged, or cannot be sharded like this.
         """
         self._give_up_sending()
         with self._lock:
             self._generation = -1  # what is still arriving may have a number that will be given again
+        shards, latest = zip(*gathered((shard, self._latest)), strict=True)
+        number = recovery.number
+        resized = len(shards) != len(recovery.sources)
         with all_or_none(SnapshotError, "the snapshots could not be restored"):
-            wrong = self._exchange(rank, recovery.number, recovery.sources)
-            wrong += self._exchange(rank, REFERENCE, recovery.references)
+            wrong: list[str] = []
+            state, about = self._bring(number, recovery.sources, rank, shards, live, wrong)
+            reference = None
+            if recovery.references:
+                reference, _ = self._bring(REFERENCE, recovery.references, rank, shards, lambda about: weights(), wrong)
             if wrong:
                 raise SnapshotError("; ".join(wrong))
-        number = recovery.number
         with self._lock:
             for blocks in self._held.values():
                 for newer in [known for known in blocks if known > number]:
                     del blocks[newer]
         for other in [known for known in self._own if known not in (number, REFERENCE)]:
             del self._own[other], self._headers[other]
-        self._latest = self._committed = number
-        return self._own[number], self._headers[number]["about"], self._own.get(REFERENCE)
+        self._rank, self._ranks, self._shard = rank, len(shards), shard
+        self._replicas = tuple(other for other, of in enumerate(shards) if of == shard)
+        self._committed = number
+        # The snapshots of another size are of use until the first one of this size is complete.
+        self._latest = 1 + max(known for known in latest if known is not None) if resized else number
+        if self._latest not in self._own:
+            self._add(self._latest, state, about)
+        if reference is not None and (resized or REFERENCE not in self._own):
+            self._add(REFERENCE, reference, {})
+        return state, about, reference
 
-    def _exchange(self, rank: int, number: int, sources: Sequence[int]) -> list[str]:
-        """Send snapshots to the ranks that lack theirs. Returns what went wrong, after all have sent."""
-        wrong = []
-        for owner, source in enumerate(sources):  # in the same order on all ranks, so that none waits in a circle
-            if source == owner:
-                continue
+    def _bring(
+        self,
+        number: int,
+        sources: Sequence[int],
+        rank: int,
+        shards: Sequence[Shard],
+        live: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
+        wrong: list[str],
+    ) -> tuple[Snapshot, dict[str, Any]]:
+        """Bring each rank its shard of a snapshot. All ranks come to the same plan, and transfer in the same order, so
+        that none waits in a circle. What went wrong is noted, and raised after all have transferred."""
+        mine = {owner: self._find(owner, number) for owner, source in enumerate(sources) if source == rank}
+        said = gathered({owner: tuple(one.header["shard"]) for owner, one in mine.items()})
+        shard_of: dict[int, Shard] = {owner: shard for part in said for owner, shard in part.items()}
+        if shard_of[0][1] != shards[0][1]:
+            return self._reshard(sources, rank, shards, mine, shard_of, live, wrong)
+        found: tuple[Snapshot, dict[str, Any]] | None = None
+        for to, shard in enumerate(shards):
+            same = [owner for owner in range(len(sources)) if shard_of[owner] == shard]
+            # With the same number of ranks each gets what was its own. Otherwise best what it has.
+            owner = to if len(sources) == len(shards) else next((o for o in same if sources[o] == to), same[0])
+            source = sources[owner]
             if rank == source:
-                self._give(self._block(owner, number), owner)
-            elif rank == owner:
-                header, memory, checksum = _receive(source)
-                if checksum_of(memory) != checksum:
-                    wrong.append(f"the snapshot of rank {owner} has not arrived unchanged from rank {source}")
-                self._own[number] = Snapshot.of(memory, header["layout"])
-                self._headers[number] = {**header, "owner": rank}
-        return wrong
+                one = mine[owner]
+                if rank == to:
+                    found = Snapshot.of(one.memory, one.header["layout"]), one.header["about"]
+                else:
+                    _send(one.memory, to, one.header, one.checksum)
+            elif rank == to:
+                memory, header = _receive(source, f"the snapshot of rank {owner}", wrong)
+                found = Snapshot.of(memory, header["layout"]), header["about"]
+        if found is None:
+            raise SnapshotError(f"no rank has a snapshot for rank {rank}")
+        return found
 
-    def _block(self, owner: int, number: int) -> Block:
+    def _reshard(
+        self,
+        sources: Sequence[int],
+        rank: int,
+        shards: Sequence[Shard],
+        mine: Mapping[int, _Found],
+        shard_of: Mapping[int, Shard],
+        live: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
+        wrong: list[str],
+    ) -> tuple[Snapshot, dict[str, Any]]:
+        """`_bring`, if there is another number of shards now."""
+        owner_of: dict[int, int] = {number: owner for owner, (number, _) in sorted(shard_of.items(), reverse=True)}
+        said = gathered(
+            {
+                number: ({name: tuple(shape) for name, _, shape, _ in one.header["layout"]}, one.header["about"])
+                for number, owner in owner_of.items()
+                if (one := mine.get(owner)) is not None
+            }
+        )
+        before = {number: known for part in said for number, known in part.items()}
+        about: dict[str, Any] = before[0][1]
+        tensors = live(about)
+        shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+        for (number, _), of_rank in zip(
+            shards, gathered({name: tuple(tensor.shape) for name, tensor in tensors.items()}), strict=True
+        ):
+            shapes[number] = of_rank
+        try:
+            plan: dict[tuple[int, int], list[Move]] = {}
+            for move in moves([before[k][0] for k in sorted(before)], [shapes[k] for k in sorted(shapes)]):
+                plan.setdefault((move.source, move.target), []).append(move)
+        except ValueError as error:
+            raise SnapshotError(str(error)) from error
+        snapshot = empty_snapshot(tensors)
+        snapshot.memory.zero_()
+        for to, (target, _) in enumerate(shards):
+            for number in sorted(before):
+                part, owner = plan.get((number, target), ()), owner_of[number]
+                source = sources[owner]
+                if not part or rank not in (source, to):
+                    continue
+                if rank == source:
+                    old = Snapshot.of(mine[owner].memory, mine[owner].header["layout"])
+                    packed = torch.cat([_bytes(_rows(old.parts[one.name], one.source_row, one.rows)) for one in part])
+                    if to != rank:
+                        _send(packed, to, {"nbytes": packed.numel()})
+                        continue
+                else:
+                    packed, _ = _receive(source, f"rows of the snapshot of rank {owner}", wrong)
+                _unpack(packed, [_rows(snapshot.parts[one.name], one.target_row, one.rows) for one in part])
+        return snapshot, about
+
+    def _find(self, owner: int, number: int) -> _Found:
         with self._lock:
             held = self._held.get(owner, {}).get(number)
         if held is not None:
-            return held
-        memory = self._own[number].memory
-        return Block(self._headers[number], memory, checksum_of(memory))
-
-    def _give(self, block: Block, to: int) -> None:
-        dist.send_object_list([(block.header, block.checksum)], dst=to, device=torch.device("cpu"))
-        for part in block.memory.split(CHUNK_BYTES):
-            dist.send(part, dst=to)
+            return _Found(held.header, held.memory, held.checksum)
+        return _Found(self._headers[number], self._own[number].memory)
 
 
-def _receive(source: int) -> tuple[dict[str, Any], torch.Tensor, int]:
+def _rows(tensor: torch.Tensor, begin: int, rows: int | None) -> torch.Tensor:
+    return tensor if rows is None else tensor[begin : begin + rows]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _unpack(packed: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    begin = 0
+    for tensor in into:  # views of a snapshot: contiguous
+        target = _bytes(tensor)
+        target.copy_(packed[begin : begin + target.numel()])
+        begin += target.numel()
+
+
+def _send(memory: torch.Tensor, to: int, header: Mapping[str, Any], checksum: int | None = None) -> None:
+    checksum = checksum_of(memory) if checksum is None else checksum
+    dist.send_object_list([(dict(header), checksum)], dst=to, device=torch.device("cpu"))
+    for part in memory.split(CHUNK_BYTES):
+        dist.send(part, dst=to)
+
+
+def _receive(source: int, what: str, wrong: list[str]) -> tuple[torch.Tensor, dict[str, Any]]:
     said: list[Any] = [None]
     dist.recv_object_list(said, src=source, device=torch.device("cpu"))
     header, checksum = said[0]
     memory = host_memory(header["nbytes"], pinned=has_cuda())
     for part in memory.split(CHUNK_BYTES):
         dist.recv(part, src=source)
-    return header, memory, checksum
+    if checksum_of(memory) != checksum:
+        wrong.append(f"{what} has not arrived unchanged from rank {source}")
+    return memory, header

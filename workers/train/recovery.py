@@ -5,13 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 REFERENCE = -1
 """Number of the snapshot of the reference model's weights, which never change. Those of the state count from 0."""
 
-Versions = Mapping[int, Mapping[int, int]]
-"""The complete snapshots that a rank has in its memory: rank whose shard it is -> number -> id of the rollout after
-which it was taken, -1 before the first."""
+
+class Taken(NamedTuple):
+    """What is known of a complete snapshot.
+
+    Attributes:
+        rollout_id: of the rollout after which it was taken; -1 before the first.
+        ranks: how many ranks took it. The group may have had another size than now. A number is never used for two
+            sizes.
+    """
+
+    rollout_id: int
+    ranks: int
+
+
+Versions = Mapping[int, Mapping[int, Taken]]
+"""The complete snapshots that a rank has in its memory: rank whose shard it was -> number of the snapshot -> more."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,7 @@ class Recovery:
         number: of the snapshot. All ranks have taken the snapshots of one number after the same step, and the first
             one when they were initialized.
         rollout_id: of the rollout after which it was taken.
-        sources: by rank whose shard it is, a rank that has it: that rank itself, if it has lived on.
+        sources: by rank whose shard it was, a rank that has it now.
         references: likewise for the reference model's weights; empty if there is no reference model.
     """
 
@@ -33,27 +47,27 @@ class Recovery:
 
 
 def choose_recovery(
-    versions: Sequence[Versions], *, ranks: int | None = None, with_ref: bool = False
+    versions: Sequence[Versions], *, with_ref: bool = False, newest: int | None = None
 ) -> Recovery | None:
     """Choose the newest snapshot that every rank's shard can be restored from.
 
     Args:
         versions: by rank, what it has. A new rank has nothing.
-        ranks: number of ranks whose shards there must be; by default as many as there are ranks.
         with_ref: whether the reference model's weights are needed too.
+        newest: id of a rollout. Snapshots that were taken after a later one do not count.
 
     Returns:
         The choice; None if there is no such snapshot.
     """
-    owners = range(len(versions) if ranks is None else ranks)
-    references = _sources(versions, owners, REFERENCE) if with_ref else ()
-    if references is None:
+    taken = {number: taken for held in versions for of in held.values() for number, taken in of.items()}
+    reference = taken.pop(REFERENCE, None)
+    references = _sources(versions, range(reference.ranks), REFERENCE) if with_ref and reference is not None else ()
+    if references is None or (with_ref and reference is None):
         return None
-    numbers = {number for held in versions for of_owner in held.values() for number in of_owner} - {REFERENCE}
-    for number in sorted(numbers, reverse=True):
-        sources = _sources(versions, owners, number)
+    for number, (rollout_id, ranks) in sorted(taken.items(), reverse=True):
+        sources = _sources(versions, range(ranks), number) if newest is None or rollout_id <= newest else None
         if sources is not None:
-            return Recovery(number, versions[sources[0]][0][number], sources, references)
+            return Recovery(number, rollout_id, sources, references)
     return None
 
 
@@ -62,13 +76,18 @@ def _sources(versions: Sequence[Versions], owners: Collection[int], number: int)
     used = [0] * len(versions)
     found = []
     for owner in owners:
-        have = [rank for rank, held in enumerate(versions) if number in held.get(owner, ())]
+        have = [rank for rank, held in enumerate(versions) if _has(held, owner, number, len(owners))]
         if not have:
             return None
         source = owner if owner in have else min(have, key=lambda rank: (used[rank], rank))
         used[source] += source != owner
         found.append(source)
     return tuple(found)
+
+
+def _has(held: Versions, owner: int, number: int, ranks: int) -> bool:
+    taken = held.get(owner, {}).get(number)
+    return taken is not None and taken.ranks == ranks
 
 
 def buddies(hosts: Sequence[int]) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from workers.weight_sync import call_manager, receiver_groups
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutLink:
@@ -59,15 +62,26 @@ class RolloutLink:
     def recovers(self) -> bool:
         """Whether rollout workers have died that the manager's stream restarts, or has restarted since the train
         workers were told."""
-        if _is_actor(self.manager) or getattr(self.manager, "stream", None) is None:
-            return False
-        return self.outdated or not all(self.manager.group.alive())
+        return self._stream is not None and (self.outdated or not all(self.manager.group.alive()))
 
     def updating(self) -> AbstractContextManager[None]:
         """Inside, the manager's stream is paused, if it has one in this process."""
-        stream = None if _is_actor(self.manager) else getattr(self.manager, "stream", None)
-        paused: AbstractContextManager[None] = nullcontext() if stream is None else stream.updating()
+        paused: AbstractContextManager[None] = nullcontext() if self._stream is None else self._stream.updating()
         return paused
+
+    def rewind(self, rollout_id: int) -> None:
+        """Make the manager's stream, if it has one in this process, return the batch of this number next: the trainer
+        has gone back to this rollout."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.buffer.rewind(rollout_id)
+        except ValueError as error:
+            logger.warning("training goes back to rollout %d, but not the samples of the stream: %s", rollout_id, error)
+
+    @property
+    def _stream(self) -> Any:
+        return None if _is_actor(self.manager) else getattr(self.manager, "stream", None)
 
     def expect(self, version: int) -> None:
         """Make the manager reject completions of other weight versions.

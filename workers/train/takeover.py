@@ -19,6 +19,7 @@ FIELDS = (
     "_share",
     "_resources",
     "_standby",
+    "_on_death",
     "_class",
     "_takes_version",
     "_detached",

@@ -222,7 +222,7 @@ def write_snapshot(snapshot: Snapshot, live: dict[str, torch.Tensor], name: str)
 def take_snapshot(tensors: dict[str, torch.Tensor], old: Snapshot | None) -> Snapshot:
     """Take a snapshot of tensors, in the memory of an old one if it fits."""
     if old is None or not old.fits(tensors):
-        old = _allocate(tensors)
+        old = empty_snapshot(tensors)
     written: set[int] = set()
     for name, tensor in tensors.items():
         part = old.parts[name]
@@ -233,7 +233,8 @@ def take_snapshot(tensors: dict[str, torch.Tensor], old: Snapshot | None) -> Sna
     return old
 
 
-def _allocate(tensors: dict[str, torch.Tensor]) -> Snapshot:
+def empty_snapshot(tensors: dict[str, torch.Tensor]) -> Snapshot:
+    """Allocate a snapshot for tensors, without their elements."""
     begins: dict[str, int] = {}
     begin_of: dict[_Memory, int] = {}
     end = 0

@@ -214,9 +214,13 @@ class TrainWorker(Worker, ABC):
         return {}
 
     @register(Dispatch.ONE_TO_ALL)
+    def take_peer_snapshot(self) -> None:
+        """Take a snapshot now, if this worker takes any."""
+
+    @register(Dispatch.ONE_TO_ALL)
     def recover(self, args: Any, role: str, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:
-        """Create the model again after ranks were replaced, and restore snapshots instead of loading weights. Workers
-        whose `peer_snapshots` returns something implement it.
+        """Create the model again after ranks were replaced, dropped or added, and restore snapshots instead of loading
+        weights. Workers whose `peer_snapshots` returns something implement it.
 
         Args:
             args, role, with_ref: see `init`.

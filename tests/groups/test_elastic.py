@@ -1,0 +1,200 @@
+"""Groups go on with fewer ranks, and take ranks back."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from replace_workers import Lone, Member, Replica
+from test_failure import within
+
+from single_controller import (
+    GroupBrokenError,
+    PlacementError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    StartError,
+    WorkerDiedError,
+)
+from single_controller.ray.elastic import complete_replicas
+
+
+@pytest.fixture(scope="module")
+def wide(pool):
+    with RayResourcePool([4], use_gpu=False) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("members")
+
+
+@pytest.fixture(scope="module")
+def members(wide, folder):
+    with RayWorkerGroup(wide, RayClassWithInitArgs(Member, str(folder)), on_death="shrink") as group:
+        group.configure("first")
+        yield group
+
+
+@pytest.fixture
+def four(members):
+    """The group with all of its ranks."""
+    if members.broken is not None:
+        members.restart()
+    if members.world_size < 4:
+        members.grow()
+    return members
+
+
+def check_ranks(group, size):
+    """The group has that many ranks, which know it, and their collectives work."""
+    assert group.world_size == size and group.broken is None
+    assert group.total() == [size**2 * sum(range(1, size + 1))] * size
+    found = group.me()
+    assert [one["environment"][:2] for one in found] == [[str(rank), str(size)] for rank in range(size)]
+    assert {one["environment"][3] for one in found} == {str(group.master_port)}
+    return found
+
+
+def kill(group, *ranks):
+    for rank in ranks:
+        os.kill(group.status().ranks[rank].process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_group_goes_on_without_a_dead_rank_and_takes_it_back(four, victim):
+    before, generation = four.me(), four.generation
+    with pytest.raises(WorkerDiedError), within(5):
+        four.total(kill=victim, absent=[3])
+    with within(10):
+        assert four.shrink() == (victim,)
+    found = check_ranks(four, 3)
+    kept = [one for rank, one in enumerate(before) if rank != victim]
+    told = f"generation {generation + 1}"
+    assert [one["pid"] for one in found] == [one["pid"] for one in kept]
+    assert [one["history"] for one in found] == [[*one["history"], told] for one in kept]
+    assert four.shrink() == ()  # nothing to do
+    four.configure("second")
+    assert four.grow() == (3,)
+    again = check_ranks(four, 4)
+    assert [one["pid"] for one in again[:3]] == [one["pid"] for one in found]
+    told = f"generation {generation + 2}"
+    assert [one["history"][-1] for one in again] == [told] * 4
+    assert again[3]["history"] == ["constructed", "configured second", told]
+    assert four.grow() == ()  # no room
+    with pytest.raises(PlacementError, match="room for 0 ranks"):
+        four.grow(1)
+
+
+def test_policy_shrinks_at_the_next_call(four):
+    with pytest.raises(WorkerDiedError):
+        four.total(kill=1)
+    assert four.total() == [9.0 * 6] * 3
+    check_ranks(four, 3)
+
+
+def test_two_deaths_and_another_while_the_group_shrinks(four, folder):
+    before = four.me()
+    (folder / "die").touch()
+    kill(four, 1, 3)
+    with pytest.raises(WorkerDiedError):
+        four.total()
+    with within(20):
+        dropped = four.shrink()
+    assert len(dropped) == 3 and {1, 3} < set(dropped)
+    (left,) = check_ranks(four, 1)
+    assert left["pid"] == before[min({0, 1, 2, 3} - set(dropped))]["pid"]
+    four.restart()
+    check_ranks(four, 4)
+
+
+def test_living_rank_can_be_dropped_and_calls_that_run_end_before_the_group_grows(four):
+    assert four.shrink(ranks=[0]) == (0,)
+    running = four.sleep_on.remote([0, 1, 2], 0.5)
+    assert four.grow(1) == (3,)
+    assert running.result(0) == [None] * 3
+    check_ranks(four, 4)
+    with pytest.raises(GroupBrokenError, match="each of its data-parallel replicas"):
+        four.shrink(ranks=[0, 1, 2, 3])
+    check_ranks(four, 4)  # a refusal leaves it as it was
+
+
+def test_standby_is_used_before_the_group_shrinks(wide, members):
+    with RayWorkerGroup(wide[:3], RayClassWithInitArgs(Lone), collectives=False, standby=1, on_death="shrink") as group:
+        with pytest.raises(WorkerDiedError):
+            group.add(1, kill=1)
+        assert group.add(0) == [1, 0] and group.world_size == 2
+
+
+def test_group_without_collectives_grows_while_calls_run(wide, members):
+    with RayWorkerGroup(wide[:3], RayClassWithInitArgs(Lone), collectives=False) as group:
+        assert group.add(1) == [1, 1, 1]
+        with pytest.raises(WorkerDiedError):
+            group.add(1, kill=0)
+        assert group.shrink() == (0,)
+        assert group.add(0) == [2, 2]
+        ended, results = threading.Event(), []
+
+        def call():
+            while not ended.is_set():
+                results.append(group.add(0))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        try:
+            assert group.grow() == (2,)
+            time.sleep(0.1)
+        finally:
+            ended.set()
+            thread.join(10)
+        assert results[0] == [2, 2] and results[-1] == [2, 2, 0]
+        assert group.rank_and_size() == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(wide, members, tmp_path):
+    made = RayClassWithInitArgs(Lone, str(tmp_path / "fail"))
+    with RayWorkerGroup(wide[:2], made, collectives=False) as group:
+        assert group.shrink(ranks=[1]) == (1,)
+        (tmp_path / "fail").touch()
+        with pytest.raises(StartError, match="told to fail"):
+            group.grow()
+        assert group.add(1) == [1] and group.broken is None
+        (tmp_path / "fail").unlink()
+        assert group.grow() == (1,)
+        assert group.add(1) == [2, 1]
+
+
+def test_whole_replicas_are_dropped_and_added(wide, members):
+    with RayWorkerGroup(wide, RayClassWithInitArgs(Replica)) as group:
+        assert group.rows([1, 2]) == [(0, 1), (2, 2)]
+        with pytest.raises(WorkerDiedError):
+            group.total(kill=0)
+        assert group.shrink() == (0, 1)
+        check_ranks(group, 2)
+        assert group.rows([1, 2]) == [(0, 1), (0, 2)]
+        with pytest.raises(ValueError, match="positive multiple of 2"):
+            group.grow(1)
+        assert group.grow() == (2, 3)
+        check_ranks(group, 4)
+        assert group.rows([1, 2]) == [(0, 1), (2, 2)]
+        kill(group, 1, 2)
+        with pytest.raises(WorkerDiedError):
+            group.total()
+        with pytest.raises(GroupBrokenError, match="each of its data-parallel replicas has lost a rank"):
+            group.shrink()
+        assert group.replace() == (1, 2)
+        check_ranks(group, 4)
+
+
+def test_replicas_are_complete_in_all_roles():
+    assert complete_replicas({0: [(0, 4)], 1: [(1, 4)], 3: [(3, 4)]}, 4) == [0, 1, 3]
+    assert complete_replicas({0: [(0, 2)], 1: [(0, 2)], 3: [(1, 2)]}, 4) == [0, 1]
+    assert complete_replicas({0: [(0, 2)], 3: [(1, 2)]}, 4) == []
+    # One role has replicas of ranks (0, 1) and (2, 3), the other one of (0, 2) and (1, 3).
+    of = {rank: [(rank // 2, 2), (rank % 2, 2)] for rank in range(4)}
+    assert complete_replicas(of, 4) == [0, 1, 2, 3]
+    assert complete_replicas({rank: of[rank] for rank in (0, 1, 2)}, 4) == []
+    assert complete_replicas({0: [], 1: [(1, 2)]}, 2) == [1]  # a process without workers
