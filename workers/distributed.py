@@ -1,11 +1,16 @@
-"""torch.distributed among the ranks of a worker group: initialization, process groups, and errors on all ranks."""
+"""torch.distributed among the ranks of a worker group: initialization, process groups, and errors on all ranks.
+
+Threads: `initialize_distributed` starts one named "rendezvous" and joins it, unless this rank is told to leave. Then
+the thread ends with the timeout of the collectives.
+"""
 
 from __future__ import annotations
 
 import datetime
 import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +24,10 @@ if TYPE_CHECKING:
 
 
 STORE_POLL_SECONDS = 0.05
+JOIN_POLL_SECONDS = 0.05
+
+LEAVE_SECONDS = 0.5
+"""How long a rank that has to leave waits for its connections to break, which ends most of what it may wait for."""
 
 STORE_CONNECT_TIME = datetime.timedelta(seconds=1)
 """How long a rank tries to connect to a store before it asks whether it still should. torch may take three times as
@@ -59,7 +68,8 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
         worker._cleanups.append(_end_default_group)
         return
     store = dist.PrefixStore("default_pg", _new_store(worker, timeout))
-    dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout)
+    options: dict[str, Any] = {"rank": worker.rank, "world_size": worker.world_size, "timeout": timeout}
+    _unless_leaving(worker, lambda: dist.init_process_group(backend, store=store, **options))
     if "nccl" in backend and "gloo" in backend:
         _refuse_shared_devices()
 
@@ -84,7 +94,7 @@ def _new_store(worker: Worker, timeout: datetime.timedelta) -> TCPStore:
     end = time.monotonic() + timeout.total_seconds()
     while True:
         if worker._leaving:
-            raise GroupBrokenError(f"rank {worker.rank} was told to give up its rendezvous: a rank is being replaced")
+            raise _left(worker)
         try:
             socket.create_connection(address, timeout=STORE_POLL_SECONDS).close()
         except OSError:
@@ -98,6 +108,42 @@ def _new_store(worker: Worker, timeout: datetime.timedelta) -> TCPStore:
         except DistError:
             if time.monotonic() >= end:
                 raise
+
+
+def _unless_leaving(worker: Worker, join: Callable[[], None]) -> None:
+    """Join the other ranks, unless the group is having a rank replaced.
+
+    gloo connects each rank to each other. If a rank dies meanwhile, gloo waits for it until the timeout, and there is
+    no connection yet whose end would end that. So another thread joins, and is left to itself if this rank has to
+    leave. It then ends with the timeout, without any effect.
+
+    Raises:
+        GroupBrokenError: the group is having a rank replaced.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            worker._prepare_thread()
+            join()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="rendezvous", daemon=True)
+    thread.start()
+    left_at: float | None = None
+    while thread.is_alive():
+        thread.join(JOIN_POLL_SECONDS)
+        if worker._leaving:
+            left_at = left_at or time.monotonic()
+            if time.monotonic() - left_at > LEAVE_SECONDS:
+                raise _left(worker)
+    if errors:
+        raise errors[0]
+
+
+def _left(worker: Worker) -> GroupBrokenError:
+    return GroupBrokenError(f"rank {worker.rank} was told to give up its rendezvous: a rank is being replaced")
 
 
 def _end_default_group() -> None:

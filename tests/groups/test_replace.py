@@ -6,11 +6,11 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 from replace_workers import Lone, Member
 from test_failure import wait_until, within
+from torch.distributed import TCPStore
 
 from single_controller import (
     CallTimeoutError,
@@ -21,6 +21,7 @@ from single_controller import (
     SingleControllerError,
     WorkerDiedError,
 )
+from single_controller.ray.collectives import end_collectives
 from workers.distributed import initialize_distributed
 
 RANKS = 4
@@ -223,10 +224,32 @@ def test_closed_group_ends_its_standby(wide):
     assert not os.path.exists(f"/proc/{location.pid}")
 
 
+class Lonely:
+    """What `initialize_distributed` needs of a worker of rank 1, whose other rank does not come."""
+
+    rank, world_size, master_addr = 1, 2, "127.0.0.1"
+    _leaving = False
+
+    def _check_collectives(self, method):
+        pass
+
+    def _prepare_thread(self):
+        pass
+
+
+def test_a_rank_gives_up_a_process_group_in_which_another_one_is_missing():
+    worker = Lonely()
+    store = TCPStore("127.0.0.1", 0, world_size=2, is_master=True, wait_for_workers=False)
+    worker.master_port = store.port
+    threading.Timer(0.5, setattr, (worker, "_leaving", True)).start()
+    with pytest.raises(GroupBrokenError, match="rank 1 was told to give up"), within(5):
+        initialize_distributed(worker, "gloo", timeout_minutes=10)
+    end_collectives()
+
+
 def test_a_rank_gives_up_a_rendezvous_whose_first_rank_dies_while_it_connects():
     """Rank 0 listened, and died before it answered: whoever connects to its store would try for ten minutes."""
-    worker = SimpleNamespace(rank=1, world_size=2, master_addr="127.0.0.1", _leaving=False)
-    worker._check_collectives = lambda method: None
+    worker = Lonely()
 
     def answer_nobody(listening):
         for _ in range(3):

@@ -60,7 +60,7 @@ from training_kinds import Training  # noqa: E402
 
 from single_controller.ray import inspect_groups  # noqa: E402
 
-HANG = {Group: 60, Training: 60, Hosts: 150}
+HANG = {Group: 60, Training: 60, Hosts: 240}
 """Seconds after which a round that has not ended hangs. The first one of a class also starts what it kills."""
 
 START = 150
@@ -171,6 +171,8 @@ def play(cls, kinds, rng, seen, folder):
                     row = "  ".join("-" if value is None else f"{value:.2f}" for value in one[:2])
                     say(f"{sum(map(len, seen.values())):4d}  {doing:40}told, back: {row}")
                     assert not one.lost and not one.twice, f"{one.lost} prompts lost, {one.twice} trained twice"
+                if getattr(made, "restarts", 0):
+                    say(f"{made.restarts} times, a standby was lost with its host")
                 doing = "the end"
                 signal.alarm(START)
             except BaseException:

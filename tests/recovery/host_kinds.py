@@ -7,6 +7,7 @@ the memory of another host. A host that was lost joins the cluster again after t
 Ray notices after 12 s at most that a host is gone, so that an outage of 5 s is not taken for a death.
 """
 
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,10 +25,13 @@ class Hosts:
     Args:
         rng: draws moments and victims.
         folder: an empty folder.
+
+    Attributes:
+        restarts: how often the group was restarted between two rounds, because its standby was lost with its host.
     """
 
     def __init__(self, rng, folder):
-        self.rng, self.folder = rng, Path(folder)
+        self.rng, self.folder, self.restarts = rng, Path(folder), 0
         with ExitStack() as stack:
             self.cluster = stack.enter_context(cluster(3, period=1000, timeout=2000, threshold=4, cpus=CPUS))
             self.network, self.driver = self.cluster.network, self.cluster.driver
@@ -50,7 +54,7 @@ class Hosts:
         """Where the ranks and the driver are."""
         self.network.hosts[0].kill(having="host_driver", number=10)
         return self.network.hosts[0].run(
-            "python", "-m", "single_controller", "stacks", "", "--address", "10.77.0.1:6379"
+            sys.executable, "-m", "single_controller", "stacks", "", "--address", "10.77.0.1:6379"
         )
 
     # --- the kinds ------------------------------------------------------------------------------------------
@@ -76,7 +80,8 @@ class Hosts:
 
     def _victim(self):
         """A trainer that is on another host than the driver, and its host."""
-        addresses = [address for address, _ in self.driver.do("run.begin(); run.processes()", 90)]
+        self.restarts += self.driver.do("run.begin()", 120)
+        addresses = [address for address, _ in self.driver.do("run.processes()")]
         first, *others = self.network.hosts
         rank = self.rng.choice([rank for rank, address in enumerate(addresses) if address != first.address])
         return rank, next(host for host in others if host.address == addresses[rank])

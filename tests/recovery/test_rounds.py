@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rounds import Seen, shares
 from training_kinds import BATCH, SAMPLES, TRAINERS, Training
 
@@ -21,16 +20,15 @@ def line(rollout_id, before, after, first):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run after three steps, of which it has repeated the second. It has taken a fourth batch, and begun a fifth.
+    """A run after three steps, of which it has repeated the second. The buffer has a fourth batch, and a group more.
     Each rank was given half of the samples."""
     run = Training.__new__(Training)
     run.folder, run.step = tmp_path, STEPS
     run.lines = [line(k, f"state {k}", f"state {k + 1}", k * BATCH) for k in (0, 1, 1, 2)]
     digest = [f"state {STEPS}"] * TRAINERS
     run.actor = SimpleNamespace(worker_group=SimpleNamespace(digest=lambda: digest))
-    batch = torch.arange(STEPS * BATCH, (STEPS + 1) * BATCH).repeat_interleave(SAMPLES)
-    run.rows = {STEPS: {"group_ids": batch}}
-    run.held = {"batches": STEPS + 1, "cursor": (STEPS + 1) * BATCH + 1, "groups": {(STEPS + 1) * BATCH: "pending"}}
+    waiting = range(STEPS * BATCH, (STEPS + 1) * BATCH + 1)
+    run.held = {"batches": STEPS, "cursor": waiting.stop, "groups": dict.fromkeys(waiting, "ready")}
     run.stream = SimpleNamespace(buffer=SimpleNamespace(state_dict=lambda: run.held))
     return run
 
@@ -48,7 +46,7 @@ def test_steps_that_were_repeated_count_once(run):
 
 
 def test_prompts_that_are_nowhere_are_lost(run):
-    run.held["groups"].clear()
+    del run.held["groups"][STEPS * BATCH]
     assert checked(run)[2:] == (1, 1, 0)
 
 

@@ -2,13 +2,13 @@
 
 The run goes on from round to round: two FSDP ranks with a standby and a snapshot in their buddy's memory after every
 step, and two rollout workers that generate in the background. After a death of a trainer, the driver calls
-`RayTrainGroup.replace` and trains on from the rollout that it returns, on the same rows. The death of a rollout worker
-raises nothing in the driver. After each round:
+`RayTrainGroup.replace` and trains on from the rollout that it returns; the stream returns the same rows again. The
+death of a rollout worker raises nothing in the driver. After each round:
 
 - The weights and the optimizer state have learned from rollouts 0 to n-1, each once: the witnesses of the ranks say so
   (see recovery_workers.py). Rollouts on which lost weights were trained do not count.
-- Of all prompts that have begun, each is in those rollouts, in the buffer, or in rows that the driver has taken but not
-  trained: the others are lost. Those that are in two of these, or more often than they have samples, are trained twice.
+- Of all prompts that have begun, each is in those rollouts or in the buffer: the others are lost. Those that are in
+  both, or in those rollouts more often than they have samples, are trained twice.
 - A step that was taken twice from the same state led to the same state, bit for bit.
 - The other trainer has kept its process. The trainers have returned to a snapshot, one step back at most.
 
@@ -44,6 +44,9 @@ MODEL = {
     "vocab_size": 32,
     "max_position_embeddings": 64,
 }
+STANDBY = 60
+"""Seconds after which a new standby must be ready."""
+
 STEPS = 100
 """In how many steps the driver must have been told of a death."""
 
@@ -75,8 +78,8 @@ class Training:
 
     def __init__(self, rng, folder, spread=False):
         self.rng, self.folder = rng, Path(folder)
-        self.step, self.rows, self.trained, self.seconds = 0, {}, [], 0.2
-        self.save = None
+        self.step, self.trained, self.seconds = 0, [], 0.2
+        self.save, self.spread = None, spread
         args = read_args(
             {
                 "hf_config": MODEL,
@@ -118,6 +121,7 @@ class Training:
         self.stream = RolloutStream.from_args(
             args, self.manager, lambda rollout_id: [prompt(rollout_id * BATCH + index) for index in range(BATCH)]
         )
+        self.stream.buffer.keep_batches = 2  # so that a step that is repeated has the same rows
         self.warnings = Warnings()
         logging.getLogger("workers").addHandler(self.warnings)
         while self.step < 3:
@@ -202,12 +206,24 @@ class Training:
     # --- a round --------------------------------------------------------------------------------------------
 
     def begin(self):
-        """Wait until what the last round has replaced is complete."""
+        """Wait until what the last round has replaced is complete. Returns whether the group was restarted for it."""
         workers = self.actor.worker_group
-        wait(lambda: workers.standbys() and workers.standbys()[0].memory, "no standby of the trainers is ready", 60)
+        lost = False
+        if self.spread:
+            # A standby is started in the slot of the lost host at once. If Ray does not know yet that the host is
+            # gone, the standby goes with it, and the group starts no other one until ranks are replaced again.
+            wait(lambda: all(one.memory for one in workers.standbys()), "a standby has not started", STANDBY)
+            lost = not workers.standbys()
+        if lost:
+            self.actor.save_model(self.step - 1, force_sync=True)
+            self.actor.restart()
+            workers = self.actor.worker_group
+        ready = "no standby of the trainers is ready"
+        wait(lambda: [one for one in workers.standbys() if one.memory], ready, STANDBY)
         self._step()  # all snapshots that replaced trainers lack have then arrived
         (self.folder / "killed").unlink(missing_ok=True)
         self.trained.clear()
+        return lost
 
     def until_back(self, victim):
         """Train until a death was told, and a step was trained after it. Returns what was seen."""
@@ -252,10 +268,7 @@ class Training:
     def _step(self):
         rollout_id = self.step
         self.actor.update_weights()
-        if rollout_id >= self.stream.buffer.batches:  # otherwise they were taken before, and lost with the state
-            self.rows[rollout_id] = self.stream.take(timeout=30)
-            self.rows.pop(rollout_id - 3, None)
-        metrics = ray.get(self.actor.async_train(rollout_id, self.rows[rollout_id]))
+        metrics = ray.get(self.actor.async_train(rollout_id, self.stream.take(timeout=30)))
         self.trained.append((rollout_id, time.monotonic()))
         self.seconds, self.step = metrics[0]["seconds"], rollout_id + 1
         if self.save:
@@ -276,10 +289,8 @@ class Training:
             assert [line["rollout_id"] for line in trained] == list(range(self.step)), f"rank {rank}: {trained}"
             counts.update(prompt for line in trained for prompt in line["prompts"])
         buffer = self.stream.buffer.state_dict()
-        waiting = Counter({number: SAMPLES for number in buffer["groups"]})
-        for rollout_id in range(self.step, buffer["batches"]):
-            waiting.update(self.rows[rollout_id]["group_ids"].tolist())
-        counts.update(waiting)
+        assert buffer["batches"] == self.step, f"{buffer['batches']} batches were taken, {self.step} trained"
+        counts.update({number: SAMPLES for number in buffer["groups"]})
         lost = sum(counts[number] < SAMPLES for number in range(buffer["cursor"]))
         twice = sum(count > SAMPLES for count in counts.values())
         return seen._replace(lost=lost, twice=twice)
