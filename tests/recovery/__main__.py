@@ -79,8 +79,8 @@ WEIGHTS = {
     Training.trainer_and_the_one_that_replaces_it: 14,
     Training.rollout_worker_that_generates: 14,
     Training.rollout_worker_in_a_weight_update: 14,
-    Hosts.host_whose_processes_are_killed: 5,
-    Hosts.host_that_loses_its_power: 5,
+    Hosts.host_whose_processes_are_killed: 4,
+    Hosts.host_that_loses_its_power: 4,
     Hosts.host_cut_off_for_5_s: 6,
 }
 """How many rounds of 200."""
@@ -172,7 +172,7 @@ def play(cls, kinds, rng, seen, folder):
                     say(f"{sum(map(len, seen.values())):4d}  {doing:40}told, back: {row}")
                     assert not one.lost and not one.twice, f"{one.lost} prompts lost, {one.twice} trained twice"
                 if getattr(made, "restarts", 0):
-                    say(f"{made.restarts} times, a standby was lost with its host")
+                    say(f"standbys that were lost with their host: {made.restarts}")
                 doing = "the end"
                 signal.alarm(START)
             except BaseException:
