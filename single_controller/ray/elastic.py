@@ -11,13 +11,18 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from ray.exceptions import RayError
+import ray
+from ray.exceptions import RayActorError, RayError
 
 from dispatch.plan import CallPlan
+from single_controller.base.background import background
 from single_controller.base.call import DEATH_SHOWS_SECONDS, MAX_PROBED, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.engine import MAX_STACK_SECONDS, Sent
@@ -43,7 +48,8 @@ from single_controller.ray.start import (
 
 CHANGE_SECONDS = 300.0
 TRIES = 3
-"""How often ranks are replaced or dropped again because further ones have died meanwhile."""
+"""How often ranks are replaced or dropped again because further ones have died meanwhile, and how often a standby is
+started again that dies before it is ready."""
 
 logger = logging.getLogger(__name__)
 
@@ -266,6 +272,34 @@ class ElasticGroup(WorkerGroup):
             replay=lambda _: self._repeat_and_tell(left()),
         )
 
+    def _keep_standbys(self, tries: int = TRIES) -> None:
+        """Start standbys again that die before they are ready: Ray may have put one on a host that is gone, of which it
+        does not know yet. A job of `background` does that, once Ray has told the death in a thread of its own."""
+        group = weakref.ref(self)  # standbys end with the group, not the other way round
+
+        def when_prepared(standby: Standby, done: Future[Any]) -> None:
+            if isinstance(done.exception(), RayActorError):
+                background.run(lambda: again(standby))
+
+        def again(standby: Standby) -> None:
+            this = group()
+            if this is None or not this._ray.connected:
+                return
+            with this._state.sending:
+                engine = this._ray
+                if this.closed or standby not in engine.standbys:
+                    return
+                engine.standbys.remove(standby)
+                plan = this._owned_plan()
+                recruit(plan, engine, [standby.slot], plan.process.encode())
+            logger.warning("%s: a standby died before it was ready, and is started again", this.name)
+            if tries > 1:
+                this._keep_standbys(tries - 1)
+
+        for one in self._ray.standbys:
+            if not ray.wait([one.prepared], timeout=0)[0]:
+                one.prepared.future().add_done_callback(partial(when_prepared, one))
+
     def _find_dead(self) -> set[int]:
         """The ranks that have died, also those of which Ray does not know yet: an error on another rank, which a death
         has caused, may arrive earlier than the news of the death."""
@@ -314,6 +348,7 @@ class ElasticGroup(WorkerGroup):
         generation, collectives = self.generation + 1, self._collectives
         # Set at once, here and below: whatever fails from here on, the group has these actors.
         self._state.engine = fill(plan, before, chosen, encoded, generation, collectives=collectives)
+        self._keep_standbys()
         self._join(before, encoded, timeout, chosen=None if collectives else chosen)
 
     def _drop(self, kept: Sequence[int], timeout: float) -> None:

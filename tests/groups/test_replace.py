@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import ray
 from replace_workers import Lone, Member
 from test_failure import wait_until, within
 from torch.distributed import TCPStore
@@ -124,6 +125,17 @@ def test_dead_standby_is_no_obstacle_and_is_started_again(members):
     assert members.replace() == (2,)
     check_replaced(members, before, {2})
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
+
+
+def test_standby_that_dies_before_it_is_ready_is_started_again(members):
+    before = members.me()
+    die(members, kill=1)
+    members.replace()
+    (first,) = members._engine.standbys
+    ray.kill(first.actor)  # as if Ray had put it on a host that is gone
+    wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
+    assert members._engine.standbys != [first]
+    check_replaced(members, before, {1})
 
 
 def test_plans_show_what_a_standby_costs(members, wide):

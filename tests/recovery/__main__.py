@@ -171,8 +171,6 @@ def play(cls, kinds, rng, seen, folder):
                     row = "  ".join("-" if value is None else f"{value:.2f}" for value in one[:2])
                     say(f"{sum(map(len, seen.values())):4d}  {doing:40}told, back: {row}")
                     assert not one.lost and not one.twice, f"{one.lost} prompts lost, {one.twice} trained twice"
-                if getattr(made, "restarts", 0):
-                    say(f"standbys that were lost with their host: {made.restarts}")
                 doing = "the end"
                 signal.alarm(START)
             except BaseException:

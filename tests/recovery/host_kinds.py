@@ -25,13 +25,10 @@ class Hosts:
     Args:
         rng: draws moments and victims.
         folder: an empty folder.
-
-    Attributes:
-        restarts: how often the group was restarted between two rounds, because its standby was lost with its host.
     """
 
     def __init__(self, rng, folder):
-        self.rng, self.folder, self.restarts = rng, Path(folder), 0
+        self.rng, self.folder = rng, Path(folder)
         with ExitStack() as stack:
             self.cluster = stack.enter_context(cluster(3, period=1000, timeout=2000, threshold=4, cpus=CPUS))
             self.network, self.driver = self.cluster.network, self.cluster.driver
@@ -80,7 +77,7 @@ class Hosts:
 
     def _victim(self):
         """A trainer that is on another host than the driver, and its host."""
-        self.restarts += self.driver.do("run.begin()", 120)
+        self.driver.do("run.begin()", 120)
         addresses = [address for address, _ in self.driver.do("run.processes()")]
         first, *others = self.network.hosts
         rank = self.rng.choice([rank for rank, address in enumerate(addresses) if address != first.address])

@@ -206,24 +206,13 @@ class Training:
     # --- a round --------------------------------------------------------------------------------------------
 
     def begin(self):
-        """Wait until what the last round has replaced is complete. Returns whether the group was restarted for it."""
+        """Wait until what the last round has replaced is complete."""
         workers = self.actor.worker_group
-        lost = False
-        if self.spread:
-            # A standby is started in the slot of the lost host at once. If Ray does not know yet that the host is
-            # gone, the standby goes with it, and the group starts no other one until ranks are replaced again.
-            wait(lambda: all(one.memory for one in workers.standbys()), "a standby has not started", STANDBY)
-            lost = not workers.standbys()
-        if lost:
-            self.actor.save_model(self.step - 1, force_sync=True)
-            self.actor.restart()
-            workers = self.actor.worker_group
         ready = "no standby of the trainers is ready"
         wait(lambda: [one for one in workers.standbys() if one.memory], ready, STANDBY)
         self._step()  # all snapshots that replaced trainers lack have then arrived
         (self.folder / "killed").unlink(missing_ok=True)
         self.trained.clear()
-        return lost
 
     def until_back(self, victim):
         """Train until a death was told, and a step was trained after it. Returns what was seen."""
