@@ -24,6 +24,11 @@ class Member(Worker):
         if not self.is_replacement:
             self._form()
 
+    @classmethod
+    def prepare_standby(cls):
+        while os.path.exists(os.environ.get("HOLD_STANDBY", "")):
+            time.sleep(0.02)
+
     def _form(self):
         initialize_distributed(self, "gloo")
         self.group = dist.new_group(list(range(self.world_size)))
