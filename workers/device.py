@@ -8,6 +8,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from single_controller import SingleControllerError
@@ -68,6 +69,24 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     else:
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(memory[begin : begin + nbytes])
+
+
+def free_host_memory() -> int:
+    """Return the bytes of host memory that this process can still get: what the kernel calls available, within the
+    limit of the container. 0 if neither is known, as on macOS."""
+    try:
+        with open("/proc/meminfo") as file:
+            free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+    folder = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # there is no limit, or it is "max"
+            free = min(free, int((folder / limit).read_text()) - int((folder / used).read_text()))
+    return max(free, 0)
 
 
 def device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:

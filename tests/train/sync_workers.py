@@ -51,6 +51,12 @@ class ToyEngine(RolloutEngine):
     def weight_shapes(self):
         return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
 
+    def weight_dtypes(self):
+        return {name: tensor.dtype for name, tensor in self.weights.items()}
+
+    def read_weights(self, names):
+        return [self.weights[name] for name in names]
+
     die_at = None
     fail_at = None
     seconds = 0.0
@@ -64,9 +70,9 @@ class Rollout(WeightReceiver):
         self.where = {name: tensor.data_ptr() for name, tensor in self.engine.weights.items()}
         self.order = []
 
-    def load_bucket(self, key, bucket):
-        self.order += [name for name, _ in bucket]
-        super().load_bucket(key, bucket)
+    def take(self, key, payload):
+        self.order += [piece.name for piece in payload.pieces]
+        super().take(key, payload)
 
     @register(Dispatch.ONE_TO_ALL)
     def weights(self):
@@ -139,7 +145,7 @@ class Stage(Worker):
                 self.fail_at("pairs")
             if not here:
                 torch.distributed.barrier()
-            mine = self.sender.everywhere or number % self.world_size == self.rank
+            mine = number % self.world_size == self.rank or name in here
             mine = mine and here.get(name, self.rank) == self.rank
             if mine and name not in leave_out:
                 tensor = tensor.reshape(-1, 1) if name in reshape else tensor

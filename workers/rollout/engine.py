@@ -272,6 +272,19 @@ class RolloutEngine(ABC):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every tensor of an update. Tied weights count once, under the first name."""
 
+    def weight_dtypes(self) -> dict[str, torch.dtype] | None:
+        """Return the dtype in which the engine holds each tensor; None if it does not tell what it holds."""
+        return None
+
+    def weight_slices(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Return the parts that this engine needs of some tensors: name -> (begin, end) by dim. Whole tensors by
+        default. `load_weights` gets, and `read_weights` returns, tensors of the slice's shape."""
+        return {}
+
+    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return tensors as the engine holds them now, under the names of `weight_shapes`."""
+        raise RolloutError(f"{type(self).__name__} does not tell its weights")
+
     # --- weights of another engine --------------------------------------------------------------------------------
     #
     # A worker that was started in the place of one that died gets the weights of another worker's engine, which has the

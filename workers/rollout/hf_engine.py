@@ -130,6 +130,15 @@ class HFEngine(RequestEngine):
         """See `RolloutEngine.weight_shapes`."""
         return shapes_of(self.model)
 
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """See `RolloutEngine.weight_dtypes`."""
+        return {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+
+    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """See `RolloutEngine.read_weights`."""
+        own = self.model.state_dict()
+        return [own[name] for name in names]
+
     def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `RolloutEngine.raw_weights`. They are those of an update, in the model's dtype."""
         own = self.model.state_dict()

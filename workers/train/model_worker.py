@@ -311,7 +311,7 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("update_weights")
         if self._sender is None:
             raise RuntimeError("update_weights(): there is no rollout manager; call set_rollout_manager() first")
-        weights = self.model.hf_weights(everywhere=self._sender.everywhere)
+        weights = self.model.hf_weights()
         self._sender.send(version, weights, rank=self.rank, ranks=self.world_size)
         self.weight_version = version
         if self._keeps_versions:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from dispatch.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from workers.weight_sync.protocol import WeightSyncError, call_manager, receiver_groups
+    from workers.weight_sync.protocol import WeightSyncError
     from workers.weight_sync.receiver import WeightReceiver
+    from workers.weight_sync.receivers import call_manager, receiver_groups
     from workers.weight_sync.sender import SyncReport, WeightSender
 
 __all__ = ["SyncReport", "WeightReceiver", "WeightSender", "WeightSyncError", "call_manager", "receiver_groups"]
@@ -20,8 +21,8 @@ _HOMES = {
     "WeightReceiver": "workers.weight_sync.receiver",
     "WeightSender": "workers.weight_sync.sender",
     "WeightSyncError": "workers.weight_sync.protocol",
-    "call_manager": "workers.weight_sync.protocol",
-    "receiver_groups": "workers.weight_sync.protocol",
+    "call_manager": "workers.weight_sync.receivers",
+    "receiver_groups": "workers.weight_sync.receivers",
 }
 
 if not TYPE_CHECKING:

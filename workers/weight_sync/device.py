@@ -1,13 +1,12 @@
 """Weights that stay on the device: within one process, or between two processes that share a device.
 
-Every train rank has all the weights and serves the rollout workers on its own device: the one in its own process
-directly, others through handles to its memory (CUDA IPC handles, or shared memory if the device is the CPU).
+In each round, every train rank gets all pieces and serves the rollout workers on its own device: the one in its own
+process directly, others through handles to its memory (CUDA IPC handles, or shared memory if the device is the CPU).
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -16,74 +15,93 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from workers.device import device
-from workers.weight_sync.protocol import (
-    FlatBuffer,
-    Message,
-    OutOfStepError,
-    Pair,
-    TensorSpec,
-    Transport,
-    Update,
-    WeightSyncError,
-    copy_into,
-    sync_error,
-    tensor_specs,
-    views,
-    wait_all,
-)
+from workers.device import current_device, device
+from workers.weight_sync.buckets import FlatBuffer
+from workers.weight_sync.pieces import Header, Payload
+from workers.weight_sync.protocol import Message, Transport, Update, WeightSyncError, sync_error
+from workers.weight_sync.receivers import wait_all
 
 
 class DeviceTransport(Transport):
-    """See the module's docstring. Unless the receiver is in this process, all ranks send the same buckets together."""
-
-    everywhere = True
+    """See the module's docstring. The train ranks exchange their pieces in their own process group, round by round, so
+    that each rank can serve the receivers on its device."""
 
     def __init__(self) -> None:
         self._memory: SharedMemory | FlatBuffer | None = None
-        self._served: list[str] = []  # ids of the receivers that this rank serves, in the update of `_key`
-        self._key = ""
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        """The round, in the memory."""
+        self._served: list[str] = []
+        """Ids of the receivers that this rank serves in the update."""
 
-    def send(self, update: Update, bucket: Sequence[Pair]) -> None:
-        """See `Transport.send`."""
-        if update.receivers.neighbour is not None:
-            # The engine copies, so the tensors may change as soon as this returns.
-            update.receivers.neighbour.load_bucket(update.key, bucket)
+    def begin(self, update: Update) -> None:
+        """See `Transport.begin`."""
+        here = current_device()
+        if update.receivers.neighbour is None:
+            self._served = _served_by_this_rank(update, here)
+        if self._memory is None:
+            if here.type != "cuda" and not hasattr(os, "memfd_create"):
+                raise WeightSyncError(
+                    "transport='device' shares host memory only on Linux; use 'store', 'group' or 'disk' here"
+                )
+            self._memory = FlatBuffer(here) if here.type == "cuda" else SharedMemory()
+
+    def transfer(
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
+    ) -> None:
+        """See `Transport.transfer`. Returns when the receivers have copied the round."""
+        neighbour = update.receivers.neighbour
+        if neighbour is not None and update.ranks == 1:
+            for payload in payloads.values():
+                neighbour.take(update.key, payload)
             return
-        here = bucket[0][1].device
-        if self._key != update.key:
-            self._served, self._key = _served_by_this_rank(update, here), update.key
-        specs, nbytes = tensor_specs(bucket)
+        offers = [(rank, index, header) for rank, of_rank in enumerate(headers) for index, header in of_rank.items()]
+        flats = self._memory_for([header for *_, header in offers])
+        works = []
+        for (rank, index, header), flat in zip(offers, flats, strict=True):
+            if rank == update.rank:
+                payloads[index].copy_to(flat, header)
+            if update.ranks > 1 and header.nbytes:
+                works.append(dist.broadcast(flat, group=update.process_group, group_src=rank, async_op=True))
+        for work in works:
+            work.wait()
+        if neighbour is not None:
+            own = next(index for index, one in enumerate(update.classes) if update.rank in one.members)
+            for (_, index, header), flat in zip(offers, flats, strict=True):
+                if index == own:
+                    neighbour.take(update.key, Payload.of(header, flat))
+            return
         handles: dict[str, Any] = {}
         error: WeightSyncError | None = None
         try:
-            flat = self._take(here, nbytes)
-            copy_into(flat, specs, bucket)
             # CUDA counts how often a handle is opened, so each receiver needs a handle of its own.
-            handles = {receiver: self._handle(flat) for receiver in self._served}
-        except Exception as failed:  # not raised here, where the other ranks would wait for this one
+            handles = {receiver: self._handle() for receiver in self._served}
+        except Exception as failed:
             error = sync_error(f"train rank {update.rank} could not share its weights", failed)
 
-        def load(offers: list[tuple[dict[str, Any], bytes]]) -> None:
-            differs = next((rank for rank, (_, theirs) in enumerate(offers) if theirs != offers[0][1]), None)
-            if differs is not None:
-                raise OutOfStepError(
-                    f"train ranks 0 and {differs} sent different weights, but transport='device' needs all weights "
-                    "on every rank, in the same order. Pass the result of hf_weights(everywhere=sender.everywhere)"
-                )
-            every = {receiver: handle for theirs, _ in offers for receiver, handle in theirs.items()}
+        def load(offered: list[dict[str, Any]]) -> None:
+            every = {receiver: handle for theirs in offered for receiver, handle in theirs.items()}
+            class_of = {update.infos[one].id: index for index, of in enumerate(update.classes) for one in of.members}
+            shared = SharedRound(every, class_of, [(index, header) for _, index, header in offers])
             try:
-                wait_all(update.receivers.start("receive_weights", update.key, SharedBucket(every, nbytes, specs)))
+                wait_all(update.receivers.start("receive_weights", update.key, shared), update)
             except Exception as failed:
                 raise sync_error("the rollout workers did not load the weights", failed) from failed
 
-        # Also the barrier behind which the next bucket may overwrite the memory: rank 0 waits for every receiver.
-        update.agree("bucket", (handles, hashlib.sha256(repr(specs).encode()).digest()), error, load)
+        # Also the barrier behind which the next round may overwrite the memory: rank 0 waits for every receiver.
+        update.agree(f"shared {number}", handles, error, load)
+
+    def _memory_for(self, headers: Sequence[Header]) -> list[torch.Tensor]:
+        if self._memory is None:
+            raise WeightSyncError("no update has begun")
+        self._flat = self._memory.take(max(sum(header.nbytes for header in headers), 1))
+        return _split(self._flat, headers)
 
     def flush(self, update: Update) -> None:
-        """See `Transport.flush`: `send` has waited for every bucket. Device memory is freed until the next update,
+        """See `Transport.flush`: `transfer` has waited for every round. Device memory is freed until the next update,
         because the train ranks may be about to offload."""
+        self._flat = torch.empty(0, dtype=torch.uint8)
         if isinstance(self._memory, FlatBuffer):
             self._memory = None
             torch.cuda.ipc_collect()
@@ -96,50 +114,52 @@ class DeviceTransport(Transport):
         """See `Transport.close`."""
         self._memory = None
 
-    def _take(self, here: torch.device, nbytes: int) -> torch.Tensor:
-        if self._memory is None:
-            if here.type != "cuda" and not hasattr(os, "memfd_create"):
-                raise WeightSyncError(
-                    "transport='device' shares host memory only on Linux; use 'store', 'group' or 'disk' here"
-                )
-            self._memory = FlatBuffer(here) if here.type == "cuda" else SharedMemory()
-        return self._memory.take(max(nbytes, 1))
-
-    def _handle(self, flat: torch.Tensor) -> Any:
+    def _handle(self) -> Any:
         if isinstance(self._memory, SharedMemory):
             return self._memory.path
         from torch.multiprocessing.reductions import reduce_tensor
 
-        return reduce_tensor(flat)[1]
+        return reduce_tensor(self._flat)[1]
+
+
+def _split(flat: torch.Tensor, headers: Sequence[Header]) -> list[torch.Tensor]:
+    parts, begin = [], 0
+    for header in headers:
+        parts.append(flat[begin : begin + header.nbytes])
+        begin += header.nbytes
+    return parts
 
 
 @dataclass(frozen=True)
-class SharedBucket(Message):
-    """Load a bucket from the memory of a train process on the same device.
+class SharedRound(Message):
+    """Load a round from the memory of a train process on the same device.
 
     Attributes:
         handles: by receiver id: a path of shared memory, or the arguments of torch's ``rebuild_cuda_tensor``.
-        nbytes: length of the memory.
-        specs: the tensors in it.
+        classes: of the receivers, by id.
+        offers: the payloads in the memory, one after the other: class and header.
     """
 
     handles: dict[str, Any]
-    nbytes: int
-    specs: list[TensorSpec]
+    classes: dict[str, int]
+    offers: list[tuple[int, Header]]
 
     def receive(self, receiver: Any, key: str) -> None:
         """See `Message.receive`."""
         receiver.check_update(key)
         here = device(receiver.local_rank, receiver.device_ids)
+        own, headers = self.classes[receiver.receiver_id], [header for _, header in self.offers]
         with self._opened(self.handles[receiver.receiver_id], here) as flat:
-            receiver.load_bucket(key, views(flat, self.specs))
+            for (index, header), part in zip(self.offers, _split(flat, headers), strict=True):
+                if index == own:
+                    receiver.take(key, Payload.of(header, part))
 
     @contextmanager
     def _opened(self, handle: Any, here: torch.device) -> Iterator[torch.Tensor]:
         """Open the memory on the receiver's device, which is also the current one inside. Torch keeps the current
         device per thread, and the thread that runs a method of a worker may never have selected one."""
         if isinstance(handle, str):
-            yield _mapped(handle, self.nbytes)
+            yield _mapped(handle, max(sum(header.nbytes for _, header in self.offers), 1))
             return
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -150,7 +170,7 @@ class SharedBucket(Message):
             try:
                 yield flat
             finally:
-                torch.cuda.synchronize(here)  # the sender overwrites the memory with the next bucket
+                torch.cuda.synchronize(here)  # the sender overwrites the memory with the next round
                 del flat
                 torch.cuda.ipc_collect()
 

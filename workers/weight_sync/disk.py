@@ -1,24 +1,31 @@
 """Weights through files: one folder per version, for anyone who sees the same disk.
 
-``<folder>/version-7`` has safetensors files and an index as Hugging Face writes them. It is written under another name
-and then renamed, so a folder named version-7 is complete. The last two versions are kept.
+``<folder>/version-7`` has safetensors files and an index as Hugging Face writes them. Train rank 0 creates the files,
+with their final sizes; each rank then writes its own shards to their places in them. The folder has another name until
+it is complete, so a folder named version-7 is complete. The last two versions are kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from workers.extras import require
-from workers.weight_sync.protocol import Message, Pair, Transport, Update, WeightSyncError
+from workers.weight_sync.pieces import Header, Payload, PieceSpec, pieces_of
+from workers.weight_sync.plan import Box
+from workers.weight_sync.protocol import Message, Transport, Update, WeightSyncError
 
 KEPT = 2
 """Versions that are kept on disk."""
@@ -26,6 +33,28 @@ KEPT = 2
 INDEX = "model.safetensors.index.json"
 _FINISHED = re.compile(r"version-(\d+)")
 _UNFINISHED = ".unfinished-"
+
+FILE_BYTES = 4 << 30
+"""Size of a file, unless a single tensor is larger."""
+
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+"""Safetensors' names of dtypes."""
+
+Place = tuple[str, int]
+"""Where a tensor is: name of the file, and its first byte in it."""
 
 
 class DiskTransport(Transport):
@@ -37,56 +66,66 @@ class DiskTransport(Transport):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder).absolute()
-        self._file_of: dict[str, str] = {}  # tensor name -> file, of this rank
-        self._bytes = 0
+        self._places: dict[str, Place] = {}
+        self._sent: dict[int, list[PieceSpec]] = {}
+        """On rank 0: the pieces of all train ranks in the update's files, by class."""
 
     def prepare(self, update: Update) -> str:
-        """Create the folder to write to, and remove what earlier updates left unfinished."""
+        """Create the folder and the files to write to, and remove what earlier updates left unfinished."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_unfinished()
         new = self._folder / f"{_UNFINISHED}{update.version}-{update.key}"
         new.mkdir()
+        update.shared = str(new)  # for `failed`, should what follows fail
+        for file in _files(update.tensors):
+            with open(new / file.name, "wb") as opened:
+                opened.write(file.header)
+                opened.truncate(file.nbytes)
         return str(new)
 
     def begin(self, update: Update) -> None:
         """See `Transport.begin`."""
-        self._file_of, self._bytes = {}, 0
-
-    def send(self, update: Update, bucket: Sequence[Pair]) -> None:
-        """Write a file."""
-        name = f"part-{update.rank:05d}-{len(set(self._file_of.values())):05d}.safetensors"
-        seen: set[int] = set()
-        tensors: dict[str, torch.Tensor] = {}
-        for key, tensor in bucket:
-            host = tensor.cpu().contiguous()
-            address = host.untyped_storage().data_ptr()
-            tensors[key] = host.clone() if address in seen else host  # safetensors refuses tensors that share memory
-            seen.add(address)
         if not Path(update.shared).is_dir():
             raise WeightSyncError(
                 f"train rank {update.rank} does not see {update.shared}, which train rank 0 created; all train and "
                 "rollout workers must mount the same file system there"
             )
-        require("safetensors.torch", "hf").save_file(tensors, os.path.join(update.shared, name), {"format": "pt"})
-        self._file_of |= dict.fromkeys(tensors, name)
-        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+        self._places = {name: (file.name, at) for file in _files(update.tensors) for name, at in file.places.items()}
+        self._sent = {}
 
-    def flush(self, update: Update) -> tuple[dict[str, str], int]:
-        """See `Transport.flush`."""
-        return self._file_of, self._bytes
+    def transfer(
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
+    ) -> None:
+        """Write the pieces to their places."""
+        if not update.rank:
+            for of_rank in headers:
+                for index, header in of_rank.items():
+                    self._sent.setdefault(index, []).extend(header.pieces)
+        with contextlib.ExitStack() as stack:
+            opened: dict[str, Any] = {}
+            for payload in payloads.values():
+                for spec, (tensor,) in pieces_of(payload):
+                    file, begin = self._places[spec.name]
+                    if file not in opened:
+                        opened[file] = stack.enter_context(open(Path(update.shared, file), "r+b", buffering=0))
+                    _write(opened[file].fileno(), begin, update.tensors[spec.name][0], spec.box, tensor)
 
-    def finish(self, update: Update, flushed: list[Any]) -> None:
+    def finish(self, update: Update) -> None:
         """Write the index, rename the folder, have it loaded, and remove old versions."""
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in update.tensors.values())
         index = {
-            "metadata": {"total_size": sum(size for _, size in flushed), "version": update.version},
-            "weight_map": {name: file for file_of, _ in flushed for name, file in file_of.items()},
+            "metadata": {"total_size": size, "version": update.version},
+            "weight_map": {name: file for name, (file, _) in self._places.items()},
         }
         Path(update.shared, INDEX).write_text(json.dumps(index, indent=1))
         final = self._folder / f"version-{update.version}"
         if final.exists():  # this version was sent before; a rename does not replace a folder that has files
             final.rename(self._folder / f"{_UNFINISHED}old-{update.key}")
         Path(update.shared).rename(final)  # atomic: a reader finds no folder or a complete one
-        update.receivers.call("receive_weights", update.key, WeightFolder(str(final)))
+        classes = {
+            update.infos[member].id: number for number, one in enumerate(update.classes) for member in one.members
+        }
+        update.receivers.call("receive_weights", update.key, WeightFolder(str(final), self._sent, classes))
         others = [path for path in self._folder.iterdir() if _FINISHED.fullmatch(path.name) and path != final]
         # By age, not by number: a resumed run counts from its checkpoint's version again.
         for old in sorted(others, key=lambda path: path.stat().st_mtime)[: len(others) - KEPT + 1]:
@@ -105,12 +144,20 @@ class DiskTransport(Transport):
 
 @dataclass(frozen=True)
 class WeightFolder(Message):
-    """Load the folder of a version."""
+    """Load the folder of a version.
+
+    Attributes:
+        path: of the folder.
+        pieces: what is in it, by class of receivers.
+        classes: of the receivers, by id.
+    """
 
     path: str
+    pieces: dict[int, list[PieceSpec]]
+    classes: dict[str, int]
 
     def receive(self, receiver: Any, key: str) -> None:
-        """See `Message.receive`. Tensors are read file by file, on the CPU."""
+        """See `Message.receive`. The pieces are read one by one, on the CPU."""
         receiver.check_update(key)
         folder = Path(self.path)
         if not (folder / INDEX).is_file():
@@ -118,14 +165,83 @@ class WeightFolder(Message):
                 f"rollout rank {receiver.rank} finds no weights in {folder}: train and rollout workers must mount the "
                 "same disk under the same path"
             )
-        index = json.loads((folder / INDEX).read_text())
-        for file in sorted(set(index["weight_map"].values())):
-            with require("safetensors", "hf").safe_open(str(folder / file), "pt") as opened:
-                names = opened.keys()
-                receiver.load_bucket(key, [(name, opened.get_tensor(name)) for name in names])
+        file_of = json.loads((folder / INDEX).read_text())["weight_map"]
+        safe_open = require("safetensors", "hf").safe_open
+        with contextlib.ExitStack() as stack:
+            opened: dict[str, Any] = {}
+            for spec in self.pieces[self.classes[receiver.receiver_id]]:
+                file = file_of[spec.name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(str(folder / file), "pt"))
+                index = tuple(slice(*dim) for dim in spec.box)
+                read = opened[file].get_slice(spec.name)[index] if index else opened[file].get_tensor(spec.name)
+                receiver.take(key, Payload([spec], [read]))
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the folder of the version that was written last; None if there is none."""
     found = [path for path in Path(folder).glob("version-*") if _FINISHED.fullmatch(path.name)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+class _File(NamedTuple):
+    name: str
+    header: bytes
+    places: dict[str, int]
+    """First byte of each tensor."""
+    nbytes: int
+
+
+def _files(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[_File]:
+    """Divide tensors into safetensors files."""
+    groups: list[list[str]] = []
+    filled = 0
+    # The largest elements first: then all are aligned.
+    for name, (shape, dtype) in sorted(tensors.items(), key=lambda one: -one[1][1].itemsize):
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not groups or filled + nbytes > FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    files = []
+    for number, names in enumerate(groups, 1):
+        about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        begins, end = {}, 0
+        for name in names:
+            shape, dtype = tensors[name]
+            if dtype not in _DTYPES:
+                raise WeightSyncError(f"{name!r} has dtype {dtype}, which safetensors files do not have")
+            begins[name], begin, end = end, end, end + math.prod(shape) * dtype.itemsize
+            about[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(about).encode()
+        text += b" " * (-len(text) % 8)
+        header = struct.pack("<Q", len(text)) + text
+        places = {name: len(header) + begin for name, begin in begins.items()}
+        files.append(_File(f"model-{number:05d}-of-{len(groups):05d}.safetensors", header, places, len(header) + end))
+    return files
+
+
+def _write(file: int, begin: int, shape: tuple[int, ...], box: Box, tensor: torch.Tensor) -> None:
+    """Write a box of a tensor that begins at a byte of a file. `os.pwrite` writes exactly these bytes, so ranks may
+    write side by side."""
+    host = tensor.cpu().contiguous()
+    if not host.numel():
+        return
+    # Rows of the box that follow one another in the file are written at once: those dims at the end that are whole.
+    split = len(shape)
+    while split and box[split - 1] == (0, shape[split - 1]):
+        split -= 1
+    split = max(split - 1, 0)  # a range of this dim is contiguous, too
+    flat: Any = host.view(-1).view(torch.uint8).numpy()  # memory that `os.pwrite` takes
+    strides = [math.prod(shape[dim + 1 :]) * host.itemsize for dim in range(len(shape))]
+    nbytes = math.prod(end - first for first, end in box[split:]) * host.itemsize
+    offset = begin + sum(box[dim][0] * strides[dim] for dim in range(split, len(shape)))
+    done = 0
+    for index in itertools.product(*(range(*dim) for dim in box[:split])):
+        at = offset + sum(one * stride for one, stride in zip(index, strides, strict=False))
+        left = flat[done : done + nbytes]
+        while len(left):
+            written = os.pwrite(file, left, at)
+            left, at = left[written:], at + written
+        done += nbytes

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from workers.weight_sync.protocol import (
+from workers.weight_sync.buckets import (
     BUCKET_BYTES,
     FlatBuffer,
     TensorSpec,
-    WeightSyncError,
     copy_into,
     iter_buckets,
     tensor_specs,
     views,
 )
+from workers.weight_sync.protocol import WeightSyncError
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ class PeerWeights:
                 if not header["index"]:
                     self._key, self._next = header["key"], 0
                     receiver.begin_copy(self._key, request.version)
-                receiver.load_bucket(self._key, views(block.memory, self._buckets[self._next]), raw=True)
+                receiver.load_raw(self._key, views(block.memory, self._buckets[self._next]))
                 self._next += 1
                 if self._next == len(self._buckets):
                     receiver.finish_weights(self._key)

@@ -1,16 +1,15 @@
-"""Weights through a process group of their own, beside the default one: gloo, or nccl if everyone has a CUDA device.
+"""Weights through process groups of their own, beside the default one: gloo, or nccl if everyone has a CUDA device.
 
-Every sender has a group with all receivers, created when it first has something to send. A bucket is announced by a
-call to the receivers and then broadcast.
+One group has all train ranks and the first receiver of each class. Each class of more than one receiver has another
+group. In a round, each train rank sends what it has for a class to the first receiver of it, which then broadcasts all
+of it to the others. So each byte leaves its train rank once, and a rank is in two groups at most.
 
-Turns: two senders must not broadcast at once. One receiver might handle sender A's call first and another sender B's,
-and both would wait forever. So a sender takes a ticket for each bucket, in the TCPStore in which all groups rendezvous,
-and waits until the holder of the ticket before has finished (`ProcessGroupTransport._turn`). This is the only lock of
-the module. A sender holds nothing else while it waits for its turn, and it passes the turn on if it fails. A sender
-that gives up waiting gives its ticket back, and the turn goes to the sender behind it.
+Train rank 0 alone announces rounds, to all receivers, so everyone goes through the same transfers in the same order,
+and no two wait for each other. The groups are kept until the receivers change or an update fails.
 
 Times: whatever waits here waits at most until the update's budget is used up. Messages tell the receivers how much of
-it is left, because hosts do not share a clock.
+it is left, because hosts do not share a clock. A member that fails leaves its groups. That closes its connections, and
+the others fail at once.
 
 Threads: ``weights-rendezvous`` (`_interruptible`) ends when the rendezvous succeeds or the budget is used up;
 ``weights-leave`` (`Channel.leave`) ends when gloo has closed the group's connections. Both are daemons, so neither
@@ -34,21 +33,11 @@ import torch.distributed as dist
 
 from single_controller.base.future import WorkerFuture
 from workers.device import device
+from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.device import name_of
-from workers.weight_sync.protocol import (
-    Budget,
-    FlatBuffer,
-    Message,
-    Pair,
-    TensorSpec,
-    Transport,
-    Update,
-    WeightSyncError,
-    copy_into,
-    tensor_specs,
-    views,
-    wait_all,
-)
+from workers.weight_sync.pieces import Header, Payload
+from workers.weight_sync.protocol import Budget, Message, Transport, Update, WeightSyncError
+from workers.weight_sync.receivers import wait_all
 
 T = TypeVar("T")
 
@@ -57,20 +46,19 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 _POLL_SECONDS = 0.0005
 _CHECK_SECONDS = 0.05
 _PATIENT_SECONDS = 1.0
+_SENDERS, _CLASS = "senders", "class"
 
 
 class ProcessGroupTransport(Transport):
     """See the module's docstring.
 
     Attributes:
-        groups_made: process groups that this rank has created so far.
+        groups_made: how often this rank has made its group.
     """
 
     def __init__(self) -> None:
         self._server: dist.TCPStore | None = None  # on rank 0
-        self._store: dist.TCPStore | None = None
-        self._address: tuple[str, int] | None = None
-        self._receivers: tuple[str, ...] = ()
+        self._members: Any = None
         self._channel: Channel | None = None
         self.groups_made = 0
 
@@ -83,30 +71,74 @@ class ProcessGroupTransport(Transport):
         return address, self._server.port
 
     def begin(self, update: Update) -> None:
-        """Keep the group, unless the receivers or the store have changed."""
-        receivers = tuple(info.id for info in update.infos)
-        if (self._address, self._receivers) != (update.shared, receivers):
+        """Keep the groups, unless the receivers, their classes or the store have changed."""
+        ids = tuple(info.id for info in update.infos)
+        members = (update.shared, ids, tuple(one.members for one in update.classes))
+        if self._members != members:
             self._leave()
-        if self._address != update.shared:
-            self._address, self._store = update.shared, None
-        self._receivers = receivers
+            self._members = members
+        # All ranks have a group, or all have to make one: one that has left it must not wait for the others in it.
+        if update.agree("groups", self._channel is not None, decide=all):
+            return
+        self._leave()
+        self._members = members
+        self.groups_made += 1
+        here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        backend = _backend(update, here)
+        invitation = Invitation(
+            update.key,
+            update.shared,
+            update.ranks,
+            tuple(tuple(ids[member] for member in one.members) for one in update.classes),
+            backend,
+            update.budget.left(),
+            update.budget.seconds,
+            os.environ.get(CUMEM),
+        )
+        futures = [] if update.rank else update.receivers.start("receive_weights", update.key, invitation)
+        where = here if backend == "nccl" else torch.device("cpu")
+        size = update.ranks + len(update.classes)
 
-    def send(self, update: Update, bucket: Sequence[Pair]) -> None:
-        """See `Transport.send`."""
-        specs, nbytes = tensor_specs(bucket)
-        with self._turn(update):
-            channel = self._channel or self._connect(update, bucket[0][1].device)
-            flat = channel.memory.take(nbytes)
-            copy_into(flat, specs, bucket)
-            # Announced first: the broadcast below ends only when every receiver takes part in it.
-            announced = AnnouncedBucket(update.rank, nbytes, specs, update.budget.left())
-            futures = update.receivers.start("receive_weights", update.key, announced)
-            if nbytes:
-                channel.broadcast(flat, announced.seconds, futures)
-            wait_all(futures)  # inside the turn: a receiver must be done with this call before the next sender's
+        def check() -> None:
+            _raise_failed(futures)
+            update.check_now_and_then()
+
+        try:
+            self._channel = _interruptible(
+                lambda: Channel(invitation, _SENDERS, update.rank, size, where), check, invitation.seconds
+            )
+            wait_all(futures, update)
+        except BaseException:
+            # Receivers that wait for a missing one in the rendezvous would miss the next update, too.
+            with contextlib.suppress(dist.DistError):
+                _client(update.shared, 1.0).set(invitation.given_up, "")
+            raise
+
+    def transfer(
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
+    ) -> None:
+        """See `Transport.transfer`. Returns when the round has arrived."""
+        if self._channel is None:
+            raise WeightSyncError(f"train rank {update.rank} has left the process group")
+        announced = AnnouncedRound(number, headers, update.budget.left())
+        futures = [] if update.rank else update.receivers.start("receive_weights", update.key, announced)
+        own = headers[update.rank]
+        to_class = [own[index].nbytes if index in own else 0 for index in range(len(update.classes))]
+        memory = self._channel.memory.take(sum(to_class))
+        for (index, payload), flat in zip(
+            sorted(payloads.items()), memory.split([n for n in to_class if n]), strict=True
+        ):
+            payload.copy_to(flat, own[index])
+
+        def check() -> None:
+            _raise_failed(futures)
+            update.check_now_and_then()
+
+        self._channel.exchange(memory, [0] * update.ranks + to_class, announced.seconds, check)
+        wait_all(futures, update)
 
     def flush(self, update: Update) -> None:
-        """See `Transport.flush`: `send` has waited for every bucket."""
+        """See `Transport.flush`: `transfer` has waited for every round."""
         if self._channel is not None:
             self._channel.release_memory()
 
@@ -117,136 +149,33 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         self._leave()
-        self._server = self._store = self._address = None
+        self._server = self._members = None
 
     def _leave(self) -> None:
         if self._channel is not None:
             self._channel.leave()
         self._channel = None
 
-    def _connect(self, update: Update, here: torch.device) -> Channel:
-        """Create this sender's group, together with all receivers."""
-        self.groups_made += 1
-        backend = _backend(update, here)
-        key = f"{update.key}/{update.rank}"
-        cumem = os.environ.get(CUMEM)
-        budget = update.budget
-        invitation = Invitation(
-            update.rank, key, update.shared, self._receivers, backend, budget.left(), budget.seconds, cumem
-        )
-        futures = update.receivers.start("receive_weights", update.key, invitation)
-        where = here if backend == "nccl" else torch.device("cpu")
-        try:
-            # Kept at once: if a receiver has failed all the same, `failed` leaves the group.
-            channel = self._channel = _interruptible(
-                lambda: Channel(invitation, 0, where), lambda: _raise_failed(futures), invitation.seconds
-            )
-            wait_all(futures)
-        except BaseException:
-            # Receivers that wait for a missing one in the rendezvous would miss the next update, too.
-            with contextlib.suppress(dist.DistError):
-                (self._store or _client(update.shared, 1.0)).set(invitation.given_up, "")
-            raise
-        return channel
-
-    @contextlib.contextmanager
-    def _turn(self, update: Update) -> Iterator[None]:
-        """Hold the turn: inside, no other sender of this update is sending a bucket."""
-        if update.ranks == 1:
-            yield
-            return
-        if self._store is None:
-            self._store = _client(update.shared, update.budget.left())
-        turns = _Turns(self._store, update.key)
-        left = update.budget.left()
-        mine = turns.ticket()
-        try:
-            turns.wait(mine, left)
-        except BaseException as error:
-            turns.give_back(mine)
-            if not isinstance(error, dist.DistStoreError):
-                raise
-            raise WeightSyncError(
-                f"train rank {update.rank} waited for its turn to send weights, because another train rank was sending"
-            ) from error
-        try:
-            yield
-        finally:
-            turns.give(mine + 1)
-
-
-class _Turns:
-    """Tickets of an update, in a store that all senders share. The holder of ticket 0 has the first turn.
-
-    Whoever gives ticket t its turn and whoever gives ticket t back may meet: the first of them to add to ``claims/t``
-    decides, because the store adds for one client after the other.
-
-    Args:
-        store: the store.
-        key: of the update.
-    """
-
-    def __init__(self, store: dist.Store, key: str) -> None:
-        self._store = store
-        self._key = key
-
-    def ticket(self) -> int:
-        """Take a ticket. Its holder must `wait` and then `give` the next one its turn, or `give_back`."""
-        return self._store.add(f"{self._key}/tickets", 1) - 1
-
-    def wait(self, ticket: int, seconds: float) -> None:
-        """Wait for a ticket's turn.
-
-        Raises:
-            DistStoreError: it did not come in time.
-        """
-        if ticket > 0:
-            self._store.wait([self._turn(ticket)], _delta(seconds))
-            self._delete(ticket)
-
-    def give(self, ticket: int) -> None:
-        """Give a ticket its turn, taken or not; if it was given back, the one behind it."""
-        while self._store.add(self._claims(ticket), 1) > 1:
-            self._delete(ticket)
-            ticket += 1
-        self._store.set(self._turn(ticket), "")
-
-    def give_back(self, ticket: int) -> None:
-        """Stop waiting. If the turn came after all, the next one gets it."""
-        if ticket == 0 or self._store.add(self._claims(ticket), 1) > 1:
-            self._delete(ticket)
-            self.give(ticket + 1)
-
-    def _delete(self, ticket: int) -> None:
-        for key in (self._turn(ticket), self._claims(ticket)):
-            self._store.delete_key(key)
-
-    def _turn(self, ticket: int) -> str:
-        return f"{self._key}/turn/{ticket}"
-
-    def _claims(self, ticket: int) -> str:
-        return f"{self._key}/claims/{ticket}"
-
 
 @dataclass(frozen=True)
 class Invitation(Message):
-    """Join a sender's process group.
+    """Join the process groups of an update.
 
     Attributes:
-        sender: rank of the sender among the train ranks; it has rank 0 in the group.
-        key: name of the group in the store.
+        key: name of the groups in the store.
         address: host and port of the store.
-        receivers: ids of the receivers in order; the first one has rank 1 in the group.
+        senders: number of train ranks, the first ranks of their group with the first receivers.
+        classes: ids of the receivers of each class.
         backend: "gloo" or "nccl".
         seconds: time left for the rendezvous.
         budget: time for a whole update.
-        cumem: the sender's NCCL_CUMEM_ENABLE. Both ends must allocate memory in the same way.
+        cumem: the senders' NCCL_CUMEM_ENABLE. Both ends must allocate memory in the same way.
     """
 
-    sender: int
     key: str
     address: tuple[str, int]
-    receivers: tuple[str, ...]
+    senders: int
+    classes: tuple[tuple[str, ...], ...]
     backend: str
     seconds: float
     budget: float
@@ -254,26 +183,25 @@ class Invitation(Message):
 
     @property
     def given_up(self) -> str:
-        """A key of the store that exists if the sender no longer takes part in the rendezvous."""
+        """A key of the store that exists if the senders no longer take part in the rendezvous."""
         return f"{self.key}/given up"
 
     def receive(self, receiver: Any, key: str) -> None:
-        """Join the group, and leave the previous one of the same sender."""
+        """Join, and leave the groups before."""
         receiver.check_update(key)
-        before = receiver.channels.pop(self.sender, None)
-        if before is not None:
-            before.leave()
+        while receiver.channels:
+            receiver.channels.popitem()[1].leave()
         try:
-            receiver.channels[self.sender] = self._channel(receiver)
+            self._join(receiver)
         except Exception as error:
             receiver.fail_update(
                 key,
-                f"rollout rank {receiver.rank} could not join the process group of train rank {self.sender}: "
+                f"rollout rank {receiver.rank} could not join the process group of the train ranks: "
                 f"{type(error).__name__}: {error}",
                 error,
             )
 
-    def _channel(self, receiver: Any) -> Channel:
+    def _join(self, receiver: Any) -> None:
         if self.backend == "nccl" and self.cumem is not None:
             own = os.environ.setdefault(CUMEM, self.cumem)
             if own != self.cumem:
@@ -281,7 +209,9 @@ class Invitation(Message):
                     f"{CUMEM} is {own} on this rollout worker and {self.cumem} on the train ranks. NCCL cannot connect "
                     "processes that differ in it. Set the same value with worker_env= and train_env_vars"
                 )
-        rank = 1 + self.receivers.index(receiver.receiver_id)
+        index = next(index for index, ids in enumerate(self.classes) if receiver.receiver_id in ids)
+        ids = self.classes[index]
+        rank = ids.index(receiver.receiver_id)
         where = device(receiver.local_rank, receiver.device_ids) if self.backend == "nccl" else torch.device("cpu")
         budget = Budget(self.seconds)
         store: dist.TCPStore | None = None
@@ -295,70 +225,90 @@ class Invitation(Message):
                     return
                 store = _client(self.address, budget.left())
             if store.check([self.given_up]):
-                raise WeightSyncError("the train rank has given up, because another rollout worker failed or was late")
+                raise WeightSyncError("the train ranks have given up, because one of them or a rollout worker failed")
 
-        return _interruptible(lambda: Channel(self, rank, where), check, self.seconds)
+        def join(name: str, rank: int, size: int) -> None:
+            named = f"{name} {index}" if name == _CLASS else name
+            receiver.channels[name] = _interruptible(
+                lambda: Channel(self, named, rank, size, where, index), check, budget.left()
+            )
+
+        if not rank:
+            join(_SENDERS, self.senders + index, self.senders + len(self.classes))
+        if len(ids) > 1:
+            join(_CLASS, rank, len(ids))
 
 
 @dataclass(frozen=True)
-class AnnouncedBucket(Message):
-    """Take part in the broadcast of a bucket, and load it.
+class AnnouncedRound(Message):
+    """Take part in the transfers of a round.
 
     Attributes:
-        sender: rank of the sender among the train ranks.
-        nbytes: length of the buffer.
-        specs: the tensors in it.
-        seconds: time left for the broadcast.
+        number: of the round.
+        headers: of the payloads, by train rank and class.
+        seconds: time left for it.
     """
 
-    sender: int
-    nbytes: int
-    specs: list[TensorSpec]
+    number: int
+    headers: list[dict[int, Header]]
     seconds: float
 
     def receive(self, receiver: Any, key: str) -> None:
-        """See `Message.receive`. If the broadcast fails, the receiver leaves the group."""
-        channel = receiver.channels.get(self.sender)
-        if channel is None:
+        """See `Message.receive`. If a transfer fails, the receiver leaves the groups."""
+        if not receiver.channels:
             receiver.check_update(key)
-            raise WeightSyncError(
-                f"rollout rank {receiver.rank} is not in the process group of train rank {self.sender}"
-            )
-        # The key is checked only after the broadcast: even if this receiver has given the update up, the sender and the
-        # other receivers are in the broadcast and would wait for it.
+            raise WeightSyncError(f"rollout rank {receiver.rank} is not in a process group of the train ranks")
+        # The key is checked only after the transfers: even if this receiver has given the update up, the others would
+        # wait for it.
         try:
-            flat = channel.memory.take(self.nbytes)
-            if self.nbytes:
-                channel.broadcast(flat, self.seconds)
+            payloads = self._receive(receiver)
         except BaseException:
-            # `broadcast` has left the group if it failed, but `take` has not. Without this, the group would be
-            # destroyed in this thread, which would wait for gloo.
-            receiver.channels.pop(self.sender).leave()
+            while receiver.channels:
+                receiver.channels.popitem()[1].leave()
             raise
-        receiver.load_bucket(key, views(flat, self.specs))
+        for payload in payloads:
+            receiver.take(key, payload)
+
+    def _receive(self, receiver: Any) -> list[Payload]:
+        first, others = receiver.channels.get(_SENDERS), receiver.channels.get(_CLASS)
+        channel = first or others
+        of_ranks = [of_rank.get(channel.index) for of_rank in self.headers]
+        sizes = [0 if header is None else header.nbytes for header in of_ranks]
+        memory = channel.memory.take(sum(sizes))
+        if first is not None:
+            first.exchange(memory, sizes + [0] * (first.size - len(sizes)), self.seconds, receive=True)
+        if others is not None and memory.numel():
+            others.broadcast(memory, self.seconds)
+        flats = memory.split(sizes)
+        return [Payload.of(header, flat) for header, flat in zip(of_ranks, flats, strict=True) if header is not None]
 
 
 class Channel:
-    """A process group of one sender and all receivers.
+    """A process group, and memory for what travels through it.
 
     Args:
         invitation: to the group.
-        rank: of this process in the group.
-        where: device of the broadcast buffers.
+        name: of the group.
+        rank: of this process in it.
+        size: of the group.
+        where: device of the memory.
+        index: of the class that a receiver is in.
     """
 
-    def __init__(self, invitation: Invitation, rank: int, where: torch.device) -> None:
+    def __init__(
+        self, invitation: Invitation, name: str, rank: int, size: int, where: torch.device, index: int = 0
+    ) -> None:
         self.memory = FlatBuffer(where)
+        self.size, self.index = size, index
         self._group: Any
         # A store client of its own: a failed rendezvous occupies the client until its timeout, long after everyone
         # has given up.
         store = _client(invitation.address, invitation.seconds)
-        prefixed = dist.PrefixStore(invitation.key, store)
-        size = 1 + len(invitation.receivers)
+        prefixed = dist.PrefixStore(f"{invitation.key}/{name}", store)
         if invitation.backend == "nccl":
             torch.cuda.set_device(where)  # torch keeps it per thread, and this is "weights-rendezvous"
             options = dist.ProcessGroupNCCL.Options()
-            # `broadcast` has its own timeout. torch's watchdog, which ends the process, must not fire before it.
+            # `_run` has its own timeout. torch's watchdog, which ends the process, must not fire before it.
             options._timeout = _delta(2 * invitation.budget)
             with _watchdog_reports_errors():
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
@@ -369,38 +319,70 @@ class Channel:
         self._store = store
         self._where = where
 
-    def broadcast(self, flat: torch.Tensor, seconds: float, futures: Sequence[WorkerFuture] = ()) -> None:
-        """Take part in a broadcast from rank 0.
+    def exchange(
+        self,
+        flat: torch.Tensor,
+        sizes: list[int],
+        seconds: float,
+        check: Callable[[], None] = lambda: None,
+        *,
+        receive: bool = False,
+    ) -> None:
+        """Send parts of a buffer to the members of the group, or receive them. All members call it together.
 
-        A member that fails leaves the group by dropping it. That closes its connections, and the others fail at once
-        instead of after their timeout.
+        Args:
+            flat: the parts, by member.
+            sizes: of the parts in bytes, by member.
+            seconds: how long it may take.
+            check: called again and again; what it raises ends the wait.
+            receive: whether to receive.
+
+        Raises:
+            WeightSyncError: it failed or timed out.
+            Exception: what ``check`` raised.
+        """
+        nothing, none = flat.new_empty(0), [0] * self.size
+        options = dist.AllToAllOptions()
+        options.timeout = _delta(seconds)
+        # One operation instead of single sends, because gloo's cannot be polled, and nccl runs them side by side.
+        arguments = (flat, nothing, sizes, none) if receive else (nothing, flat, none, sizes)
+        self._run(lambda: self._group.alltoall_base(*arguments, options), seconds, check)
+
+    def broadcast(self, flat: torch.Tensor, seconds: float) -> None:
+        """Take part in a broadcast from rank 0 of the group.
 
         Args:
             flat: the buffer to send, or to receive into.
             seconds: how long it may take.
-            futures: calls that must not fail for the broadcast to succeed.
 
         Raises:
             WeightSyncError: it failed or timed out.
-            Exception: a future's error.
         """
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = _delta(seconds)
+        self._run(lambda: self._group.broadcast([flat], options), seconds, lambda: None)
+
+    def _run(self, begin: Callable[[], Any], seconds: float, check: Callable[[], None]) -> None:
+        """Run an operation.
+
+        A member that fails leaves the group by dropping it. That closes its connections, and the others fail at once
+        instead of after their timeout.
+        """
         work: Any = None
         raised: Exception
         try:
-            work = self._group.broadcast([flat], options)
-            _wait_for(work, seconds, futures)
+            work = begin()
+            _wait_for(work, seconds, check)
             if self._where.type == "cuda":
                 # nccl's work completes on failure as well; only the group knows of the error.
                 torch.cuda.synchronize(self._where)
                 status = self._group.get_error().name if hasattr(self._group, "get_error") else "SUCCESS"
                 if status != "SUCCESS":
-                    raise WeightSyncError(f"a broadcast of weights failed: nccl reports {status}")
+                    raise WeightSyncError(f"a transfer of weights failed: nccl reports {status}")
             return
         except RuntimeError as error:  # gloo's and nccl's
-            raised = WeightSyncError(f"a broadcast of weights failed: {str(error).partition(chr(10))[0]}")
+            raised = WeightSyncError(f"a transfer of weights failed: {str(error).partition(chr(10))[0]}")
         except Exception as error:
             raised = error
         finally:
@@ -443,22 +425,22 @@ def _watchdog_reports_errors() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _wait_for(work: Any, seconds: float, futures: Sequence[WorkerFuture]) -> None:
-    """Wait for an operation, but stop if one of the calls that it depends on fails."""
+def _wait_for(work: Any, seconds: float, check: Callable[[], None]) -> None:
+    """Wait for an operation, but stop if ``check`` raises."""
     begun = checked = time.monotonic()
     try:
         while not work.is_completed():
             now = time.monotonic()
             if now - checked > _CHECK_SECONDS:
                 checked = now
-                _raise_failed(futures)
+                check()
             if now - begun > seconds:
-                raise WeightSyncError(f"a broadcast of weights took more than {seconds:g} s")
+                raise WeightSyncError(f"a transfer of weights took more than {seconds:g} s")
             # `work.wait()` would block until gloo's own timeout, whatever happens to the receivers.
             time.sleep(_POLL_SECONDS)
         work.wait()  # raises the operation's error
     finally:
-        del work  # see `Channel.broadcast`
+        del work  # see `Channel._run`
 
 
 def _interruptible(do: Callable[[], T], check: Callable[[], None], seconds: float) -> T:

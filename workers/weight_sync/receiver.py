@@ -7,21 +7,29 @@ most. The engine's own lock is taken inside it, never the other way round.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from dispatch.modes import Dispatch
 from dispatch.register import register
 from single_controller.base.worker import Worker
+from workers.device import free_host_memory
+from workers.weight_sync.buckets import BUCKET_BYTES, Pair, iter_buckets
 from workers.weight_sync.peer import PeerWeights
-from workers.weight_sync.protocol import Message, Pair, ReceiverInfo, WeightSyncError
+from workers.weight_sync.protocol import Finished, Message, ReceiverInfo, WeightSyncError
 
 if TYPE_CHECKING:
     import torch
+
+    from workers.weight_sync.pieces import Payload
+    from workers.weight_sync.plan import Box
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +47,12 @@ class Engine(Protocol):
 
     def abandon_update(self) -> None: ...
 
+    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]: ...
+
+    def weight_dtypes(self) -> dict[str, torch.dtype] | None: ...
+
+    def weight_slices(self) -> dict[str, Box]: ...
+
     def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]: ...
 
     def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]: ...
@@ -52,23 +66,37 @@ class _Progress:
 
     key: str
     version: int
-    missing: dict[str, tuple[int, ...]]
-    arrived: set[str] = field(default_factory=set)
+    buffered: bool = False
+    """Whether the engine learns of it only when it is complete."""
     failed: str = ""
-    copy: bool = False
-    """Whether it comes from another rollout worker."""
+    missing: dict[str, tuple[int, ...]] | None = None
+    """Of a copy from another rollout worker: the tensors that have not come."""
+    held: bool = False
+    """Whether the engine knows of it, and generates nothing."""
+    began: float = 0.0
+    """When it was told; `time.monotonic`."""
+
+    @property
+    def copy(self) -> bool:
+        """Whether it comes from another rollout worker."""
+        return self.missing is not None
 
 
 class WeightReceiver(Worker):
     """A worker whose ``engine`` takes weights. A subclass calls ``super().__init__()`` and sets ``engine``.
 
-    An update begins, brings buckets in any order and from any number of senders, and is finished. The worker has the
-    version of the last finished update. During an update, and after a failed one, it has none. The engine is told of
-    the beginning and of the end: ``finish_update``, or ``abandon_update`` when the update fails or another one begins.
+    An update begins, brings pieces of tensors in any order and from any number of senders, and is finished. The worker
+    has the version of the last finished update. With a double buffer, the engine goes on with it until the update has
+    arrived, and loads all of it at once; an update that fails before changes nothing. Without one, and from the moment
+    at which the engine begins to load, the worker has no version until the update is finished.
+
+    The engine is told of the beginning and of the end: ``finish_update``, or ``abandon_update`` when the update fails
+    or another one begins.
 
     Attributes:
         receiver_id: `ReceiverInfo.id`.
-        channels: by sender rank, what the process-group transport keeps between updates.
+        channels: process groups of the process-group transport, by name; it keeps them between updates.
+        fingerprint: of the weights in force; None if the trainer did not tell.
         peer: gives this worker's weights to others of its group, and takes theirs.
         changes: counts what ends the copies that were begun before.
     """
@@ -78,8 +106,14 @@ class WeightReceiver(Worker):
     def __init__(self) -> None:
         super().__init__()
         self.receiver_id = uuid.uuid4().hex
-        self.channels: dict[int, Any] = {}
+        self.channels: dict[str, Any] = {}
+        self.fingerprint: int | None = None
         self._version: int | None = None
+        from workers.weight_sync.arrivals import Arrivals  # imports torch, which a driver does without
+
+        self._arrivals: Arrivals = Arrivals()
+        self._base: str | None = None
+        """Key of the update whose bytes `_arrivals` has."""
         self._update: _Progress | None = None
         self._sender = ""
         self.weights_lock = threading.RLock()
@@ -97,6 +131,7 @@ class WeightReceiver(Worker):
         with self.weights_lock:
             self.peer.stop()
             self._give_up()
+            self._base = self.fingerprint = None
             if version is not None:  # complete weights that did not come as an update
                 self.engine.begin_update()
                 self.engine.finish_update(version)
@@ -114,7 +149,7 @@ class WeightReceiver(Worker):
         return self._version
 
     @register(Dispatch.ONE_TO_ALL)
-    def begin_weights(self, key: str, version: int, sender: str) -> ReceiverInfo:
+    def begin_weights(self, key: str, version: int, sender: str, double_buffer: bool | None = None) -> ReceiverInfo:
         """Begin an update. An unfinished one is given up. If the sender is another one than before, this worker leaves
         the old sender's process groups.
 
@@ -122,97 +157,191 @@ class WeightReceiver(Worker):
             key: of the update; calls with another key are rejected from now on.
             version: of the weights.
             sender: id of the sender, the same in all its updates.
+            double_buffer: whether to keep the weights in force until the update is complete; None: if there is enough
+                host memory.
         """
         from workers.weight_sync.device import device_name
 
         with self.weights_lock:
             self.peer.stop()
-            self._begin(key, version)
+            self._give_up()
+            shapes, slices = dict(self.engine.weight_shapes()), self.engine.weight_slices()
+            dtypes = self.engine.weight_dtypes()
+            buffered = self._has_room(shapes, dtypes) if double_buffer is None else double_buffer
+            self._update = _Progress(key, version, buffered)
+            self._arrivals.begin(shapes, slices, keep=buffered)
+            base = self._base if buffered and self._version is not None else None
+            self._base = None
+            if not buffered:
+                self._hold(self._update)
         if sender != self._sender:
             # Also a new id, so that no sender takes this worker for a member of a group that it has left.
             self._sender, self.receiver_id = sender, uuid.uuid4().hex
             while self.channels:
                 self.channels.popitem()[1].leave()
-        return ReceiverInfo(self.rank, self.receiver_id, device_name(self.local_rank, self.device_ids))
+        here = device_name(self.local_rank, self.device_ids)
+        return ReceiverInfo(self.rank, self.receiver_id, here, shapes, slices, dtypes, base, buffered)
 
     @register(Dispatch.ONE_TO_ALL, inputs="view")
-    def receive_bucket(self, key: str, bucket: dict[str, torch.Tensor]) -> None:
-        """Load a bucket from the object store, in place: ``inputs="view"`` saves a copy.
+    def receive_payload(self, key: str, payload: Payload) -> None:
+        """Take pieces from the object store: ``inputs="view"`` saves a copy.
 
         Raises:
-            WeightSyncError: see `load_bucket`.
+            WeightSyncError: see `take`.
         """
-        self.load_bucket(key, list(bucket.items()))
+        self.take(key, payload)
+
+    @register(Dispatch.ALL_TO_ALL, inputs="view")
+    def receive_payload_each(self, key: str, payload: Payload | None) -> None:
+        """As `receive_payload`; on the driver with a list of payloads, by rank."""
+        if payload is not None:
+            self.take(key, payload)
 
     @register(Dispatch.ONE_TO_ALL)
     def receive_weights(self, key: str, message: Message) -> None:
         """Handle a transport's message.
 
         Raises:
-            WeightSyncError: see `load_bucket`, and the message's ``receive``.
+            WeightSyncError: see `take`, and the message's ``receive``.
         """
         message.receive(self, key)
 
     @register(Dispatch.ONE_TO_ALL)
-    def finish_weights(self, key: str) -> None:
-        """Finish an update and take its version.
-
-        Raises:
-            WeightSyncError: tensors are missing.
-        """
-        update = self.check_update(key)
-        if update.missing:
-            self.fail_update(
-                key,
-                f"rollout rank {self.rank} did not get {len(update.missing)} of "
-                f"{len(update.missing) + len(update.arrived)} tensors of version {update.version}: "
-                f"{_some(update.missing)}",
-            )
-        try:
-            self.engine.finish_update(update.version)
-        except Exception as error:
-            self.fail_update(
-                key,
-                f"rollout rank {self.rank}: {type(self.engine).__name__} could not finish the update to version "
-                f"{update.version}: {type(error).__name__}: {error}",
-                error,
-            )
-        self._version, self._update = update.version, None
-        for channel in self.channels.values():
-            channel.release_memory()
-
-    def load_bucket(self, key: str, bucket: Sequence[Pair], *, raw: bool = False) -> None:
-        """Pass tensors to the engine, which copies them.
+    def finish_weights(self, key: str, verify: str | None = None, fingerprint: int | None = None) -> Finished:
+        """Load what has arrived, compare it with the digests that came with it, and take the version.
 
         Args:
             key: of the update.
-            bucket: names and whole tensors.
-            raw: whether they are another engine's raw weights.
+            verify: "fingerprint" to compare what has changed, "full" to compare everything, None to compare nothing.
+            fingerprint: of the weights.
 
         Raises:
-            WeightSyncError: the bucket is of another update, the engine has no such tensor or has another shape, a
-                tensor came a second time, or the engine failed. The update has failed then.
+            WeightSyncError: elements are missing, or the engine failed, or holds other bytes than were sent.
         """
         update = self.check_update(key)
-        for name, tensor in bucket:
-            why = _fault(update, name, tensor)
-            if why is not None:
-                self.fail_update(key, f"rollout rank {self.rank}, version {update.version}: {why}")
-            del update.missing[name]
-            update.arrived.add(name)
+        missing = (update.missing if update.missing is not None else self._arrivals.missing).keys()
+        if missing:
+            self.fail_update(
+                key, f"rollout rank {self.rank} did not get all of version {update.version}: {_some(missing)}"
+            )
+        with self.weights_lock:
+            if update.buffered:
+                self._hold(update)
+                self._load(update, self._arrivals.take())
+            proved = None if update.copy or verify is None else self._prove(update, every=verify == "full")
+            try:
+                self.engine.finish_update(update.version)
+            except Exception as error:
+                self.fail_update(
+                    key,
+                    f"rollout rank {self.rank}: {type(self.engine).__name__} could not finish the update to version "
+                    f"{update.version}: {type(error).__name__}: {error}",
+                    error,
+                )
+            self._version, self._update, self.fingerprint = update.version, None, fingerprint
+            self._base = key if update.buffered else None
+        for channel in self.channels.values():
+            channel.release_memory()
+        return Finished(time.monotonic() - update.began, proved)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def abandon_weights(self, key: str, why: str) -> None:
+        """The sender has given an update up.
+
+        Args:
+            key: of the update; another one goes on.
+            why: for the error of whoever still sends something of it.
+        """
+        if self._update is not None and self._update.key == key:
+            with contextlib.suppress(WeightSyncError):
+                self.fail_update(key, why)
+
+    def take(self, key: str, payload: Payload) -> None:
+        """Take pieces of an update. Their memory belongs to the caller.
+
+        Raises:
+            WeightSyncError: they are of another update, are not expected, did not arrive as they were sent, or the
+                engine failed. The update has failed then.
+        """
+        update = self.check_update(key)
         try:
-            (self.engine.load_raw if raw else self.engine.load_weights)(bucket)
+            self._arrivals.add(payload)
+        except Exception as error:
+            why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self.fail_update(key, f"rollout rank {self.rank}, version {update.version}: {why}", error)
+        if not update.buffered:
+            self._load(update, self._arrivals.take())
+
+    def load_raw(self, key: str, bucket: Sequence[Pair]) -> None:
+        """Load another engine's raw weights, of a copy that `begin_copy` has begun.
+
+        Raises:
+            WeightSyncError: they are of another copy, or the engine failed. The copy has failed then.
+        """
+        update = self.check_update(key)
+        for name, _ in bucket:
+            if update.missing is None or update.missing.pop(name, None) is None:
+                self.fail_update(key, f"rollout rank {self.rank}: {name!r} was not expected, or was received twice")
+        try:
+            self.engine.load_raw(bucket)
+        except Exception as error:
+            self.fail_update(key, f"rollout rank {self.rank}: {type(error).__name__}: {error}", error)
+
+    def _load(self, update: _Progress, tensors: Iterable[Pair]) -> None:
+        """Pass complete tensors to the engine, in buckets."""
+        bucket: list[Pair] = []
+        try:
+            for bucket in iter_buckets(tensors, BUCKET_BYTES):
+                self.engine.load_weights(bucket)
         except Exception as error:
             self.fail_update(
-                key,
+                update.key,
                 f"rollout rank {self.rank}: {type(self.engine).__name__} could not load weights of version "
                 f"{update.version} ({_some(name for name, _ in bucket)}): {type(error).__name__}: {error}",
                 error,
             )
 
+    def _prove(self, update: _Progress, *, every: bool) -> str:
+        """Compare what the engine holds with what was sent."""
+        if self.engine.weight_dtypes() is None:
+            return "received"  # compared when they arrived
+        try:
+            differing = self._arrivals.differing(self.engine.read_weights, every=every)
+        except Exception as error:
+            self.fail_update(
+                update.key,
+                f"rollout rank {self.rank}: {type(self.engine).__name__} could not read back weights of version "
+                f"{update.version}: {type(error).__name__}: {error}. verify=None updates without proof",
+                error,
+            )
+        if differing:
+            self.fail_update(
+                update.key,
+                f"rollout rank {self.rank}: {type(self.engine).__name__} does not hold what was sent as version "
+                f"{update.version}: {len(differing)} tensors differ: {_some(differing)}",
+            )
+        return "engine"
+
+    def _hold(self, update: _Progress) -> None:
+        """The engine's weights are about to change."""
+        self._version = self.fingerprint = None  # first: whatever fails from here on must not leave mixed weights
+        update.began, update.held = time.monotonic(), True
+        self.engine.begin_update()
+
+    def _has_room(self, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype] | None) -> bool:
+        """Whether there is host memory for another copy of the weights."""
+        needed = sum(math.prod(shape) * (dtypes[name].itemsize if dtypes else 4) for name, shape in shapes.items())
+        return (
+            needed - self._arrivals.nbytes < free_host_memory() / 2
+        )  # other workers of this host ask at the same time
+
     def begin_copy(self, key: str, version: int) -> None:
         """Begin an update from another rollout worker. The caller holds ``weights_lock``, as for what follows."""
-        self._begin(key, version, copy=True)
+        self._give_up()
+        missing = {name: shape for name, (shape, _) in self.engine.raw_weights().items()}
+        self._update = _Progress(key, version, missing=missing)
+        self._base = None
+        self._hold(self._update)
 
     def give_up_copy(self) -> None:
         """End an update from another rollout worker, if there is one. The caller holds ``weights_lock``."""
@@ -224,30 +353,23 @@ class WeightReceiver(Worker):
         """Whether an update is in progress that does not come from another rollout worker."""
         return self._update is not None and not self._update.copy and not self._update.failed
 
-    def _begin(self, key: str, version: int, *, copy: bool = False) -> None:
-        self._version = None  # first: whatever fails from here on, the worker must not generate with mixed weights
-        self._give_up()
-        if copy:
-            shapes = {name: shape for name, (shape, _) in self.engine.raw_weights().items()}
-        else:
-            shapes = dict(self.engine.weight_shapes())
-        self.engine.begin_update()
-        self._update = _Progress(key, version, shapes, copy=copy)
-
     def fail_update(self, key: str, why: str, cause: Exception | None = None) -> NoReturn:
         """Mark the update as failed, have the engine abandon it, and raise a `WeightSyncError`."""
-        if self._update is not None and self._update.key == key and not self._update.failed:
-            self._update.failed = why
-            self._abandon()
+        update = self._update
+        if update is not None and update.key == key and not update.failed:
+            update.failed = why
+            self._abandon(update)
         raise WeightSyncError(why) from cause
 
     def _give_up(self) -> None:
         """End an update that was not finished."""
         update, self._update = self._update, None
         if update is not None and not update.failed:
-            self._abandon()
+            self._abandon(update)
 
-    def _abandon(self) -> None:
+    def _abandon(self, update: _Progress) -> None:
+        if not update.held:
+            return
         try:
             self.engine.abandon_update()
         except Exception:  # the reason why it is abandoned matters more
@@ -264,21 +386,6 @@ class WeightReceiver(Worker):
         if self._update.failed:  # every sender must learn the cause, not only the one that met it
             raise WeightSyncError(self._update.failed)
         return self._update
-
-
-def _fault(update: _Progress, name: str, tensor: torch.Tensor) -> str | None:
-    import torch
-
-    if name in update.arrived:
-        return f"{name!r} was received twice; exactly one rank must send each tensor, once"
-    shape = update.missing.get(name)
-    if shape is None:
-        return f"the engine has no weight {name!r}; not yet received of its weight_shapes(): {_some(update.missing)}"
-    if tuple(tensor.shape) != tuple(shape):
-        return f"{name!r} has shape {tuple(tensor.shape)}; the engine expects {tuple(shape)}"
-    if not torch.can_cast(tensor.dtype, torch.float32):
-        return f"{name!r} has dtype {tensor.dtype}; expected real numbers"
-    return None
 
 
 def _some(names: Iterable[str]) -> str:

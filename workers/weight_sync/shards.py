@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from workers.weight_sync.plan import Box
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,6 +32,11 @@ class Shard:
     size: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+
+    @property
+    def box(self) -> Box:
+        """Where it is in the whole tensor."""
+        return tuple((begin, begin + size) for begin, size in zip(self.begin, self.size, strict=True))
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Shard:

@@ -1,0 +1,123 @@
+"""Arrivals: assembles the tensors of an update from their pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from workers.weight_sync.delta import SAME, Patch, apply
+from workers.weight_sync.digest import digest
+from workers.weight_sync.pieces import WHOLE, Payload, PieceSpec, pieces_of
+from workers.weight_sync.plan import Box, volume, whole, within
+
+
+class Arrivals:
+    """The tensors of one update after the other.
+
+    With ``keep``, they stay in host memory, which is used again, and differences are written into it. Otherwise a
+    tensor is dropped when it is complete and has been taken.
+
+    Attributes:
+        missing: elements that have not yet arrived, by name.
+        pieces: what has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.missing: dict[str, int] = {}
+        self.pieces: list[PieceSpec] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        """Those that have begun to arrive, or were kept."""
+        self._boxes: dict[str, Box] = {}
+        self._keep = False
+
+    def begin(self, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, Box], *, keep: bool) -> None:
+        """Begin an update.
+
+        Args:
+            shapes: of the whole tensors.
+            slices: the parts that are needed of some of them.
+            keep: whether the tensors stay.
+        """
+        self._boxes = {name: slices.get(name) or whole(shape) for name, shape in shapes.items()}
+        self._keep = keep
+        self.missing = {name: volume(box) for name, box in self._boxes.items() if volume(box)}
+        self.pieces = []
+        if not keep:
+            self._tensors = {}
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self._tensors, self.pieces, self.missing = {}, [], {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory in use."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def add(self, payload: Payload) -> None:
+        """Take the pieces of a payload, which may then be freed.
+
+        Raises:
+            ValueError: a piece is unexpected, came twice, or its bytes are not those that were sent.
+        """
+        for spec, parts in pieces_of(payload):
+            box, left = self._boxes.get(spec.name), self.missing.get(spec.name, 0)
+            count = volume(spec.box)
+            if box is None or count > left:
+                raise ValueError(f"{spec.name!r} {spec.box} was not expected, or was received twice")
+            part = self._write(spec, parts, box)
+            self.missing[spec.name] = left - count
+            if left == count:
+                del self.missing[spec.name]
+            self.pieces.append(spec)
+            if spec.digest is not None and spec.dtype == part.dtype and digest(part) != spec.digest:
+                raise ValueError(f"{spec.name!r} {spec.box} did not arrive as it was sent: its digest differs")
+
+    def _write(self, spec: PieceSpec, parts: list[torch.Tensor], box: Box) -> torch.Tensor:
+        held = self._tensors.get(spec.name)
+        if spec.kind == WHOLE:
+            (new,) = parts
+            device = torch.device("cpu") if self._keep else new.device
+            if held is None or (held.dtype, held.device) != (new.dtype, device):
+                shape = [end - begin for begin, end in box]
+                held = self._tensors[spec.name] = torch.empty(shape, dtype=new.dtype, device=device)
+            part = held[within(spec.box, box)]
+            part.copy_(new)
+            return part
+        if held is None:
+            raise ValueError(f"differences of {spec.name!r} were sent to a worker that has nothing to add them to")
+        part = held[within(spec.box, box)]
+        apply(Patch(spec.kind, *parts), part)
+        return part
+
+    def take(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are complete. Without ``keep`` they are dropped when the next one is requested."""
+        for name in [name for name in self._tensors if name not in self.missing]:
+            yield name, self._tensors[name]
+            if not self._keep:
+                del self._tensors[name]
+
+    def differing(self, read: Callable[[Sequence[str]], list[torch.Tensor]], *, every: bool) -> list[str]:
+        """Compare the engine's tensors with the digests of what was sent.
+
+        Args:
+            read: `RolloutEngine.read_weights`.
+            every: whether to compare pieces too in which nothing has changed.
+
+        Returns:
+            The names of the tensors of which a piece differs.
+        """
+        by_name: dict[str, list[PieceSpec]] = {}
+        for spec in self.pieces:
+            if every or spec.kind != SAME:
+                by_name.setdefault(spec.name, []).append(spec)
+        found = []
+        for name, specs in by_name.items():  # one after the other: reading may make copies
+            (tensor,) = read([name])
+            box = self._boxes[name]
+            if any(
+                tensor.dtype != spec.dtype or digest(tensor[within(spec.box, box)]) != spec.digest for spec in specs
+            ):
+                found.append(name)
+        return found

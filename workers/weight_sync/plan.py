@@ -1,0 +1,153 @@
+"""The plan of an update: who sends which part of which tensor to whom, in which order. Pure arithmetic, no torch.
+
+Both sides say what they hold as boxes of the whole tensors: the train ranks' shards, and the slices that the rollout
+workers' engines need. Receivers with the same slices are a *class*: they get the same bytes. The plan cuts the tensors
+into ranges of rows of at most a bucket, deals these out to rounds of at most a bucket, and gives every part of a range
+that a class needs to one of the ranks that hold it. Then no rank ever needs memory for more than its own shards and a
+round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+Box = tuple[tuple[int, int], ...]
+"""Part of a tensor: (begin, end) by dim."""
+
+
+class Held(NamedTuple):
+    """A tensor, as train ranks hold it.
+
+    Attributes:
+        shape: of the whole tensor.
+        itemsize: bytes of an element.
+        boxes: each part once, with the ranks that have it. They are disjoint, and together the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    boxes: Mapping[Box, Sequence[int]]
+
+
+class Piece(NamedTuple):
+    """What one train rank sends of one tensor to one class of receivers in one round."""
+
+    name: str
+    box: Box
+
+
+Round = dict[tuple[int, int], list[Piece]]
+"""(train rank, class) -> what is sent. Pairs without pieces are left out."""
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements in a box."""
+    return math.prod(end - begin for begin, end in box)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return what two boxes share; None if it has no elements."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(begin < end for begin, end in shared) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of a box in the tensor of the box around it."""
+    return tuple(slice(begin - zero, end - zero) for (begin, end), (zero, _) in zip(box, outer, strict=True))
+
+
+def check_cover(name: str, held: Held) -> None:
+    """Check that the boxes of a tensor are disjoint and leave nothing out.
+
+    Raises:
+        ValueError: they overlap, or something is missing.
+    """
+    boxes = list(held.boxes)
+    missing = math.prod(held.shape) - sum(map(volume, boxes))
+    if missing > 0:
+        raise ValueError(f"the train ranks do not have {missing} of the {math.prod(held.shape)} elements of {name!r}")
+    # Sorted by rows, only boxes that begin before this one ends can overlap it. Shards of rows form a chain, so few do.
+    boxes.sort()
+    for index, box in enumerate(boxes):
+        for other in itertools.islice(boxes, index + 1, None):
+            if box and other[0][0] >= box[0][1]:
+                break
+            if overlap(box, other) is not None:
+                raise ValueError(f"train ranks hold overlapping parts of {name!r}: {box} and {other}")
+    if missing:
+        raise ValueError(f"parts of {name!r} reach beyond its shape {held.shape}")
+
+
+def make_plan(held: Mapping[str, Held], classes: Sequence[Mapping[str, Box]], bucket_bytes: int) -> list[Round]:
+    """Plan an update.
+
+    Args:
+        held: the tensors, in any order.
+        classes: the slices of each class, by name; tensors that are not listed are needed whole.
+        bucket_bytes: how much of the tensors a round has at most, unless a single row has more.
+
+    Returns:
+        The rounds, in order. Each class gets each element that it needs exactly once.
+
+    Raises:
+        ValueError: see `check_cover`.
+    """
+    for name, one in held.items():
+        check_cover(name, one)
+    rounds: list[Round] = []
+    left = 0
+    for number, (name, rows, nbytes) in enumerate(_ranges(held, bucket_bytes)):
+        if not rounds or nbytes > left:
+            rounds.append({})
+            left = bucket_bytes
+        left -= nbytes
+        for box, ranks in _overlapping(held[name], rows):
+            for index, slices in enumerate(classes):
+                part = overlap(box, slices[name]) if name in slices else box
+                if part is not None:
+                    # In turn, so that ranks with the same shard share the work.
+                    sender = ranks[(number + index) % len(ranks)]
+                    rounds[-1].setdefault((sender, index), []).append(Piece(name, part))
+    return [one for one in rounds if one]
+
+
+def _ranges(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[str, Box, int]]:
+    """Cut the tensors into ranges of rows. The tensors of different ranks, such as pipeline stages, come in turn, so
+    that all ranks have something to send in each round."""
+    queues: dict[int, list[str]] = {}
+    for name, one in held.items():
+        if math.prod(one.shape):  # there is nothing to send of an empty tensor
+            queues.setdefault(min(min(ranks) for ranks in one.boxes.values()), []).append(name)
+    for names in itertools.zip_longest(*queues.values()):
+        for name in names:
+            if name is not None:
+                yield from _cut(name, held[name], bucket_bytes)
+
+
+def _cut(name: str, one: Held, bucket_bytes: int) -> Iterator[tuple[str, Box, int]]:
+    box = whole(one.shape)
+    nbytes = volume(box) * one.itemsize
+    if nbytes <= bucket_bytes or not box:
+        yield name, box, nbytes
+        return
+    row = nbytes // one.shape[0]
+    rows = max(1, bucket_bytes // row)
+    for begin in range(0, one.shape[0], rows):
+        end = min(begin + rows, one.shape[0])
+        yield name, ((begin, end), *box[1:]), (end - begin) * row
+
+
+def _overlapping(one: Held, rows: Box) -> Iterator[tuple[Box, Sequence[int]]]:
+    """Yield the parts of a range of rows, with the ranks that have them."""
+    for box, ranks in one.boxes.items():
+        part = overlap(box, rows) if rows else box
+        if part is not None:
+            yield part, ranks
