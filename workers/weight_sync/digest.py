@@ -26,6 +26,7 @@ def digest(tensor: torch.Tensor) -> int:
     import torch
 
     flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride, and could not be viewed as bytes
     return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)
 
 
