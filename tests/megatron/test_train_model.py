@@ -4,6 +4,7 @@ import pytest
 import torch
 import train_model_workers as on_ranks
 from lm_configs import LLAMA, SIZES
+from shard_helpers import assembled, assert_same
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,7 +40,8 @@ def saved(folders):
     made, home = folders
 
     def of(config, kind=AutoModelForCausalLM, seed=0):
-        key = config.model_type, config.tie_word_embeddings, kind.__name__, seed
+        heads = config.num_key_value_heads, config.vocab_size
+        key = config.model_type, config.tie_word_embeddings, *heads, kind.__name__, seed
         if key not in made:
             torch.manual_seed(seed)
             model = kind.from_config(config).float().eval()
@@ -147,6 +149,7 @@ def check_weights(four, model, within=1e-4):
     found = merged(four.run(on_ranks.hf_weights))
     assert found.keys() == expected.keys()
     assert max((found[name] - expected[name]).abs().max().item() for name in expected) < within
+    assert_same(assembled(four.run(on_ranks.hf_shards)), found)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +349,31 @@ def test_missing_checkpoint_and_checkpoint_of_another_model(four, tmp_path):
     four.run(on_ranks.make, LLAMA, TP2, role="critic")
     with pytest.raises(WorkerError, match="is a checkpoint of the role 'actor'; this model has the role 'critic'"):
         four.run(on_ranks.load, str(tmp_path), optimizer=False)
+
+
+HEADS = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel", "empty"),
+    [
+        pytest.param(Qwen2Config(**{**HEADS, "vocab_size": 5}), {"tensor_model_parallel_size": 4}, 1, id="tp4"),
+        pytest.param(LlamaConfig(**HEADS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True), TP2, 0,
+                     id="dp2 tp2, all biases, tied"),
+        pytest.param(Qwen2Config(**HEADS, tie_word_embeddings=True), {**TP2, **PP2}, 0, id="tp2 pp2, tied"),
+    ],
+)  # fmt: skip
+def test_shards_are_the_whole_model(four, saved, config, parallel, empty):
+    """They are read on one rank after the other: no rank needs the others for it."""
+    model, folder = saved(config)
+    four.run(on_ranks.make, config, parallel, param_dtype="bf16")
+    four.run(on_ranks.load_hf, folder)
+    expected = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+    shards = [four.run(on_ranks.hf_shards, rank)[rank] for rank in range(4)]
+    assert_same(assembled(shards), expected)
+    assert_same(merged(four.run(on_ranks.hf_weights)), expected)
+    heads = [[begin[0] for name, _, begin, _ in rank if name == "lm_head.weight"] for rank in shards]
+    assert heads.count([]) == (empty or 4), "padding of the vocabulary is no shard"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
+from shard_helpers import read_shards
 
 from workers.megatron.train_model import MegatronTrainModel
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
@@ -15,10 +16,11 @@ from workers.train.hf_export import export_hf
 
 
 def make(worker, config, parallel, **options):
-    """A new model at new parallel sizes."""
+    """A new model at new parallel sizes. Its shards are made here, once: they must follow every change."""
     worker.tear_down()
     worker.initialize_model_parallel(**parallel)
     worker.model = MegatronTrainModel(config, **{"max_tokens_per_micro_batch": 24, **options})
+    worker.kept_shards = worker.model.hf_shards()
 
 
 def load_hf(worker, folder):
@@ -74,6 +76,11 @@ def train_step(worker, data, loss, normalizer, lr, temperature=1.0):
 
 def hf_weights(worker):
     return dict(worker.model.hf_weights())
+
+
+def hf_shards(worker, rank=None):
+    """What the model's shards read now; None on other ranks than ``rank``."""
+    return read_shards(worker.kept_shards) if rank in (None, worker.rank) else None
 
 
 def snapshot_step_back(worker, data, normalizer):

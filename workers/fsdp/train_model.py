@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as SplitAlong
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.fsdp.build import build, mesh_of, shard, take_weights
@@ -21,6 +23,7 @@ from workers.fsdp.checkpoint import FSDPCheckpoints
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.train.token_log_probs import next_token_log_probs
+from workers.weight_sync.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -241,16 +244,26 @@ class FSDPTrainModel(TrainModel):
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield _local(value)
 
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainModel`: rank 0 yields all pairs."""
+        for name, value, dtype in self._saved():
+            whole = _whole(value.detach().to(self.device))
+            if not dist.get_rank():
+                yield name, whole.to(dtype)
+
+    def hf_shards(self) -> list[Shard]:
+        """See `TrainModel`: a rank has its chunk of every parameter, and all of every buffer. With ``cpu_offload``,
+        ``read`` returns tensors in host memory."""
+        shards = [local_shard(*saved) for saved in self._saved()]
+        return [shard for shard in shards if 0 not in shard.size]
+
+    def _saved(self) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+        """Yield (name, live parameter or buffer, dtype in which it leaves the model), tied parameters once."""
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
         for name, value in self.module.state_dict(keep_vars=True).items():
-            if name in tied:
-                continue
-            whole = _whole(value.detach().to(self.device))
-            if everywhere or not dist.get_rank():
-                yield name, whole.to(self.options.param_dtype) if isinstance(value, torch.nn.Parameter) else whole
+            if name not in tied:
+                yield name, value, self.options.param_dtype if isinstance(value, torch.nn.Parameter) else value.dtype
 
     def _reshard(self) -> None:
         # After a forward pass the outermost module stays unsharded, and changes to its shards would have no effect.
@@ -280,6 +293,29 @@ class FSDPTrainModel(TrainModel):
         whole = dict(other.state_dict()) if not dist.get_rank() else {}
         self._reshard()
         take_weights(self.module, whole, options.cpu_offload)
+
+
+def local_shard(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Shard:
+    """Return this rank's shard of a parameter or buffer; its ``size`` has a 0 if the rank has no element.
+
+    Args:
+        name: of the tensor.
+        tensor: whole, or a DTensor on a mesh of any number of dims. ``Shard.read`` reads it when it is called.
+        dtype: to convert to.
+
+    Raises:
+        ValueError: what the rank has of the DTensor may not be a box of the tensor's values.
+    """
+    shape = tuple(tensor.shape)
+    begin, size = (0,) * len(shape), shape
+    if isinstance(tensor, DTensor):
+        if not all(isinstance(placement, (SplitAlong, Replicate)) for placement in tensor.placements):
+            raise ValueError(
+                f"{name!r} has the placements {tensor.placements}, of which a rank's shard is not a box of the tensor; "
+                "only Shard(dim) and Replicate() are supported"
+            )
+        size, begin = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    return Shard(name, shape, tuple(begin), tuple(size), dtype, lambda: _local(tensor.detach()).to(dtype))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from workers.extras import require
 from workers.megatron.config import activation, refuse_unsupported
-from workers.megatron.weights import check_state_dict, gather, join_gate_up, own_shard, split_gate_up
+from workers.megatron.weights import Weight, check_state_dict
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
@@ -87,39 +87,23 @@ class ParallelLlamaMLP(nn.Module):
         Raises:
             ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
         """
-        check_state_dict("load_hf_state_dict()", state_dict, self._shapes())
-        for kind in self._kinds():
-            gate_up = [state_dict[f"{name}_proj.{kind}"] for name in ("gate", "up")]
-            getattr(self.gate_up_proj, kind).copy_(join_gate_up(gate_up))
-        self.down_proj.weight.copy_(own_shard(state_dict["down_proj.weight"], dim=1))
-        if "bias" in self._kinds():
-            self.down_proj.bias.copy_(state_dict["down_proj.bias"])
+        weights = list(self._weights())
+        shapes = {shard.name: shard.shape for weight in weights for shard in weight.shards()}
+        check_state_dict("load_hf_state_dict()", state_dict, shapes)
+        for weight in weights:
+            weight.load(state_dict)
 
     @torch.no_grad()
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole weights under the names of a Hugging Face ``LlamaMLP``, on the CPU. All tensor-parallel ranks call
         this together and get the same."""
-        state = {}
-        for kind in self._kinds():
-            state[f"gate_proj.{kind}"], state[f"up_proj.{kind}"] = split_gate_up(getattr(self.gate_up_proj, kind))
-        state["down_proj.weight"] = gather(self.down_proj.weight, dim=1)
-        if "bias" in self._kinds():
-            state["down_proj.bias"] = self.down_proj.bias.clone()
-        return {name: tensor.cpu() for name, tensor in state.items()}
+        return {name: tensor.cpu() for weight in self._weights() for name, tensor in weight.whole()}
 
-    def _kinds(self) -> tuple[str, ...]:
-        return ("weight",) if self.down_proj.bias is None else ("weight", "bias")
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        wide, narrow = self.intermediate_size, self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "gate_proj.weight": (wide, narrow),
-            "up_proj.weight": (wide, narrow),
-            "down_proj.weight": (narrow, wide),
-        }
-        if "bias" in self._kinds():
-            shapes |= {"gate_proj.bias": (wide,), "up_proj.bias": (wide,), "down_proj.bias": (narrow,)}
-        return shapes
+    def _weights(self) -> Iterator[Weight]:
+        for kind in ("weight", "bias"):
+            if getattr(self.down_proj, kind) is not None:
+                yield Weight(getattr(self.gate_up_proj, kind), (f"gate_proj.{kind}", f"up_proj.{kind}"))
+                yield Weight(getattr(self.down_proj, kind), (f"down_proj.{kind}",), 1 if kind == "weight" else None)
 
 
 def _value(config: Any, key: str, *default: Any) -> Any:

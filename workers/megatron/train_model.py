@@ -24,10 +24,11 @@ from workers.megatron.optimizer import (
     make_optimizer,
     scalers,
 )
-from workers.megatron.weights import load_hf, read_hf, to_hf
+from workers.megatron.weights import distinct_weights, load_hf, read_hf
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.train.token_log_probs import next_token_log_probs
+from workers.weight_sync.shards import Shard
 
 
 class MegatronTrainModel(TrainModel):
@@ -358,36 +359,19 @@ class MegatronTrainModel(TrainModel):
             for state in inner.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         from megatron.core import parallel_state as state
 
-        if everywhere:
-            yield from self._from_every_stage()
-            return
         if state.get_data_parallel_rank(with_context_parallel=True):
             return
-        for name, tensor in to_hf(self.models, self.hf_config):
-            if not state.get_tensor_model_parallel_rank():
-                yield name, tensor
+        for weight in distinct_weights(self.models, self.hf_config):
+            for name, tensor in weight.whole():
+                if not state.get_tensor_model_parallel_rank():
+                    yield name, tensor
 
-    def _from_every_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, on every rank: the pipeline stages broadcast theirs in turn."""
-        from megatron.core import parallel_state as state
-
-        group = state.get_pipeline_model_parallel_group()
-        for source in dist.get_process_group_ranks(group):
-            own = source == dist.get_rank()
-            pairs = to_hf(self.models, self.hf_config) if own else iter(())
-            while True:
-                name, tensor = next(pairs, ("", None))
-                about: list[Any] = [None if tensor is None else (name, tensor.shape, tensor.dtype)]
-                dist.broadcast_object_list(about, src=source, group=group)
-                if about[0] is None:
-                    break
-                name, shape, dtype = about[0]
-                whole = torch.empty(shape, dtype=dtype, device=self.device) if tensor is None else tensor.contiguous()
-                dist.broadcast(whole, src=source, group=group)
-                yield name, whole
+    def hf_shards(self) -> list[Shard]:
+        shards = [shard for weight in distinct_weights(self.models, self.hf_config) for shard in weight.shards()]
+        return [shard for shard in shards if 0 not in shard.size]
 
     def load_hf(self, folder: str) -> None:
         self.load_hf_state_dict(read_hf(folder))

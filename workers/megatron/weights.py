@@ -1,13 +1,15 @@
 """Weights of a decoder: from Hugging Face tensors to this rank's Megatron shards, and back.
 
-Each parameter of a Megatron model is one `Weight`: the Hugging Face tensors it consists of, how this rank's shard is
-made from them, and how they are restored. The table in `weights_of` is the only place that knows both sides' names.
+Each parameter of a Megatron model is one `Weight`: the Hugging Face tensors it consists of, and how they are split over
+the tensor-parallel ranks. Loading, export and weight sync follow from it. The table in `weights_of` is the only place
+that knows both sides' names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,66 +17,12 @@ import torch
 from torch import nn
 
 from workers.extras import require
-from workers.megatron.config import check_names, has_qkv_bias, head_dim, key_value_heads, padded_vocab_size, tied
+from workers.megatron.config import check_names, has_qkv_bias, head_dim, key_value_heads, tied
 from workers.megatron.gpt import ValueHead
+from workers.weight_sync.shards import Shard
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
-
-
-# --- shards of tensor-parallel ranks --------------------------------------------------------------------
-
-
-def own_shard(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """This tensor-parallel rank's equal share of a tensor, as a view."""
-    from megatron.core import parallel_state
-
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    return whole.chunk(size, dim)[parallel_state.get_tensor_model_parallel_rank()]
-
-
-def gather(shard: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Concatenate the tensor-parallel ranks' shards. All of them call this, and each gets a new tensor."""
-    from megatron.core import parallel_state
-
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    shard = shard.detach().contiguous()
-    if size == 1:
-        return shard.clone()
-    shards = [torch.empty_like(shard) for _ in range(size)]
-    torch.distributed.all_gather(shards, shard, group=parallel_state.get_tensor_model_parallel_group())
-    return torch.cat(shards, dim)
-
-
-def join_gate_up(whole: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's shard of the fused gate and up projection: its rows of the gate, then its rows of up."""
-    return torch.cat([own_shard(tensor) for tensor in whole])
-
-
-def split_gate_up(shard: torch.Tensor) -> list[torch.Tensor]:
-    """Gate and up, whole, from the ranks' shards that `join_gate_up` made."""
-    return [gather(half) for half in shard.chunk(2)]
-
-
-def _qkv(hf_config: Any) -> tuple[Callable[..., torch.Tensor], Callable[..., Sequence[torch.Tensor]]]:
-    """Join and split of the fused query, key and value projection.
-
-    Megatron stores the queries of a key-value head next to its key and its value, and shards by key-value head.
-    """
-    groups, size = key_value_heads(hf_config), head_dim(hf_config)
-    queries = hf_config.num_attention_heads // groups
-
-    def join(whole: Sequence[torch.Tensor]) -> torch.Tensor:
-        rest = whole[0].shape[1:]
-        by_group = torch.cat([tensor.reshape(groups, -1, size, *rest) for tensor in whole], dim=1)
-        return own_shard(by_group).reshape(-1, *rest)
-
-    def split(shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        rest = shard.shape[1:]
-        by_group = gather(shard).reshape(groups, queries + 2, size, *rest)
-        return [tensor.reshape(-1, *rest) for tensor in by_group.split([queries, 1, 1], dim=1)]
-
-    return join, split
 
 
 # --- the table ------------------------------------------------------------------------------------------
@@ -82,60 +30,131 @@ def _qkv(hf_config: Any) -> tuple[Callable[..., torch.Tensor], Callable[..., Seq
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of a Megatron model.
+    """One parameter of a Megatron model: this rank's equal share of each of some Hugging Face tensors.
 
     Attributes:
         parameter: this rank's shard.
         names: the Hugging Face tensors it consists of.
-        shard: whole Hugging Face tensors -> this rank's shard.
-        whole: this rank's shard -> whole Hugging Face tensors. All tensor-parallel ranks call it together.
+        dim: dim of these tensors along which the tensor-parallel ranks split them; None if each rank has them whole.
+        blocks: number of blocks along dim 0 of ``parameter``. Each has rows of all the tensors, in the order of
+            ``names``.
+        ratio: how many rows of each tensor a block has, up to a common factor; None if equally many.
+        rows: of the whole tensor, if it is padded to a multiple of the tensor-parallel size.
     """
 
     parameter: nn.Parameter
     names: tuple[str, ...]
-    shard: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    whole: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    dim: int | None = 0
+    blocks: int = 1
+    ratio: tuple[int, ...] | None = None
+    rows: int | None = None
+
+    def load(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's shares of whole tensors into the parameter. Padding is set to 0."""
+        for shard, part in zip(self.shards(), self._parts(), strict=True):
+            box = tuple(slice(begin, begin + size) for begin, size in zip(shard.begin, shard.size, strict=True))
+            own = state_dict[shard.name][box]
+            if self.rows is not None and len(own) < len(self.parameter):
+                own = torch.cat([own, own.new_zeros(len(self.parameter) - len(own), *own.shape[1:])])
+            part.copy_(own.reshape(part.shape))
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's shares as parts of the whole tensors, without padding. A shard whose ``size`` has a 0 is only
+        padding."""
+        rank, tp = _tensor_parallel()
+        for number, (name, part) in enumerate(zip(self.names, self._parts(), strict=True)):
+            size = [part.shape[:3].numel(), *part.shape[3:]]
+            shape, begin = list(size), [0] * len(size)
+            if self.dim is not None:
+                shape[self.dim] = self.rows or tp * size[self.dim]
+                begin[self.dim] = min(rank * size[self.dim], shape[self.dim])
+                size[self.dim] = min(size[self.dim], shape[self.dim] - begin[self.dim])
+            read = partial(self._share, number, size[0])
+            yield Shard(name, tuple(shape), tuple(begin), tuple(size), self.parameter.dtype, read)
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor), new tensors. All tensor-parallel ranks call it together."""
+        for number, name in enumerate(self.names):
+            yield name, gather(self._share(number), self.dim)[: self.rows]
+
+    def _share(self, number: int, rows: int | None = None) -> torch.Tensor:
+        """This rank's share of one of the tensors, or its first ``rows``. A view, or a copy if it is in several
+        blocks."""
+        return self._parts()[number].flatten(0, 2)[:rows]
+
+    def _parts(self) -> Sequence[torch.Tensor]:
+        """Views of the parameter, one for each of the tensors: (blocks, ratio, rows, ...)."""
+        ratio = self.ratio or (1,) * len(self.names)
+        return self.parameter.detach().unflatten(0, (self.blocks, sum(ratio), -1)).split(ratio, dim=1)
+
+
+def gather(share: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """Concatenate the tensor-parallel ranks' shares along a dim; None if each has the whole tensor. All of them call
+    this, and each gets a new tensor."""
+    from megatron.core import parallel_state
+
+    _, tp = _tensor_parallel()
+    if dim is None or tp == 1:
+        return share.clone()
+    share = share.contiguous()
+    shares = [torch.empty_like(share) for _ in range(tp)]
+    torch.distributed.all_gather(shares, share, group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(shares, dim)
+
+
+def _tensor_parallel() -> tuple[int, int]:
+    """This rank's tensor-parallel rank, and their number."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
 
 
 def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
     """The weights of one pipeline stage: a GPTModel on megatron's local layer spec."""
-    vocab, padded = int(hf_config.vocab_size), padded_vocab_size(hf_config)
-
-    def pad(rows: torch.Tensor) -> torch.Tensor:
-        return rows if vocab == padded else torch.cat([rows, rows.new_zeros(padded - vocab, *rows.shape[1:])])
-
-    by_vocab = (lambda whole: own_shard(pad(whole[0]))), (lambda shard: [gather(shard)[:vocab]])
-    by_column = (lambda whole: own_shard(whole[0], dim=1)), (lambda shard: [gather(shard, dim=1)])
-    replicated = (lambda whole: whole[0]), (lambda shard: [shard.detach().clone()])
+    vocab, groups = int(hf_config.vocab_size), key_value_heads(hf_config)
+    # Megatron stores the queries of a key-value head next to its key and its value, and splits by key-value head.
+    qkv = {"blocks": groups // _tensor_parallel()[1], "ratio": (hf_config.num_attention_heads // groups, 1, 1)}
 
     if model.pre_process:
-        yield Weight(model.embedding.word_embeddings.weight, (EMBEDDING,), *by_vocab)
+        yield Weight(model.embedding.word_embeddings.weight, (EMBEDDING,), rows=vocab)
     for layer in model.decoder.layers:
         at = f"model.layers.{layer.layer_number - 1}."
         attention, mlp = layer.self_attention, layer.mlp
-        yield Weight(layer.input_layernorm.weight, (f"{at}input_layernorm.weight",), *replicated)
-        yield Weight(layer.pre_mlp_layernorm.weight, (f"{at}post_attention_layernorm.weight",), *replicated)
+        yield Weight(layer.input_layernorm.weight, (f"{at}input_layernorm.weight",), None)
+        yield Weight(layer.pre_mlp_layernorm.weight, (f"{at}post_attention_layernorm.weight",), None)
         for kind in ("weight", "bias"):
             q, k, v, o = (f"{at}self_attn.{name}_proj.{kind}" for name in "qkvo")
             gate, up, down = (f"{at}mlp.{name}_proj.{kind}" for name in ("gate", "up", "down"))
-            by_input = by_column if kind == "weight" else replicated
-            table = (
-                (attention.linear_qkv, (q, k, v), _qkv(hf_config)),
-                (attention.linear_proj, (o,), by_input),
-                (mlp.linear_fc1, (gate, up), (join_gate_up, split_gate_up)),
-                (mlp.linear_fc2, (down,), by_input),
+            by_input = 1 if kind == "weight" else None
+            table: tuple[tuple[Any, tuple[str, ...], int | None, dict[str, Any]], ...] = (
+                (attention.linear_qkv, (q, k, v), 0, qkv),
+                (attention.linear_proj, (o,), by_input, {}),
+                (mlp.linear_fc1, (gate, up), 0, {}),
+                (mlp.linear_fc2, (down,), by_input, {}),
             )
-            for linear, names, (shard, whole) in table:
+            for linear, names, dim, blocks in table:
                 parameter = getattr(linear, kind)
                 if parameter is not None:
-                    yield Weight(parameter, names, shard, whole)
+                    yield Weight(parameter, names, dim, **blocks)
     if model.post_process:
-        yield Weight(model.decoder.final_layernorm.weight, ("model.norm.weight",), *replicated)
+        yield Weight(model.decoder.final_layernorm.weight, ("model.norm.weight",), None)
         if isinstance(model.output_layer, ValueHead):
-            yield Weight(model.output_layer.weight, (SCORE,), *replicated)
-            yield Weight(model.output_layer.bias, (SCORE_BIAS,), *replicated)
+            yield Weight(model.output_layer.weight, (SCORE,), None)
+            yield Weight(model.output_layer.bias, (SCORE_BIAS,), None)
         elif model.output_layer.weight is not None:
-            yield Weight(model.output_layer.weight, (EMBEDDING if tied(hf_config) else HEAD,), *by_vocab)
+            yield Weight(model.output_layer.weight, (EMBEDDING if tied(hf_config) else HEAD,), rows=vocab)
+
+
+def distinct_weights(models: Sequence[Any], hf_config: Any) -> Iterator[Weight]:
+    """The weights of this rank's pipeline stages. A tied output layer comes once, as the embedding, from the first
+    stage."""
+    for model in models:
+        for weight in weights_of(model, hf_config):
+            if model.pre_process or weight.names != (EMBEDDING,):
+                yield weight
 
 
 def hf_shapes(hf_config: Any, critic: bool = False) -> dict[str, tuple[int, ...]]:
@@ -193,22 +212,9 @@ def load_hf(
     for model in models:
         for weight in weights_of(model, hf_config):
             if weight.names[0] in state_dict:
-                weight.parameter.copy_(weight.shard([state_dict[name] for name in weight.names]))
+                weight.load(state_dict)
             elif weight.names == (SCORE_BIAS,) and SCORE in state_dict:
                 weight.parameter.zero_()  # a head without a bias
-
-
-@torch.no_grad()
-def to_hf(models: Sequence[Any], hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, whole tensor) of this rank's pipeline stages.
-
-    All tensor-parallel ranks iterate together. A tied output layer comes once, as the embedding, from the first stage.
-    """
-    for model in models:
-        for weight in weights_of(model, hf_config):
-            if tied(hf_config) and weight.names == (EMBEDDING,) and not model.pre_process:
-                continue
-            yield from zip(weight.names, weight.whole(weight.parameter), strict=True)
 
 
 def check_state_dict(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from workers.train.micro_batches import MicroBatch
+from workers.weight_sync.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class StepReport:
 
 
 class TrainModel(ABC):
-    """This rank's shard of a model, and its optimizer. All ranks call every method together, except `tensors`.
+    """This rank's shard of a model, and its optimizer. All ranks call every method together, except those that are
+    "not a collective" and `tensors`.
 
     ``data`` is a mapping of tensors with B rows, in the schema of `workers.train.rollout_data`: this dp rank's rows,
     possibly none.
@@ -124,13 +126,23 @@ class TrainModel(ABC):
         return iter(())
 
     @abstractmethod
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name as in the Hugging Face model's ``state_dict()``, whole tensor), in parameter dtype, on the
-        device. Every rank must exhaust the iterator. A tied output layer is yielded once, as the embedding.
+        device: each pair on exactly one rank. Every rank must exhaust the iterator. A tied output layer is yielded
+        once, as the embedding. For export."""
 
-        Args:
-            everywhere: yield every pair on every rank, in the same order; otherwise on exactly one rank.
+    def hf_shards(self) -> list[Shard]:
+        """Return this rank's parts of the tensors that `hf_weights` yields, in parameter dtype. For weight sync; not a
+        collective.
+
+        Every element of every tensor is in the shard of at least one rank. The boxes of two ranks of one tensor are
+        identical or disjoint: each rank that has a replica returns it, with the same values. ``Shard.read`` gathers
+        nothing, and converts when it is called, so that a rank needs memory for one converted shard at a time.
+
+        The default returns the whole tensors that `hf_weights` yields on this rank. It holds them until the list is
+        dropped, its shards don't follow later changes, and it is a collective if `hf_weights` is.
         """
+        return [Shard.whole(name, tensor) for name, tensor in self.hf_weights()]
 
     @abstractmethod
     def save(self, folder: Path, *, background: bool) -> None:

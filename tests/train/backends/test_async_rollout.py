@@ -1,10 +1,13 @@
 """The asynchronous loop with real trainers: FSDP on two ranks, two rollout workers, weights by the object store."""
 
+import dataclasses
+import itertools
 import os
 import random
 import signal
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -178,9 +181,16 @@ def test_rollout_workers_get_weights_if_the_trainer_died_while_it_sent_them(fsdp
 
 
 def die_in_update(worker):
-    def weights(**options):
-        yield next(sent(**options))
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Rank 0 dies when it reads its second shard, as something has been sent."""
+    reads = itertools.count()
+
+    def read(shard):
+        if next(reads):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return shard.read()
+
+    def shards():
+        return [dataclasses.replace(shard, read=partial(read, shard)) for shard in hf_shards()]
 
     if worker.rank == 0:
-        sent, worker.model.hf_weights = worker.model.hf_weights, weights
+        hf_shards, worker.model.hf_shards = worker.model.hf_shards, shards

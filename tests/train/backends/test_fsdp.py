@@ -7,6 +7,7 @@ import pytest
 import ray
 import torch
 from reference import ReferenceGRPO, small_llama
+from shard_helpers import assembled, assert_same, read_shards
 from train_helpers import begin, distance, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
@@ -186,6 +187,8 @@ def test_rollout_engine_accepts_every_tensor_of_the_model(fsdp_groups):
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == HFEngine(config).weight_shapes()
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert (found[bias].dtype, found["lm_head.weight"].dtype) == (torch.float32, torch.bfloat16)
+    shards = group.worker_group.execute_with_func_generator(lambda worker: read_shards(worker.model.hf_shards()))
+    assert_same(assembled(shards), found)
 
 
 def test_critic_requires_a_token_classification_model(fsdp_groups):
