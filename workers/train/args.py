@@ -219,6 +219,22 @@ class TrainArgs:
         "most 0.8 of it, so that an update fails before a collective does that waits for it",
         above=0,
     )
+    update_weights_verify: str = _key(
+        "fingerprint",
+        "what rollout workers prove before they take new weights: the digests of what has changed, or of everything",
+        choices=("none", "fingerprint", "full"),
+    )
+    update_weights_delta: bool = _key(
+        False, "send only the elements that have changed; each train rank keeps a copy of its shards in host memory"
+    )
+    update_weights_full_every: int = _key(
+        0, "delta: send whole tensors every so many updates; 0: only to workers that need them", least=0
+    )
+    update_weights_double_buffer: bool | None = _key(
+        None,
+        "rollout workers keep the weights before, and generate with them, until an update is complete; by default if "
+        "they have the host memory",
+    )
     enable_weights_backuper: bool = _key(
         True, "keep named copies of the weights in host memory; with_ref and keep_old_actor need it"
     )

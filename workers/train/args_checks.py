@@ -82,6 +82,15 @@ def check_together(args: Any) -> None:
         )
     if args.update_weights_transport == "disk" and not args.update_weights_disk_dir:
         raise TrainArgsError("args.update_weights_transport='disk' needs update_weights_disk_dir")
+    if args.update_weights_delta and args.update_weights_transport == "disk":
+        raise TrainArgsError(
+            "args.update_weights_delta does not go with update_weights_transport='disk', whose files have whole tensors"
+        )
+    if args.update_weights_delta and args.update_weights_double_buffer is False:
+        raise TrainArgsError(
+            "args.update_weights_delta needs rollout workers that keep the weights before: leave out "
+            "update_weights_double_buffer=False"
+        )
     for name in ("save_hf", "critic_save_hf"):
         try:
             str(args[name] or "").format(rollout_id=0)

@@ -11,7 +11,7 @@ import logging
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Literal, Self
 
 import ray
@@ -28,6 +28,7 @@ from workers.train.rollout_link import RolloutLink
 from workers.train.shared_rollout import SharedRollout
 from workers.train.takeover import common_position, find_left
 from workers.train.worker import TrainWorker
+from workers.weight_sync import SyncReport, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
@@ -282,18 +283,29 @@ class RayTrainGroup(TrainGroupLife):
         self._saved.ended()
         self._leave()
 
-    def update_weights(self) -> int:
-        """Send the weights to the rollout workers, as the next version. If the manager has a `RolloutStream`, it is
-        paused meanwhile; if a rollout worker dies in the update, the stream restarts it, and the update is repeated.
+    def update_weights(self, *, verify: Literal["fingerprint", "full", "none"] | None = None) -> int:
+        """Send the weights to the rollout workers, as the next version. If the manager has a `RolloutStream` and a
+        rollout worker dies in the update, the stream restarts it, and the update is repeated.
+
+        Args:
+            verify: what the rollout workers prove before they take the version, instead of ``update_weights_verify``:
+                that their engines hold what the trainer sent, by the digests of what has changed ("fingerprint") or of
+                everything ("full").
 
         Returns:
-            The version. With ``debug_rollout_only``, nothing is sent and the version stays.
+            The version. With ``debug_rollout_only``, nothing is sent and the version stays. `last_sync` has more.
+
+        Raises:
+            WorkerError: the update failed, with a `WeightSyncError` as its cause. Rollout workers that have kept the
+                version before are still in use.
         """
+        if verify not in (None, "fingerprint", "full", "none"):
+            raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or 'none'")
         workers = self.ready_workers("update_weights")
         version = self.weight_version + 1
         for left in reversed(range(UPDATE_TRIES)):
             try:
-                self._send(workers, version)
+                self._send(workers, version, verify)
                 break
             except SingleControllerError as error:
                 if not left or workers.broken or self._rollout is None or not self._rollout.recovers:
@@ -301,7 +313,13 @@ class RayTrainGroup(TrainGroupLife):
                 logger.warning("repeating an update of the weights in which a rollout worker has died: %s", error)
         return self.weight_version
 
-    def _send(self, workers: RayWorkerGroup, version: int) -> None:
+    def last_sync(self) -> SyncReport | None:
+        """Return what the last update took: seconds, bytes of rank 0, the pause of the rollout workers, the fingerprint
+        of the weights. None before the first one."""
+        report: SyncReport | None = self.ready_workers("last_sync").last_sync()
+        return report
+
+    def _send(self, workers: RayWorkerGroup, version: int, verify: str | None) -> None:
         with nullcontext() if self._rollout is None else self._rollout.updating():
             if self.args.debug_rollout_only:
                 return
@@ -311,7 +329,15 @@ class RayTrainGroup(TrainGroupLife):
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
             self._leave(weight_version=version)  # before: no other update may have this version
             self._progress.sent_after = None  # an update that fails leaves rollout workers without weights
-            workers.update_weights(*((version,) if self._takes_version else ()))
+            try:
+                workers.update_weights(
+                    *((version,) if self._takes_version else ()), **({} if verify is None else {"verify": verify})
+                )
+            except SingleControllerError:
+                if self._rollout is not None:  # workers that have kept the version before go on with it
+                    with suppress(WeightSyncError):
+                        self._rollout.expect(self.weight_version or None)
+                raise
             self.weight_version, self._progress.sent_after = version, self._progress.trained
 
     def onload(self) -> int:

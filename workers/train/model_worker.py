@@ -29,6 +29,7 @@ from workers.train.recovery import Recovery, Versions
 from workers.train.weight_backup import WeightBackup, live_tensors, write_snapshot
 from workers.train.worker import TrainWorker
 from workers.weight_sync import WeightSender
+from workers.weight_sync.protocol import Verify
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +304,7 @@ class ModelWorker(TrainWorker):
 
     # --- weights ----------------------------------------------------------------------------------------
 
-    def update_weights(self, version: int | None = None) -> int:
+    def update_weights(self, version: int | None = None, verify: Verify | None = None) -> int:
         """See `TrainWorker.update_weights`."""
         if self.args.debug_rollout_only:
             return self.weight_version
@@ -311,8 +312,8 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("update_weights")
         if self._sender is None:
             raise RuntimeError("update_weights(): there is no rollout manager; call set_rollout_manager() first")
-        weights = self.model.hf_weights()
-        self._sender.send(version, weights, rank=self.rank, ranks=self.world_size)
+        shards = self.model.hf_shards()
+        self.sync_report = self._sender.send(version, shards, rank=self.rank, ranks=self.world_size, verify=verify)
         self.weight_version = version
         if self._keeps_versions:
             self._keep_version(version)
@@ -346,6 +347,10 @@ class ModelWorker(TrainWorker):
             bucket_bytes=self.args.update_weights_bucket_bytes,
             folder=self.args.update_weights_disk_dir if by == "disk" else None,
             timeout=update_seconds(self.args),
+            verify=self.args.update_weights_verify,
+            delta=self.args.update_weights_delta,
+            full_every=self.args.update_weights_full_every,
+            double_buffer=self.args.update_weights_double_buffer,
         )
 
     @property

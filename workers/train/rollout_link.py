@@ -83,8 +83,8 @@ class RolloutLink:
     def _stream(self) -> Any:
         return None if _is_actor(self.manager) else getattr(self.manager, "stream", None)
 
-    def expect(self, version: int) -> None:
-        """Make the manager reject completions of other weight versions.
+    def expect(self, version: int | None) -> None:
+        """Make the manager reject completions of other weight versions; None accepts any.
 
         Raises:
             WeightSyncError: see `call_manager`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dispatch.layout import Layout, Routing
 from dispatch.modes import Cut, DispatchMode, Join, ListMode, Mode, has_axes
@@ -14,6 +14,9 @@ from single_controller.ray.results import fetch
 from workers.train.balance import balanced_rows
 from workers.train.recovery import Recovery, Versions
 from workers.train.rollout_data import rows_of
+
+if TYPE_CHECKING:
+    from workers.weight_sync.protocol import SyncReport, Verify
 
 
 def _by_dp_all_collect(layout: Layout) -> Routing:
@@ -77,6 +80,7 @@ class TrainWorker(Worker, ABC):
     critic: Any = None
     rollout_manager: Any = None
     weight_version: int = 0
+    sync_report: SyncReport | None = None
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
@@ -145,11 +149,12 @@ class TrainWorker(Worker, ABC):
 
     @register(Dispatch.ONE_TO_ALL)
     @abstractmethod
-    def update_weights(self, version: int | None = None) -> int:
+    def update_weights(self, version: int | None = None, verify: Verify | None = None) -> int:
         """Send the weights to the rollout workers.
 
         Args:
             version: of these weights; by default one more than the last. An override may omit the parameter.
+            verify: "fingerprint", "full" or "none", instead of ``update_weights_verify``. An override may omit it.
 
         Returns:
             The version.
@@ -190,6 +195,11 @@ class TrainWorker(Worker, ABC):
     def set_weight_version(self, version: int) -> None:
         """Continue counting weight versions from this one."""
         self.weight_version = version
+
+    @register(Dispatch.RANK_ZERO)
+    def last_sync(self) -> SyncReport | None:
+        """Return what the last `update_weights` took on rank 0; None if there was none, or the worker does not tell."""
+        return self.sync_report
 
     @register(Dispatch.ONE_TO_ALL)
     def position(self) -> tuple[int | None, int]:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from dispatch.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from workers.weight_sync.protocol import WeightSyncError
+    from workers.weight_sync.protocol import SyncReport, WeightSyncError
     from workers.weight_sync.receiver import WeightReceiver
     from workers.weight_sync.receivers import call_manager, receiver_groups
-    from workers.weight_sync.sender import SyncReport, WeightSender
+    from workers.weight_sync.sender import WeightSender
 
 __all__ = ["SyncReport", "WeightReceiver", "WeightSender", "WeightSyncError", "call_manager", "receiver_groups"]
 
 _HOMES = {
-    "SyncReport": "workers.weight_sync.sender",
+    "SyncReport": "workers.weight_sync.protocol",
     "WeightReceiver": "workers.weight_sync.receiver",
     "WeightSender": "workers.weight_sync.sender",
     "WeightSyncError": "workers.weight_sync.protocol",

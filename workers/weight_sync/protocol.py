@@ -31,7 +31,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from single_controller import SingleControllerError
 from workers.weight_sync.plan import Box, Round
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
     from workers.weight_sync.pieces import Header, Payload
     from workers.weight_sync.receivers import Receivers
+
+Verify = Literal["fingerprint", "full", "none"]
+"""What rollout workers prove before they take new weights."""
 
 UPDATE_SECONDS = 300.0
 """Default time for an update: half of the default timeout of the train ranks' collectives."""
@@ -134,6 +137,34 @@ class Finished(NamedTuple):
     proved: str | None
 
 
+@dataclass(frozen=True)
+class SyncReport:
+    """What an update took.
+
+    Attributes:
+        version: of the weights.
+        seconds: duration of the update.
+        nbytes: bytes that this rank sent; each byte counts once, however many workers received it.
+        buckets: rounds of the update.
+        receivers: rollout workers that have the version now.
+        patched: of these, how many got the differences to the version before. The others got whole tensors.
+        pause_seconds: the longest time in which a worker generated nothing.
+        fingerprint: of the weights, as the first worker's engine holds them; None if nothing was compared.
+        proved: what was compared with the trainer's digests on all workers: "engine", the bytes that their engines
+            hold; "received", those that arrived, because an engine does not tell what it holds; None: nothing.
+    """
+
+    version: int
+    seconds: float
+    nbytes: int
+    buckets: int
+    receivers: int
+    patched: int = 0
+    pause_seconds: float = 0.0
+    fingerprint: int | None = None
+    proved: str | None = None
+
+
 class Message:
     """What a transport sends to all receivers. A subclass has the transport's receiving half."""
 
@@ -186,6 +217,7 @@ class Update:
         rounds: the plan.
         shared: what `Transport.prepare` returned on rank 0.
         process_group: of the train ranks; the default group if None.
+        verify: what the receivers are to prove: "fingerprint", "full", or None.
         begun: whether this rank has called ``begin_weights``.
     """
 
@@ -201,6 +233,7 @@ class Update:
     rounds: list[Round] = field(default_factory=list)
     shared: Any = None
     process_group: Any = None
+    verify: str | None = None
     begun: bool = False
     _agreed: int = 0
     _looked: float = 0.0

@@ -10,7 +10,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,8 +26,10 @@ from workers.weight_sync.protocol import (
     Finished,
     ReceiverClass,
     ReceiverInfo,
+    SyncReport,
     Transport,
     Update,
+    Verify,
     WeightSyncError,
     sync_error,
 )
@@ -36,37 +37,8 @@ from workers.weight_sync.receivers import Receivers, Rollout
 from workers.weight_sync.shards import Shard
 
 TransportName = Literal["store", "group", "disk", "device"]
-Verify = Literal["fingerprint", "full"]
 
 _MAX_TIMEOUT = 1e7  # seconds, 116 days: neither Ray nor torch accepts infinity
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What an update took.
-
-    Attributes:
-        version: of the weights.
-        seconds: duration of the update.
-        nbytes: bytes that this rank sent; each byte counts once, however many workers received it.
-        buckets: rounds of the update.
-        receivers: rollout workers that have the version now.
-        patched: of these, how many got the differences to the version before. The others got whole tensors.
-        pause_seconds: the longest time in which a worker generated nothing.
-        fingerprint: of the weights, as the first worker's engine holds them; None without ``verify``.
-        proved: what was compared with the trainer's digests on all workers: "engine", the bytes that their engines
-            hold; "received", those that arrived, because an engine does not tell what it holds; None: nothing.
-    """
-
-    version: int
-    seconds: float
-    nbytes: int
-    buckets: int
-    receivers: int
-    patched: int = 0
-    pause_seconds: float = 0.0
-    fingerprint: int | None = None
-    proved: str | None = None
 
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype, list[Box]]]
@@ -92,7 +64,7 @@ class WeightSender:
         process_group: of the train ranks; the default group if None.
         verify: what the receivers prove before they take the version. "fingerprint": what the update has changed,
             read back from the engine, has the digests that the trainer has computed. "full": all that the engine
-            holds. None: nothing.
+            holds. "none": nothing.
         delta: send only the elements that have changed since the last update, bit for bit, to receivers that have
             exactly its weights. Each rank keeps a copy of its shards in host memory for it. Not for "disk".
         full_every: with ``delta``, send whole tensors every so many updates; 0: only to receivers that need them.
@@ -115,7 +87,7 @@ class WeightSender:
         timeout: float = UPDATE_SECONDS,
         neighbour: Any = None,
         process_group: dist.ProcessGroup | None = None,
-        verify: Verify | None = "fingerprint",
+        verify: Verify = "fingerprint",
         delta: bool = False,
         full_every: int = 0,
         double_buffer: bool | None = None,
@@ -132,8 +104,7 @@ class WeightSender:
             raise ValueError(
                 f"transport={transport!r} sends to other processes; use 'device' for a rollout worker in this process"
             )
-        if verify not in (None, *get_args(Verify)):
-            raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or None")
+        _check_verify(verify)
         if delta and (transport == "disk" or double_buffer is False):
             raise ValueError(
                 f"delta=True with transport={transport!r} and double_buffer={double_buffer!r}: use another transport "
@@ -185,7 +156,13 @@ class WeightSender:
             raise sync_error("the rollout workers' weight versions are not available", error) from error
 
     def send(
-        self, version: int, weights: Iterable[Shard | tuple[str, torch.Tensor]], *, rank: int = 0, ranks: int = 1
+        self,
+        version: int,
+        weights: Iterable[Shard | tuple[str, torch.Tensor]],
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        verify: Verify | None = None,
     ) -> SyncReport:
         """Send weights to all rollout workers. All ranks call it together.
 
@@ -197,6 +174,7 @@ class WeightSender:
                 may have the same shard; one of them sends it. Tied weights come once.
             rank: of this process among the train ranks.
             ranks: number of train ranks.
+            verify: instead of the sender's, in this update.
 
         Raises:
             WeightSyncError: on all ranks alike, within seconds of the first rank or receiver that fails. See there for
@@ -209,10 +187,12 @@ class WeightSender:
                 f"version={version!r}: expected an integer of at least 1; version 0 means that a rollout worker has "
                 "received no weights since it was started"
             )
+        verify = self._verify if verify is None else _check_verify(verify)
         begun = time.monotonic()
         key = self._common_key(ranks)
         update = Update(version, rank, ranks, self._receivers, Budget(self._timeout), key)
         update.process_group = self._process_group
+        update.verify = None if verify == "none" else verify
         if self._previous is not None:
             self._previous.forget()
         self._previous = update
@@ -330,7 +310,7 @@ class WeightSender:
                     for index, receivers in enumerate(update.classes):
                         if (update.rank, index) in pieces:
                             made = pieces[update.rank, index]
-                            digest = self._verify is not None
+                            digest = update.verify is not None
                             payloads[index] = self._packer.pack(made, receivers, digests=digest)
                             headers[index] = payloads[index].header()
                     self._packer.next_round()
@@ -358,9 +338,9 @@ class WeightSender:
         def finish() -> Any:
             self._transport.finish(update)
             fingerprint = None
-            if self._verify is not None:
+            if update.verify is not None:
                 fingerprint = combine(one for of_rank in digests for one in of_rank)
-            return fingerprint, self._receivers.call("finish_weights", update.key, self._verify, fingerprint)
+            return fingerprint, self._receivers.call("finish_weights", update.key, update.verify, fingerprint)
 
         value: Any = None
         error: WeightSyncError | None = None
@@ -390,6 +370,12 @@ class WeightSender:
                 "(update_weights_timeout_minutes, or timeout= of WeightSender)"
             )
         return sync_error(what, failed)
+
+
+def _check_verify(verify: Verify) -> Verify:
+    if verify not in get_args(Verify):
+        raise ValueError(f"verify={verify!r}: use one of {', '.join(map(repr, get_args(Verify)))}")
+    return verify
 
 
 def _layout_of(shards: Iterable[Shard]) -> Layout:
@@ -447,14 +433,14 @@ def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverCl
 def _check_names(info: ReceiverInfo, held: dict[str, Held], version: int) -> None:
     """Check before anything is sent that a receiver gets all that its engine needs, and nothing else."""
     which = f"rollout rank {info.rank}, version {version}"
-    missing = [name for name in info.shapes if name not in held]
+    missing = [name for name, shape in info.shapes.items() if name not in held and 0 not in shape]
     unknown = [name for name in held if name not in info.shapes]
     if unknown:
         raise WeightSyncError(f"{which}: the engine has no weight {unknown[0]!r}; it needs also: {_some(missing)}")
     if missing:
         raise WeightSyncError(f"{which}: no train rank has tensors that the engine needs: {_some(missing)}")
     for name, shape in info.shapes.items():
-        if tuple(shape) != tuple(held[name].shape):
+        if name in held and tuple(shape) != tuple(held[name].shape):
             raise WeightSyncError(f"{which}: {name!r} has shape {held[name].shape}; the engine expects {tuple(shape)}")
 
 
