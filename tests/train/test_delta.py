@@ -124,8 +124,7 @@ def test_positions_at_the_limits_of_the_formats(gaps, tail, dtype):
 @pytest.mark.parametrize("indices", [[0], [99_999], [0, 99_999], range(5_000, 7_000), range(0, 100_000, 2)], ids=len)
 def test_first_last_and_runs(dtype, indices):
     base = torch.zeros(100_000, dtype=dtype)
-    patch = roundtrip(change(base, indices), base)
-    assert patch is not None or (dtype.itemsize == 1 and len(indices) == 50_000) or patch.values.numel() == len(indices)
+    assert roundtrip(change(base, indices), base).values.numel() == len(indices)
 
 
 def test_every_format_is_used():

@@ -81,7 +81,7 @@ def encode(new: torch.Tensor, base: torch.Tensor) -> Patch | None:
         differs = words[begin : begin + _CHUNK] != old[begin : begin + _CHUNK]
         bitmap[begin // 8 : (begin + _CHUNK) // 8] = np.packbits(differs, bitorder="little")
         changed += int(np.count_nonzero(differs))
-        # The positions take at least a byte for each change, or the bitmap.
+        # Positions take a bitmap, or less if changes are fewer than its bytes: such a patch is always small enough.
         if changed * itemsize + min(changed, bitmap.size) >= words.nbytes:
             return None
     if changed == 0:
@@ -102,8 +102,6 @@ def encode(new: torch.Tensor, base: torch.Tensor) -> Patch | None:
                 parts.append(_gap_codes(gaps, _GAP_TYPES[kind]))
     sizes = {kind: sum(part.nbytes for part in parts) for kind, parts in codes.items()} | {BITMAP: bitmap.size}
     kind = min(sizes, key=sizes.__getitem__)
-    if sizes[kind] + values.nbytes >= words.nbytes:
-        return None
     positions = bitmap if kind == BITMAP else np.concatenate(codes[kind])
     return Patch(kind, torch.from_numpy(positions), torch.from_numpy(values).view(new.dtype))
 
