@@ -17,6 +17,8 @@ from workers.rollout.requests import RequestEngine
 from workers.rollout.sampler import truncated
 from workers.rollout.worker import RolloutWorker
 from workers.weight_sync import WeightSender, peer
+from workers.weight_sync.pieces import WHOLE, Payload, PieceSpec
+from workers.weight_sync.plan import whole
 
 peer.BUCKET_BYTES = int(os.environ.get("BUCKET_BYTES", peer.BUCKET_BYTES))
 
@@ -254,3 +256,10 @@ class Toy(RolloutWorker):
     def die(self, dies):
         if dies:
             os._exit(1)
+
+
+def payload_of(pairs):
+    """Whole tensors as a train rank sends them, without digests."""
+    pairs = dict(pairs)
+    pieces = [PieceSpec(name, whole(tensor.shape), WHOLE, tensor.dtype, None) for name, tensor in pairs.items()]
+    return Payload(pieces, list(pairs.values()))

@@ -9,10 +9,9 @@ import time
 import pytest
 import ray
 import torch
-from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions
+from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions, payload_of
 
 from single_controller import (
-    Broadcast,
     LocalWorkerGroup,
     RayClassWithInitArgs,
     RayResourcePool,
@@ -165,8 +164,8 @@ def test_update_ends_a_copy(how, side, caplog):
         threading.Timer(0.1, gate.may_return.release).start()
         if how == "update":
             group.begin_weights("key", 4, "sender")
-            assert group.version_of_weights() == [None, None]
-            group.receive_bucket("key", Broadcast(dict(Bigram(4).state_dict())))
+            assert group.version_of_weights() == [3, 0 if side == 0 else None]  # no copy has begun, or it was given up
+            group.receive_payload("key", payload_of(Bigram(4).state_dict()))
             group.finish_weights("key")
         else:
             if how == "pause":

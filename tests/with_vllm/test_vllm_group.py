@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
 
 import psutil
 import torch
-from rollout_helpers import check_versions, plain_log_probs, plain_model
+from rollout_helpers import check_versions, payload_of, plain_log_probs, plain_model
 from transformers import LlamaConfig
 
 from single_controller import (
@@ -72,7 +72,7 @@ def update(group, model, version):
     group.begin_weights(key, version, "test")
     state = list(model.state_dict().items())
     for begin in range(0, len(state), 5):
-        group.receive_bucket(key, Broadcast(dict(state[begin : begin + 5])))
+        group.receive_payload(key, payload_of(state[begin : begin + 5]))
     group.finish_weights(key)
 
 

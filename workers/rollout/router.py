@@ -218,12 +218,12 @@ class Router:
                 chosen.setdefault(sender, []).append(needed)
         return chosen
 
-    def exchange(self, *, paused: bool = False, abort_all: bool = False) -> list[Report] | None:
+    def exchange(self, *, updating: bool = False) -> list[Report] | None:
         """Give the workers their orders, and handle what they report.
 
         Args:
-            paused: an update follows, so no worker copies the weights of another one.
-            abort_all: end all groups that are running.
+            updating: an update follows or is under way, so no worker copies the weights of another one, and workers do
+                not wait in the exchange: the update needs the thread.
 
         Returns:
             The reports. None if a worker died: its groups were given back, and the other orders have to be repeated.
@@ -231,18 +231,18 @@ class Router:
         self.recovery.grow()
         self._follow_group()
         expired = set(self._buffer.expired())
-        wait = min(max(self._wait, self._overhead), REPORT_SECONDS)
+        wait = 0.0 if updating else min(max(self._wait, self._overhead), REPORT_SECONDS)
         version = self._buffer.version
-        copies = {} if paused else self._copies()
+        copies = {} if updating else self._copies()
         orders = [
             Orders(
                 self._id,
                 version,
                 [worker.running[attempt] for attempt in sorted(worker.unsent)],
-                [attempt for attempt in worker.running if abort_all or attempt.number in expired],
+                [attempt for attempt in worker.running if attempt.number in expired],
                 list(worker.finished),
                 wait,
-                not paused,
+                not updating,
                 copies.get(rank, ()),
                 worker.held[1] if worker.held[0] == version else None,
             )
@@ -272,7 +272,7 @@ class Router:
         self._wait = WAIT_SECONDS[0] if busy else min(2 * self._wait, WAIT_SECONDS[1])
         for worker, report in zip(self._workers, reports, strict=False):  # the group may have got further ranks
             self._handle(worker, report)
-            worker.held = (None, None) if paused else (report.weight_version, report.weights_id)
+            worker.held = (None, None) if updating else (report.weight_version, report.weights_id)
         return reports
 
     def _follow_group(self, error: Exception | None = None) -> None:

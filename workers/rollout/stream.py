@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UPDATING_SECONDS = 0.02
+"""How often workers are asked for their reports while an update is announced or under way."""
+
 UpdateMode = Literal["wait", "interrupt"]
 
 IDLE_SECONDS = 0.02
@@ -56,7 +59,9 @@ class RolloutStream(Closing):
             replace what was filtered, also beyond the last one.
         buffer: the store, which says how old samples may be. It belongs to the stream from now on.
         update_mode: what an update does with requests that are running. "wait": it waits for their ends. "interrupt":
-            it aborts them; they continue afterwards, on any worker, with the new weights.
+            they go on with the weights that they have while the new ones arrive, stop for as long as their engine loads
+            them, and continue with the new ones from the tokens that they have. A worker without a double buffer stops
+            for the whole update.
         dynamic_sampling: filter groups whose rewards are all equal. Give the buffer a ``max_filtered``, or `take` waits
             for ever once all groups are so.
         requests_per_worker: largest number of completions that a worker is given at a time, at least one group.
@@ -208,9 +213,9 @@ class RolloutStream(Closing):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside, no worker generates for the stream, so that their weights can be updated. See ``update_mode`` for
-        what was running. Afterwards it goes on with the workers that have ``manager.weight_version``; if that is None,
-        with those whose weights were never updated."""
+        """Inside, the workers' weights can be updated. With ``update_mode="wait"`` no worker generates for the stream.
+        With "interrupt" they go on, until their engines load the weights. Afterwards the stream goes on with the
+        workers that have ``manager.weight_version``; if that is None, with those whose weights were never updated."""
         with self._changed:
             self._pauses += 1
             self._changed.notify_all()
@@ -275,29 +280,33 @@ class RolloutStream(Closing):
 
     def _step(self) -> None:
         with self._changed:
-            paused = self._pauses > 0
-            if paused and self._idle:
+            updating = self._pauses > 0
+            waiting = updating and self._update_mode == "wait"
+            if waiting and self._idle:
                 self._changed.wait()
                 return
-        if not paused:
+        if not waiting:
             self._router.begin_groups()
-        if paused or self._router.due:
-            reports = self._router.exchange(paused=paused, abort_all=paused and self._update_mode == "interrupt")
+        if updating or self._router.due:
+            reports = self._router.exchange(updating=updating)
             if reports is not None:
-                self._look(reports, paused)
+                self._look(reports, updating)
+            if updating:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._pauses, UPDATING_SECONDS)
         else:
             with self._changed:
                 if not self._closed and not self._pauses:
                     self._changed.wait(IDLE_SECONDS)
 
-    def _look(self, reports: list[Report], paused: bool) -> None:
+    def _look(self, reports: list[Report], updating: bool) -> None:
         """Tell the other threads what the last exchange says about the workers."""
         version = self.buffer.version
         versions = {report.rank: report.weight_version for report in reports}
         with self._changed:
-            if paused and self._pauses:
-                # All have reported since the pause began, so that no death goes unnoticed until the update meets it.
-                self._idle = not self._router.running
+            if updating and self._pauses:
+                # All have reported since the update was announced: it will not be the first to meet a death.
+                self._idle = self._update_mode == "interrupt" or not self._router.running
                 self._changed.notify_all()
             elif not self._pauses and version is not None:
                 self._stuck = None if version in versions.values() else versions

@@ -43,8 +43,10 @@ class Arrivals:
         self._keep = keep
         self.missing = {name: volume(box) for name, box in self._boxes.items() if volume(box)}
         self.pieces = []
-        if not keep:
-            self._tensors = {}
+        # Of another model, whose engine this worker had before, nothing stays.
+        sizes = {name: _size(box) for name, box in self._boxes.items()}
+        fitting = {name: tensor for name, tensor in self._tensors.items() if sizes.get(name) == tensor.shape}
+        self._tensors = fitting if keep else {}
 
     def forget(self) -> None:
         """Free the memory."""
@@ -80,8 +82,7 @@ class Arrivals:
             (new,) = parts
             device = torch.device("cpu") if self._keep else new.device
             if held is None or (held.dtype, held.device) != (new.dtype, device):
-                shape = [end - begin for begin, end in box]
-                held = self._tensors[spec.name] = torch.empty(shape, dtype=new.dtype, device=device)
+                held = self._tensors[spec.name] = torch.empty(_size(box), dtype=new.dtype, device=device)
             part = held[within(spec.box, box)]
             part.copy_(new)
             return part
@@ -121,3 +122,7 @@ class Arrivals:
             ):
                 found.append(name)
         return found
+
+
+def _size(box: Box) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in box)

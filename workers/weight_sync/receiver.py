@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -227,7 +227,7 @@ class WeightReceiver(Worker):
         with self.weights_lock:
             if update.buffered:
                 self._hold(update)
-                self._load(update, self._arrivals.take())
+                self._load(update, self._arrivals.take(), self.engine.load_weights)
             proved = None if update.copy or verify is None else self._prove(update, every=verify == "full")
             try:
                 self.engine.finish_update(update.version)
@@ -270,7 +270,7 @@ class WeightReceiver(Worker):
             why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self.fail_update(key, f"rollout rank {self.rank}, version {update.version}: {why}", error)
         if not update.buffered:
-            self._load(update, self._arrivals.take())
+            self._load(update, self._arrivals.take(), self.engine.load_weights)
 
     def load_raw(self, key: str, bucket: Sequence[Pair]) -> None:
         """Load another engine's raw weights, of a copy that `begin_copy` has begun.
@@ -282,17 +282,14 @@ class WeightReceiver(Worker):
         for name, _ in bucket:
             if update.missing is None or update.missing.pop(name, None) is None:
                 self.fail_update(key, f"rollout rank {self.rank}: {name!r} was not expected, or was received twice")
-        try:
-            self.engine.load_raw(bucket)
-        except Exception as error:
-            self.fail_update(key, f"rollout rank {self.rank}: {type(error).__name__}: {error}", error)
+        self._load(update, bucket, self.engine.load_raw)
 
-    def _load(self, update: _Progress, tensors: Iterable[Pair]) -> None:
+    def _load(self, update: _Progress, tensors: Iterable[Pair], load: Callable[[list[Pair]], None]) -> None:
         """Pass complete tensors to the engine, in buckets."""
         bucket: list[Pair] = []
         try:
             for bucket in iter_buckets(tensors, BUCKET_BYTES):
-                self.engine.load_weights(bucket)
+                load(bucket)
         except Exception as error:
             self.fail_update(
                 update.key,
