@@ -48,6 +48,7 @@ BUDGETS: dict[str, int] = {
     "tests/train/backends/test_async_rollout.py": 90,
     "tests/train/backends/test_both_backends.py": 510,
     "tests/train/backends/test_fsdp.py": 120,
+    "tests/train/backends/test_fsdp_shards.py": 60,
     "tests/train/backends/test_gradients.py": 120,
     "tests/train/backends/test_megatron_group.py": 50,
     "tests/train/backends/test_replace_ranks.py": 60,

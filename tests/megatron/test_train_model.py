@@ -16,7 +16,8 @@ from transformers import (
 from single_controller import WorkerError
 
 TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
-QWEN2 = Qwen2Config(**SIZES)
+HEADS = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4}  # two key-value heads per rank at tp2
+QWEN2 = Qwen2Config(**HEADS)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
@@ -349,9 +350,6 @@ def test_missing_checkpoint_and_checkpoint_of_another_model(four, tmp_path):
     four.run(on_ranks.make, LLAMA, TP2, role="critic")
     with pytest.raises(WorkerError, match="is a checkpoint of the role 'actor'; this model has the role 'critic'"):
         four.run(on_ranks.load, str(tmp_path), optimizer=False)
-
-
-HEADS = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Four ranks are the processes of the Megatron group: FSDP needs nothing but torch.distributed there.
 """
 
+import copy
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -31,7 +32,8 @@ def saved_weights(config, folder, dtype, critic=False):
     """Save a model with random weights. Returns (its folder, its weights, a tied output layer once)."""
     torch.manual_seed(1)
     if critic:
-        config = type(config).from_dict({**config.to_dict(), "num_labels": 1})
+        config = copy.deepcopy(config)
+        config.num_labels = 1
     kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
