@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.rollout.engine import Completion
@@ -34,8 +35,9 @@ def collate_completions(
     Returns:
         ``input_ids``, ``attention_mask`` and ``loss_mask`` (int64), ``rollout_log_probs`` (float32), each
         (rows, longest prompt + longest completion), and of the same shape ``weight_versions`` (int64), -1 where nothing
-        was generated. ``group_ids``, ``min_weight_versions``, ``max_weight_versions``, ``prompt_lengths``,
-        ``completion_lengths`` (int64), ``truncated`` (bool: no stop token) and ``rewards`` (float32), each (rows,).
+        was generated, and ``weight_fingerprints`` (int64), -1 where they are not known. ``group_ids``,
+        ``min_weight_versions``, ``max_weight_versions``, ``prompt_lengths``, ``completion_lengths`` (int64),
+        ``truncated`` (bool: no stop token) and ``rewards`` (float32), each (rows,).
     """
     import torch
     from tensordict import TensorDict
@@ -46,6 +48,7 @@ def collate_completions(
     input_ids = torch.full((rows, width), pad_token_id)
     attention_mask, loss_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     log_probs, versions = torch.zeros(rows, width), torch.full((rows, width), -1)
+    fingerprints = torch.full((rows, width), -1)
     of_tokens = [token_versions(*one) for one in zip(completions, weight_versions, strict=True)]
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         end = begin + len(completion.token_ids)
@@ -54,6 +57,8 @@ def collate_completions(
         loss_mask[row, begin:end] = 1
         log_probs[row, begin:end] = torch.tensor(completion.log_probs)
         versions[row, begin:end] = torch.tensor(of_tokens[row])
+        known = completion.fingerprints or {}
+        fingerprints[row, begin:end] = torch.tensor([known.get(version, -1) for version in of_tokens[row]])
     data = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -61,6 +66,7 @@ def collate_completions(
         "rollout_log_probs": log_probs,
         "group_ids": torch.tensor(group_ids, dtype=torch.int64),
         "weight_versions": versions,
+        "weight_fingerprints": fingerprints,
         "min_weight_versions": torch.tensor([min(of, default=-1) for of in of_tokens], dtype=torch.int64),
         "max_weight_versions": torch.tensor([max(of, default=-1) for of in of_tokens], dtype=torch.int64),
         "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
@@ -71,6 +77,21 @@ def collate_completions(
     if rewards is not None:
         data["rewards"] = torch.tensor(rewards, dtype=torch.float32)
     return TensorDict(data, batch_size=[rows])
+
+
+def with_fingerprints(
+    completion: Completion, known: Mapping[int, int], worker: int | None, before: Mapping[int, int] | None = None
+) -> Completion:
+    """Add the fingerprints of the weights that generated a completion.
+
+    Args:
+        completion: as the engine returns it.
+        known: weight version -> fingerprint, of a worker.
+        worker: see `token_versions`.
+        before: those of the completion that this one continues.
+    """
+    found = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
+    return replace(completion, fingerprints={**(before or {}), **found} or None)
 
 
 def token_versions(completion: Completion, worker: int | None) -> list[int]:

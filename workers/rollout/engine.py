@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -120,12 +120,14 @@ class Completion:
             `RolloutEngine.abort` did.
         weight_versions: version of the weights that generated each token; None if the engine does not say, and then all
             tokens are of the worker's weight version.
+        fingerprints: of the weights of these versions, as far as the worker knows them; the worker adds them.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     weight_versions: list[int | None] | None = None
+    fingerprints: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from workers.rollout.collate import with_fingerprints
 from workers.rollout.engine import Completion, EngineLoad, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError
 from workers.weight_sync.peer import WeightRequest
@@ -149,9 +150,13 @@ class Exchange:
 
     Lock: ``_changed`` protects ``_groups`` and what is in them. It is a leaf: the engine, whose threads run the
     callbacks that take it, is never called while it is held.
+
+    Args:
+        fingerprints: weight version -> fingerprint, as the worker knows them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fingerprints: Mapping[int, int]) -> None:
+        self._fingerprints = fingerprints
         self._stream = ""
         self._groups: dict[Attempt, _Group] = {}
         self._changed = threading.Condition()
@@ -235,7 +240,8 @@ class Exchange:
                 group.error = group.error or _error_of(error, group.attempt)
                 group.left.clear()  # reported at once: nobody needs the other samples
             else:
-                group.completions[sample] = done.result()
+                made, before = done.result(), group.completions[sample].fingerprints
+                group.completions[sample] = with_fingerprints(made, self._fingerprints, None, before)
                 group.left.discard(sample)
             if not group.left:
                 self._changed.notify_all()

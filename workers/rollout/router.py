@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from single_controller import (
@@ -318,10 +318,7 @@ class Router:
         if finished.error is not None:
             raise finished.error
         self._losses.pop(number, None)
-        completions = [
-            Completion(one.token_ids, one.log_probs, one.finish_reason, [*token_versions(one, version)])
-            for one in finished.completions
-        ]
+        completions = [replace(one, weight_versions=[*token_versions(one, version)]) for one in finished.completions]
         group = Generated(list(request.prompt), completions)
         tokens = sum(len(one.token_ids) for one in completions)
         if any(one.finish_reason == "abort" for one in completions):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from single_controller import Dispatch, register
 from workers.device import take_device, use_device
+from workers.rollout.collate import with_fingerprints
 from workers.rollout.engine import Completion, FinishReason, RolloutEngine, SamplingParams
 from workers.rollout.errors import PromptError, RolloutError
 from workers.rollout.exchange import Exchange, Orders, Report
@@ -76,7 +77,7 @@ class RolloutWorker(WeightReceiver):
                 f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
             )
         self.weight_version = 0
-        self._exchange = Exchange()
+        self._exchange = Exchange(self.fingerprints)
         self._cleanups.append(self.engine.close)
 
     def _prepare_thread(self) -> None:
@@ -117,7 +118,8 @@ class RolloutWorker(WeightReceiver):
         except PromptError as error:
             return [Generated(None, version, self.rank, error)] * len(prompts)
         self._check(completions, prompts)
-        return [Generated(completion, version, self.rank) for completion in completions]
+        tagged = [with_fingerprints(one, self.fingerprints, version) for one in completions]
+        return [Generated(completion, version, self.rank) for completion in tagged]
 
     @register(Dispatch.ALL_TO_ALL)
     def exchange(self, orders: Orders) -> Report:

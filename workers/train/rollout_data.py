@@ -16,6 +16,7 @@ that of token t given the tokens before it. Nothing predicts the token at positi
 | ``ref_log_probs`` | (B, T) float | of the reference; computed by default |
 | ``values`` | (B, T) float | the critic's expected return before token t was chosen |
 | ``weight_versions`` | (B, T) int64, or (B,) | of the weights that generated each token, -1 where none was generated |
+| ``weight_fingerprints`` | (B, T) int64 | of these weights, as their engine held them; -1 where it is not known |
 | ``min_weight_versions`` | (B,) int64 | the lowest of the row's generated tokens; -1 if there are none |
 | ``max_weight_versions`` | (B,) int64 | the highest of them |
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_probs", "old_log_probs"}) | {
     "ref_log_probs",
     "values",
+    "weight_fingerprints",
 }
 PER_ROW = frozenset({"rewards", "group_ids", "min_weight_versions", "max_weight_versions"})
 EITHER = frozenset({"advantages", "weight_versions"})

@@ -141,6 +141,10 @@ class PeerWeights:
 
     def _keep(self, block: Block) -> None:
         """In a thread of the server: load a bucket."""
+        import torch
+
+        from workers.weight_sync.pieces import WHOLE, PieceSpec
+
         receiver, header = self._receiver, block.header
         receiver._prepare_thread()
         with receiver.weights_lock:
@@ -154,7 +158,11 @@ class PeerWeights:
                 receiver.load_raw(self._key, views(block.memory, self._buckets[self._next]))
                 self._next += 1
                 if self._next == len(self._buckets):
-                    receiver.finish_weights(self._key)
+                    pieces = [
+                        PieceSpec(name, tuple(map(tuple, box)), WHOLE, getattr(torch, dtype), digest)
+                        for name, box, dtype, digest in header["pieces"]
+                    ]
+                    receiver.finish_copy(self._key, header["fingerprint"], pieces)
                     self._close()
             except Exception as error:  # of the engine: another copy would fail in the same way
                 receiver.give_up_copy()
@@ -185,6 +193,7 @@ class PeerWeights:
             with receiver.weights_lock:
                 _check(receiver, changes)
                 buckets, layout = _plan(receiver.engine.raw_weights())
+                fingerprint, pieces = receiver.proof
             for index, specs in enumerate(buckets):
                 nbytes = specs[-1].begin + specs[-1].nbytes
                 memory = buffer.take(nbytes)
@@ -193,6 +202,11 @@ class PeerWeights:
                     tensors = receiver.engine.read_raw([spec.name for spec in specs])
                     copy_into(memory, specs, [(spec.name, one) for spec, one in zip(specs, tensors, strict=True)])
                 header = {"id": request.id, "key": key, "index": index, "layout": layout, "nbytes": nbytes}
+                if index == len(buckets) - 1:
+                    header["fingerprint"] = fingerprint
+                    header["pieces"] = [
+                        (one.name, one.box, str(one.dtype).removeprefix("torch."), one.digest) for one in pieces
+                    ]
                 send_block(request.address, header, memory, time.monotonic() + BUCKET_SECONDS)
                 sent += nbytes
         except Exception as error:  # the router asks again

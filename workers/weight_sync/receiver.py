@@ -28,7 +28,7 @@ from workers.weight_sync.protocol import Finished, Message, ReceiverInfo, Weight
 if TYPE_CHECKING:
     import torch
 
-    from workers.weight_sync.pieces import Payload
+    from workers.weight_sync.pieces import Payload, PieceSpec
     from workers.weight_sync.plan import Box
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,10 @@ class Engine(Protocol):
     def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]: ...
 
     def load_raw(self, weights: Sequence[Pair]) -> None: ...
+
+
+FINGERPRINTS = 64
+"""Of how many versions a worker knows the fingerprints."""
 
 
 @dataclass
@@ -96,7 +100,7 @@ class WeightReceiver(Worker):
     Attributes:
         receiver_id: `ReceiverInfo.id`.
         channels: process groups of the process-group transport, by name; it keeps them between updates.
-        fingerprint: of the weights in force; None if the trainer did not tell.
+        fingerprints: of the weights of the last `FINGERPRINTS` versions, by version, as far as the trainer has told.
         peer: gives this worker's weights to others of its group, and takes theirs.
         changes: counts what ends the copies that were begun before.
     """
@@ -107,7 +111,7 @@ class WeightReceiver(Worker):
         super().__init__()
         self.receiver_id = uuid.uuid4().hex
         self.channels: dict[str, Any] = {}
-        self.fingerprint: int | None = None
+        self.fingerprints: dict[int, int] = {}
         self._version: int | None = None
         from workers.weight_sync.arrivals import Arrivals  # imports torch, which a driver does without
 
@@ -131,10 +135,11 @@ class WeightReceiver(Worker):
         with self.weights_lock:
             self.peer.stop()
             self._give_up()
-            self._base = self.fingerprint = None
+            self._base = None
             if version is not None:  # complete weights that did not come as an update
                 self.engine.begin_update()
                 self.engine.finish_update(version)
+                self._remember(version, None)
             self._version = version
 
     @register(Dispatch.ONE_TO_ALL)
@@ -228,7 +233,9 @@ class WeightReceiver(Worker):
             if update.buffered:
                 self._hold(update)
                 self._load(update, self._arrivals.take(), self.engine.load_weights)
-            proved = None if update.copy or verify is None else self._prove(update, every=verify == "full")
+            proved = None if verify is None else self._prove(update, every=verify == "full")
+            # First: a completion that ends right after the update needs it.
+            self._remember(update.version, fingerprint)
             try:
                 self.engine.finish_update(update.version)
             except Exception as error:
@@ -238,7 +245,7 @@ class WeightReceiver(Worker):
                     f"{update.version}: {type(error).__name__}: {error}",
                     error,
                 )
-            self._version, self._update, self.fingerprint = update.version, None, fingerprint
+            self._version, self._update = update.version, None
             self._base = key if update.buffered else None
         for channel in self.channels.values():
             channel.release_memory()
@@ -319,9 +326,32 @@ class WeightReceiver(Worker):
             )
         return "engine"
 
+    def _remember(self, version: int, fingerprint: int | None) -> None:
+        self.fingerprints.pop(version, None)
+        if fingerprint is not None:
+            self.fingerprints[version] = fingerprint
+            while len(self.fingerprints) > FINGERPRINTS:
+                del self.fingerprints[next(iter(self.fingerprints))]
+
+    @property
+    def proof(self) -> tuple[int | None, list[PieceSpec]]:
+        """Fingerprint and digests of the weights in force, for a worker that copies them; nothing without ``verify``.
+        The caller holds ``weights_lock``."""
+        fingerprint = self.fingerprints.get(self._version) if self._version is not None else None
+        return fingerprint, [] if fingerprint is None else self._arrivals.pieces
+
+    def finish_copy(self, key: str, fingerprint: int | None, pieces: list[PieceSpec]) -> None:
+        """Finish a copy: compare it with the `proof` of the worker that it comes from, and take the version.
+
+        Raises:
+            WeightSyncError: see `finish_weights`.
+        """
+        self._arrivals.pieces = pieces
+        self.finish_weights(key, "full" if pieces else None, fingerprint)
+
     def _hold(self, update: _Progress) -> None:
         """The engine's weights are about to change."""
-        self._version = self.fingerprint = None  # first: whatever fails from here on must not leave mixed weights
+        self._version = None  # first: whatever fails from here on must not leave mixed weights
         update.began, update.held = time.monotonic(), True
         self.engine.begin_update()
 
@@ -335,6 +365,7 @@ class WeightReceiver(Worker):
     def begin_copy(self, key: str, version: int) -> None:
         """Begin an update from another rollout worker. The caller holds ``weights_lock``, as for what follows."""
         self._give_up()
+        self._arrivals.begin(self.engine.weight_shapes(), self.engine.weight_slices(), keep=False)
         missing = {name: shape for name, (shape, _) in self.engine.raw_weights().items()}
         self._update = _Progress(key, version, missing=missing)
         self._base = None
