@@ -1,12 +1,12 @@
 """Kill processes and hosts many times, have them replaced, and print what was seen as a table.
 
-    python tests/recovery --rounds 200
+    python tests/recovery --rounds 260
     python tests/recovery --rounds 20 --kinds trainer_in_a_step,idle_rank
 
 Each round kills something at a random moment, waits until the driver is told, has what died replaced, and checks that
 nothing else has changed, and that no prompt was lost or trained twice. The kinds of rounds are methods: of a plain
-group (group_kinds.py), of an asynchronous training run (training_kinds.py), and of such a run on several hosts
-(host_kinds.py). Those of a file share what they kill: there is one group, and one run.
+group (group_kinds.py), of weight updates (sync_kinds.py), of an asynchronous training run (training_kinds.py), and of
+such a run on several hosts (host_kinds.py). Those of a file share what they kill: there is one group, and one run.
 
 "Told" is the time from the kill to the driver's error; for a rollout worker, to the library's warning. "Back" is the
 time from then until the work goes on: until all ranks of the group have run a collective, or a further training step is
@@ -56,11 +56,12 @@ from group_kinds import Group  # noqa: E402
 from host_kinds import Hosts  # noqa: E402
 from host_network import missing  # noqa: E402
 from rounds import shares, wait  # noqa: E402
+from sync_kinds import Sync  # noqa: E402
 from training_kinds import Training  # noqa: E402
 
 from single_controller.ray import inspect_groups  # noqa: E402
 
-HANG = {Group: 60, Training: 60, Hosts: 240}
+HANG = {Group: 60, Sync: 60, Training: 60, Hosts: 240}
 """Seconds after which a round that has not ended hangs. The first one of a class also starts what it kills."""
 
 START = 150
@@ -71,6 +72,9 @@ WEIGHTS = {
     Group.standby_and_then_a_rank: 12,
     Group.rank_and_another_while_it_is_replaced: 12,
     Group.two_ranks: 12,
+    Sync.sender_in_an_update: 20,
+    Sync.receiver_in_an_update: 20,
+    Sync.receiver_that_joins_in_an_update: 20,
     Training.trainer_in_a_step: 16,
     Training.trainer_in_a_snapshot: 14,
     Training.trainer_in_a_weight_update: 14,
@@ -83,7 +87,7 @@ WEIGHTS = {
     Hosts.host_that_loses_its_power: 4,
     Hosts.host_cut_off_for_5_s: 6,
 }
-"""How many rounds of 200."""
+"""How many rounds of 260."""
 
 
 def name(kind):
@@ -158,7 +162,7 @@ def play(cls, kinds, rng, seen, folder):
     """Run rounds of the kinds of a class, in this order. Returns whether all was right."""
     doing = "the start"
     try:
-        with nullcontext() if cls is Hosts else local_ray(forked=cls is Training):
+        with nullcontext() if cls is Hosts else local_ray(forked=cls in (Training, Sync)):
             signal.alarm(START)
             made = cls(rng, folder)
             try:

@@ -9,6 +9,7 @@ learned from, whatever was trained and lost meanwhile.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -17,10 +18,15 @@ import threading
 import time
 from pathlib import Path
 
-from single_controller import Dispatch, register
+import torch
+
+from single_controller import Dispatch, Worker, register
 from workers import HFEngine, block_transport
 from workers.fsdp.worker import FSDPTrainWorker
+from workers.rollout.engine import RolloutEngine
 from workers.train.weight_backup import live_tensors
+from workers.weight_sync import WeightReceiver, WeightSender
+from workers.weight_sync.shards import Shard
 
 FIRST_DIGIT, DIGITS = 16, 5
 """A prompt is its number in octal, in tokens from 16 to 23, after a token below 16."""
@@ -171,3 +177,107 @@ class Trainer(FSDPTrainWorker):
     def update_weights(self, version=None):
         with dying(self.folder, "an update", self.rank):
             return super().update_weights(version)
+
+
+# --- weight updates -------------------------------------------------------------------------------------------------
+
+SHAPES = {f"layer.{number}": (128, 1024) for number in range(8)} | {"norm": (7,)}
+BUCKET_BYTES = 512 << 10
+
+
+@functools.cache
+def base():
+    make = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=make) for name, shape in SHAPES.items()}
+
+
+def weights(version):
+    """Those of a version: every 37th element differs from those of the version before."""
+    changed = {name: tensor.clone() for name, tensor in base().items()}
+    for tensor in changed.values():
+        tensor.view(-1)[version % 3 :: 37] += version
+    return changed
+
+
+def digests(version, held=None):
+    """What identifies the weights of a version, or those that are held."""
+    of = weights(version) if held is None else held
+    return {name: hashlib.sha256(of[name].numpy().tobytes()).hexdigest() for name in SHAPES}
+
+
+class Sender(Worker):
+    """A train rank that has its share of the rows of each tensor."""
+
+    def __init__(self):
+        super().__init__()
+        torch.distributed.init_process_group("gloo")
+        self.sender = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def connect(self, rollout, transport, **options):
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = WeightSender(transport, rollout, bucket_bytes=BUCKET_BYTES, timeout=60, **options)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def reconnect(self, rollout):
+        self.sender.connect(rollout)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def update(self, version):
+        shards = []
+        for name, tensor in weights(version).items():
+            rows = -(-len(tensor) // self.world_size)
+            begin, part = self.rank * rows, tensor[self.rank * rows :][:rows]
+            first = (begin,) + (0,) * (tensor.dim() - 1)
+            shape = tuple(tensor.shape)
+            shards.append(Shard(name, shape, first, tuple(part.shape), tensor.dtype, functools.partial(_same, part)))
+        return self.sender.send(version, shards, rank=self.rank, ranks=self.world_size)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pids(self):
+        return os.getpid()
+
+
+def _same(tensor):
+    return tensor
+
+
+class Store(RolloutEngine):
+    """Stores weights; cannot generate."""
+
+    def __init__(self):
+        self.weights = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+    def generate(self, prompts, sampling_params, seeds):
+        raise NotImplementedError
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.weights[name].copy_(tensor)
+
+    def weight_shapes(self):
+        return dict(SHAPES)
+
+    def weight_dtypes(self):
+        return dict.fromkeys(SHAPES, torch.float32)
+
+    def read_weights(self, names):
+        return [self.weights[name] for name in names]
+
+
+class Receiver(WeightReceiver):
+    def __init__(self):
+        super().__init__()
+        self.engine = Store()
+        self.weight_version = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def holds(self):
+        """The version, and what identifies the weights."""
+        version = self.weight_version
+        return version, None if not version else digests(version, self.engine.weights)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pids(self):
+        return os.getpid()

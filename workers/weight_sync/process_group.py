@@ -125,10 +125,9 @@ class ProcessGroupTransport(Transport):
         own = headers[update.rank]
         to_class = [own[index].nbytes if index in own else 0 for index in range(len(update.classes))]
         memory = self._channel.memory.take(sum(to_class))
-        for (index, payload), flat in zip(
-            sorted(payloads.items()), memory.split([n for n in to_class if n]), strict=True
-        ):
-            payload.copy_to(flat, own[index])
+        flats = memory.split(to_class)
+        for index, payload in payloads.items():
+            payload.copy_to(flats[index], own[index])
 
         def check() -> None:
             _raise_failed(futures)
