@@ -3,6 +3,7 @@
 The other tests of weight sync (test_weight_sync.py) compare tensors; here both sides are the real ones, in processes.
 """
 
+import hashlib
 import itertools
 import os
 import time
@@ -64,6 +65,14 @@ class Fragile(RolloutWorker):
     def die_at(self, name, rank):
         if rank == self.rank:
             self.fatal = name
+
+    @register(Dispatch.ONE_TO_ALL)
+    def held(self):
+        """What identifies the engine's weights."""
+        whole = hashlib.sha256()
+        for name, tensor in sorted(self.engine.model.state_dict().items()):
+            whole.update(name.encode() + tensor.numpy().tobytes())
+        return whole.hexdigest()
 
     def take(self, key, payload):
         if self.fatal in [piece.name for piece in payload.pieces]:
@@ -184,6 +193,46 @@ def test_four_ranks_send_to_two(megatron_groups, rollout, folders, transport):
     change_weights(train, 0)
     train.update_weights()
     assert difference(train, manager.generate(PROMPTS)) < 1e-4
+
+
+HUNDRED = list(itertools.product([("fsdp", 4), ("tp2", 2), ("pp2", 2)], CONFIGS, ["store", "group", "disk", "delta"]))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("layout", "tie", "how", "updates"),
+    [
+        pytest.param("pp2", "tied", "delta", 10),
+        *(
+            pytest.param(*one, 100, marks=pytest.mark.full("a hundred updates with all layouts and transports"))
+            for one in HUNDRED
+        ),
+    ],
+)
+def test_workers_hold_what_the_trainer_has_after_each_of_many_updates(
+    fsdp_groups, megatron_groups, rollout, folders, tmp_path, layout, tie, how, updates
+):
+    layout, ranks = (layout, 2) if isinstance(layout, str) else layout
+    rollout.generate_with(CONFIGS[tie])
+    train = (fsdp_groups if layout == "fsdp" else megatron_groups)(ranks)
+    train.weight_version = 0
+    by = {"update_weights_delta": True} if how == "delta" else {"update_weights_transport": how}
+    folder = {"update_weights_disk_dir": str(tmp_path / "sync")} if how == "disk" else {}
+    given = {"hf_checkpoint": folders[tie], "temperature": HOW.temperature, "lr": 1e-3}
+    begin(train, {**given, **LAYOUTS[layout], **by, **folder, "update_weights_bucket_bytes": 6000})
+    manager = generating(rollout, train)
+    seen = set()
+    for version in range(1, updates + 1):
+        change_weights(train, version)
+        assert train.update_weights(verify="full") == version
+        report, held = train.last_sync(), rollout.held()
+        assert (report.version, report.proved, report.receivers) == (version, "engine", 2)
+        assert report.patched == (2 if how == "delta" and version > 1 else 0)
+        assert held[0] == held[1] and held[0] not in seen
+        seen.add(held[0])
+    data = manager.generate(PROMPTS)
+    assert set(data["weight_fingerprints"][data["weight_versions"] >= 0].tolist()) == {report.fingerprint}
+    assert difference(train, data) < 1e-4
 
 
 def test_running_rollout_keeps_its_weight_version(trainer, rollout):
