@@ -1,6 +1,7 @@
 """Train ranks that hold weights as pipeline stages do, and rollout workers that only store weights."""
 
 import dataclasses
+import functools
 import os
 import time
 
@@ -10,6 +11,7 @@ from single_controller import Dispatch, Worker, register
 from workers.rollout.engine import RolloutEngine
 from workers.weight_sync import WeightReceiver, WeightSender
 from workers.weight_sync.process_group import Invitation
+from workers.weight_sync.shards import Shard
 
 
 def model(dtype=torch.float32, seed=0):
@@ -124,37 +126,32 @@ class Stage(Worker):
         self.sender.connect(rollout)
 
     @register(Dispatch.ONE_TO_ALL)
-    def update(self, version, dtype=torch.float32, leave_out=(), twice=(), reshape=(), rename=(), here=(), fails=None):
-        """``fails``: (rank, where) with an error on that rank: when it begins, in its pairs while the other ranks wait
-        in a collective of theirs, or behind its last pair."""
+    def update(self, version, dtype=torch.float32, leave_out=(), reshape=(), rename=(), fails=None):
+        """``fails``: (rank, where) with an error on that rank: when it begins, behind its last shard, or when it reads
+        one."""
         self.fails = fails[1] if fails is not None and fails[0] == self.rank else None
         transport = self.sender._transport
         transport.begin = lambda update: (self.fail_at("begin"), type(transport).begin(transport, update))
-        pairs = self.pairs(version, dtype, leave_out, twice, reshape, dict(rename), dict(here))
-        return self.sender.send(version, pairs, rank=self.rank, ranks=self.world_size)
+        shards = self.shards(version, dtype, leave_out, reshape, dict(rename))
+        return self.sender.send(version, shards, rank=self.rank, ranks=self.world_size)
 
     def fail_at(self, where):
         if self.fails == where:
             raise MemoryError(f"no memory at its {where}")
 
-    def pairs(self, version, dtype, leave_out, twice, reshape, rename, here):
-        """As a backend yields them: with collectives in between, which all ranks must join. With ``here``, ranks
-        have different pairs and there are no collectives, which would deadlock."""
+    def shards(self, version, dtype, leave_out, reshape, rename):
         for number, (name, tensor) in enumerate(model(dtype, version).items()):
-            if number == 3:
-                self.fail_at("pairs")
-            if not here:
-                torch.distributed.barrier()
-            mine = number % self.world_size == self.rank or name in here
-            mine = mine and here.get(name, self.rank) == self.rank
-            if mine and name not in leave_out:
+            if number % self.world_size == self.rank and name not in leave_out:
                 tensor = tensor.reshape(-1, 1) if name in reshape else tensor
-                yield rename.get(name, name), tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
-            if name in twice and self.rank == self.world_size - 1:
-                yield name, tensor
-        if not here:
-            torch.distributed.barrier()
+                tensor = tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+                shard = Shard.whole(rename.get(name, name), tensor)
+                yield dataclasses.replace(shard, read=functools.partial(self.read, tensor, number))
         self.fail_at("end")
+
+    def read(self, tensor, number):
+        if number > 3:
+            self.fail_at("read")
+        return tensor
 
     @register(Dispatch.ONE_TO_ALL)
     def versions(self):

@@ -84,10 +84,7 @@ class DeviceTransport(Transport):
             every = {receiver: handle for theirs in offered for receiver, handle in theirs.items()}
             class_of = {update.infos[one].id: index for index, of in enumerate(update.classes) for one in of.members}
             shared = SharedRound(every, class_of, [(index, header) for _, index, header in offers])
-            try:
-                wait_all(update.receivers.start("receive_weights", update.key, shared), update)
-            except Exception as failed:
-                raise sync_error("the rollout workers did not load the weights", failed) from failed
+            wait_all(update.receivers.start("receive_weights", update.key, shared), update)
 
         # Also the barrier behind which the next round may overwrite the memory: rank 0 waits for every receiver.
         update.agree(f"shared {number}", handles, error, load)

@@ -51,8 +51,9 @@ UPDATE_SECONDS = 300.0
 TOLD_SECONDS = 0.25
 """How often whoever waits looks whether another train rank has given the update up."""
 
-_VERDICT_SECONDS = 5.0
-"""How much longer than rank 0 the other ranks wait at most, for its verdict on ranks that are late."""
+_GRACE_SECONDS = 1.0
+"""How long rank 0 waits, after the time is up, for a rank that may know why; the others wait twice as long for what
+rank 0 says of it."""
 
 _FIRST_POLL_SECONDS = 0.0002
 
@@ -60,6 +61,10 @@ _FIRST_POLL_SECONDS = 0.0002
 class WeightSyncError(SingleControllerError):
     """An update of rollout workers' weights failed. Each of the workers has the complete weights of the version before,
     or of this one if it had just finished, or has no version and refuses to generate until an update succeeds."""
+
+
+class TimeUpError(WeightSyncError):
+    """No time is left. The error of the update names its time limit."""
 
 
 class Budget:
@@ -91,7 +96,7 @@ class Budget:
         """
         left = self.remaining
         if not left:
-            raise WeightSyncError("the time limit of the update has passed")
+            raise TimeUpError("the time limit of the update has passed")
         return math.ceil(left * 1000) / 1000
 
 
@@ -206,6 +211,7 @@ class Update:
 
     Attributes:
         version: of the weights.
+        transport: its name.
         rank: this rank among the train ranks.
         ranks: number of train ranks.
         receivers: calls the receivers.
@@ -222,6 +228,7 @@ class Update:
     """
 
     version: int
+    transport: str
     rank: int
     ranks: int
     receivers: Receivers
@@ -274,16 +281,14 @@ class Update:
             self._wait_for_verdict()
         self._agreed += 1
         name = f"{self._name}/{self._agreed}"
-        seconds = self.budget.remaining
         if self.rank:
             store.set(f"{name}/{self.rank}", pickle.dumps(value))
-            # Longer than rank 0, which finds out at the end of its wait which rank is late, and then says so.
-            if not self._arrived([name], seconds + min(_VERDICT_SECONDS, 0.1 * self.budget.seconds)):
+            if not self._arrived([name], self.budget.remaining + 2 * _GRACE_SECONDS):
                 raise self._late("0", step)
             return pickle.loads(store.get(name))
         keys = [f"{name}/{rank}" for rank in range(1, self.ranks)]
         try:
-            if not self._arrived(keys, seconds):
+            if not self._arrived(keys, self.budget.remaining + _GRACE_SECONDS):
                 late = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
                 raise self._late(", ".join(map(str, late)), step)
             values = [value, *(pickle.loads(one) for one in store.multi_get(keys))]
@@ -293,10 +298,21 @@ class Update:
                 store.delete_key(f"{self._name}/{self._agreed - 1}")
             verdict = None if decide is None else decide(values)
         except Exception as failed:
-            self.give_up(failed if isinstance(failed, WeightSyncError) else sync_error(f"step {step!r} failed", failed))
+            told = isinstance(failed, WeightSyncError) and not isinstance(failed, TimeUpError)
+            self.give_up(failed if told else self.error(failed))
             self._wait_for_verdict()
         store.set(name, pickle.dumps(verdict))
         return verdict
+
+    def error(self, failed: BaseException) -> WeightSyncError:
+        """Wrap what failed in a `WeightSyncError` that says of which update."""
+        what = f"weight version {self.version} was not sent by transport {self.transport!r}"
+        if self.budget.used_up:
+            what += (
+                f" within {self.budget.seconds:g} s, the time limit of an update "
+                "(update_weights_timeout_minutes, or timeout= of WeightSender)"
+            )
+        return sync_error(what, failed)
 
     def give_up(self, error: WeightSyncError) -> None:
         """Tell all train ranks that the update has failed, unless another one has done so before."""

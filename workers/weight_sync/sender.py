@@ -190,7 +190,7 @@ class WeightSender:
         verify = self._verify if verify is None else _check_verify(verify)
         begun = time.monotonic()
         key = self._common_key(ranks)
-        update = Update(version, rank, ranks, self._receivers, Budget(self._timeout), key)
+        update = Update(version, self._name, rank, ranks, self._receivers, Budget(self._timeout), key)
         update.process_group = self._process_group
         update.verify = None if verify == "none" else verify
         if self._previous is not None:
@@ -285,7 +285,7 @@ class WeightSender:
         try:
             self._transport.begin(update)
         except Exception as failed:
-            error = self._error(update, failed)
+            error = update.error(failed)
         update.agree("begun", error=error)
 
     def _begin_receivers(self, update: Update) -> list[ReceiverInfo]:
@@ -293,7 +293,7 @@ class WeightSender:
         try:
             return self._receivers.call("begin_weights", update.key, update.version, self._id, self._double_buffer)
         except Exception as failed:
-            raise self._error(update, failed) from failed
+            raise update.error(failed) from failed
 
     # --- rounds -----------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class WeightSender:
                     self._packer.next_round()
                     update.budget.left()
                 except Exception as failed:
-                    error = self._error(update, failed)
+                    error = update.error(failed)
             gathered = update.agree(f"round {number}", headers, error, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             if 0 in payloads:
@@ -324,12 +324,12 @@ class WeightSender:
             try:
                 self._transport.transfer(update, number, payloads, gathered)
             except Exception as failed:
-                error = self._error(update, failed)
+                error = update.error(failed)
                 update.agree("transfer", error=error)  # now: others may be waiting for what this rank did not send
         try:
             self._transport.flush(update)
         except Exception as failed:
-            error = self._error(update, failed)
+            error = update.error(failed)
         return nbytes, update.agree("sent", digests, error, list)
 
     def _finish(self, update: Update, digests: Sequence[Any]) -> tuple[int | None, list[Finished]]:
@@ -349,7 +349,7 @@ class WeightSender:
             try:
                 value = finish()
             except Exception as failed:
-                error = self._error(update, failed)
+                error = update.error(failed)
         return update.agree("finish", value, error, lambda values: values[0])
 
     def _abandon(self, update: Update, failed: BaseException) -> None:
@@ -360,16 +360,7 @@ class WeightSender:
         if update.begun:
             self._receivers.abandon(update.key, str(failed).partition("\n")[0])
         with contextlib.suppress(dist.DistError):  # the store's process has died
-            update.give_up(sync_error(f"train rank {update.rank} failed", failed))
-
-    def _error(self, update: Update, failed: Exception) -> WeightSyncError:
-        what = f"weight version {update.version} was not sent by transport {self._name!r}"
-        if update.budget.used_up:
-            what += (
-                f" within {update.budget.seconds:g} s, the time limit of an update "
-                "(update_weights_timeout_minutes, or timeout= of WeightSender)"
-            )
-        return sync_error(what, failed)
+            update.give_up(failed if isinstance(failed, WeightSyncError) else update.error(failed))
 
 
 def _check_verify(verify: Verify) -> Verify:
@@ -384,6 +375,8 @@ def _layout_of(shards: Iterable[Shard]) -> Layout:
         shape, dtype, boxes = layout.setdefault(shard.name, (shard.shape, shard.dtype, []))
         if (shape, dtype) != (shard.shape, shard.dtype):
             raise WeightSyncError(f"{shard.name!r} has shards of {dtype} {shape} and of {shard.dtype} {shard.shape}")
+        if not torch.can_cast(dtype, torch.float32):
+            raise WeightSyncError(f"{shard.name!r} has dtype {dtype}; expected real numbers")
         boxes.append(shard.box)
     return layout
 
