@@ -29,8 +29,9 @@ from workers.train.rollout_link import RolloutLink
 from workers.weight_sync import WeightSender, WeightSyncError, process_group
 from workers.weight_sync.device import DeviceTransport, SharedRound, name_of
 from workers.weight_sync.process_group import AnnouncedRound, Channel, Invitation
-from workers.weight_sync.protocol import Budget, Update
+from workers.weight_sync.protocol import Budget
 from workers.weight_sync.receivers import Receivers, receiver_groups
+from workers.weight_sync.update import Update
 
 TRANSPORTS = ["store", "group", "disk", "device"]
 SMALL = 600  # bytes per bucket: several for each sender

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from workers.device import current_device, device
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
-from workers.weight_sync.protocol import Message, Transport, Update, WeightSyncError, sync_error
-from workers.weight_sync.receivers import wait_all
+from workers.weight_sync.protocol import Message, WeightSyncError, sync_error
+from workers.weight_sync.update import Transport, Update, wait_all
 
 
 class DeviceTransport(Transport):

@@ -25,7 +25,8 @@ import torch
 from workers.extras import require
 from workers.weight_sync.pieces import Header, Payload, PieceSpec, pieces_of
 from workers.weight_sync.plan import Box
-from workers.weight_sync.protocol import Message, Transport, Update, WeightSyncError
+from workers.weight_sync.protocol import Message, WeightSyncError
+from workers.weight_sync.update import Transport, Update
 
 KEPT = 2
 """Versions that are kept on disk."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from single_controller.base.future import WorkerFuture
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
-from workers.weight_sync.protocol import Transport, Update
-from workers.weight_sync.receivers import wait_all
+from workers.weight_sync.update import Transport, Update, wait_all
 
 
 class ObjectStoreTransport(Transport):

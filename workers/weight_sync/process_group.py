@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 
 from single_controller.base.future import WorkerFuture
-from workers.device import device
+from workers.device import current_device, device
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.device import name_of
 from workers.weight_sync.pieces import Header, Payload
-from workers.weight_sync.protocol import Budget, Message, Transport, Update, WeightSyncError
-from workers.weight_sync.receivers import wait_all
+from workers.weight_sync.protocol import Budget, Message, WeightSyncError
+from workers.weight_sync.update import Transport, Update, wait_all
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class ProcessGroupTransport(Transport):
         self._leave()
         self._members = members
         self.groups_made += 1
-        here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        here = current_device()
         backend = _backend(update, here)
         invitation = Invitation(
             update.key,
@@ -99,13 +99,11 @@ class ProcessGroupTransport(Transport):
         where = here if backend == "nccl" else torch.device("cpu")
         size = update.ranks + len(update.classes)
 
-        def check() -> None:
-            _raise_failed(futures)
-            update.check_now_and_then()
-
         try:
             self._channel = _interruptible(
-                lambda: Channel(invitation, _SENDERS, update.rank, size, where), check, invitation.seconds
+                lambda: Channel(invitation, _SENDERS, update.rank, size, where),
+                lambda: _check(update, futures),
+                invitation.seconds,
             )
             wait_all(futures, update)
         except BaseException:
@@ -129,11 +127,9 @@ class ProcessGroupTransport(Transport):
         for index, payload in payloads.items():
             payload.copy_to(flats[index], own[index])
 
-        def check() -> None:
-            _raise_failed(futures)
-            update.check_now_and_then()
-
-        self._channel.exchange(memory, [0] * update.ranks + to_class, announced.seconds, check)
+        self._channel.exchange(
+            memory, [0] * update.ranks + to_class, announced.seconds, lambda: _check(update, futures)
+        )
         wait_all(futures, update)
 
     def flush(self, update: Update) -> None:
@@ -472,8 +468,9 @@ def _interruptible(do: Callable[[], T], check: Callable[[], None], seconds: floa
     return done[0]
 
 
-def _raise_failed(futures: Sequence[WorkerFuture]) -> None:
-    """Raise the error of a call that has already failed, without waiting."""
+def _check(update: Update, futures: Sequence[WorkerFuture]) -> None:
+    """Raise the error of another rank that has given up, or of a call that has already failed, without waiting."""
+    update.check_now_and_then()
     for future in futures:
         error = future.exception() if future.done() else None
         if error is not None:

@@ -13,17 +13,10 @@ import ray.cloudpickle
 import ray.exceptions
 
 from dispatch.batch import Broadcast
-from single_controller import CallTimeoutError, SingleControllerError
+from single_controller import SingleControllerError
 from single_controller.base.future import WorkerFuture
 from single_controller.base.group import WorkerGroup
-from workers.weight_sync.protocol import (
-    TOLD_SECONDS,
-    UPDATE_SECONDS,
-    Budget,
-    ReceiverClass,
-    Update,
-    WeightSyncError,
-)
+from workers.weight_sync.protocol import UPDATE_SECONDS, Budget, ReceiverClass, WeightSyncError
 
 Rollout = Any
 """A group of `WeightReceiver`, a list of groups, or an object that knows them: see `receiver_groups`."""
@@ -184,25 +177,3 @@ def call_manager(manager: ray.actor.ActorHandle, method: str, *arguments: Any, t
             f"{method}() of the rollout manager {manager!r} failed: {str(error).partition(chr(10))[0]} If the "
             "manager has died, create a new one and pass it to set_rollout_manager()"
         ) from error
-
-
-def wait_all(futures: Sequence[WorkerFuture], update: Update) -> None:
-    """Wait for calls without results.
-
-    Raises:
-        SingleControllerError: the first error of a call.
-        WeightSyncError: another train rank has given the update up.
-    """
-    for future in futures:
-        while not _ended(future):
-            update.check()
-
-
-def _ended(future: WorkerFuture) -> bool:
-    try:
-        future.result(timeout=TOLD_SECONDS)
-    except CallTimeoutError as error:
-        if not error.call_goes_on:
-            raise
-        return False
-    return True

@@ -27,14 +27,13 @@ from workers.weight_sync.protocol import (
     ReceiverClass,
     ReceiverInfo,
     SyncReport,
-    Transport,
-    Update,
     Verify,
     WeightSyncError,
     sync_error,
 )
 from workers.weight_sync.receivers import Receivers, Rollout
 from workers.weight_sync.shards import Shard
+from workers.weight_sync.update import Transport, Update
 
 TransportName = Literal["store", "group", "disk", "device"]
 
