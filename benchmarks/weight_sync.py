@@ -8,7 +8,7 @@ Tables, each from one run on this machine, whose ways take turns within a round:
   the elements changed since the update before: differences, whole tensors, and Ray alone (``ray.put``, and two actors
   that copy into their own memory). The bytes are those that the train ranks hand to the transport, and those that the
   loopback device carries. The aim for whole tensors through the store is at most three times Ray's time.
-- *proof*: whole tensors with ``verify="none"``, "fingerprint" and "full".
+- *proof*: whole tensors with ``verify="none"``, "fingerprint" and "full"; *hosts* has it for the link.
 - *hosts*: the same as *machine* from one host to another over a link of 1 Gbit/s: network namespaces, a Ray node on
   each, and a token bucket filter on both ends of the link, whose speed is measured with a plain socket. The bytes are
   those that the sending host's network device counts. Needs root.
@@ -34,6 +34,7 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from benchmarks.contenders.local_ray import probe_store
 from benchmarks.machine import machine
 from benchmarks.sync_workers import Generating, Hand, Rollout, Sent, Shapes, Train
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -215,7 +216,6 @@ def on_machine(given: argparse.Namespace) -> None:
 
 def proofs(given: argparse.Namespace) -> None:
     """The second table."""
-    header(f"whole tensors, {given.mb} MB, 1 -> 2", "verify", "s", "least - most", "against none", "n")
     shapes = shapes_of(given.mb * MIB, torch.float32)
     names = [name for name in given.transports if name in ("store", "group")]
     with (
@@ -225,22 +225,30 @@ def proofs(given: argparse.Namespace) -> None:
             train,
             pool,
             RayClassWithInitArgs(Rollout, shapes, torch.float32),
-            {name: {"transport": name} for name in names},
+            {f"{name} full": {"transport": name} for name in names},
         ),
     ):
-        for name in names:
-            ways: dict[str, Way] = {
-                verify: (lambda verify=verify, name=name: train.update(name, "lo", verify))  # type: ignore[misc]
-                for verify in ("none", "fingerprint", "full")
-            }
-            found: dict[str, list[list[Sent]]] = {}
-            for number in range(3 * given.rounds + 3):
-                take_turns(ways, number, found, counts=number > 2)
-            none = summary(found["none"])[0]
-            for verify, sent in found.items():
-                seconds = [one[0].seconds for one in sent]
-                spread = f"{min(seconds):.3f} - {max(seconds):.3f}"
-                show(name, verify, median(seconds), spread, f"{median(seconds) / none - 1:+.1%}", len(seconds))
+        proof(train, names, "lo", f"one machine, {given.mb} MB, 1 -> 2", 3 * given.rounds)
+
+
+def proof(train: RayWorkerGroup, names: Sequence[str], interface: str, label: str, rounds: int) -> None:
+    """Measure and print what the proof costs."""
+    header(f"whole tensors, {label}", "verify", "s", "least - most", "against none", "by pairs", "n")
+    for name in names:
+        ways: dict[str, Way] = {
+            verify: (lambda verify=verify, name=name: train.update(f"{name} full", interface, verify))  # type: ignore[misc]
+            for verify in ("none", "fingerprint", "full")
+        }
+        found: dict[str, list[list[Sent]]] = {}
+        for number in range(rounds + 3):
+            take_turns(ways, number, found, counts=number > 2)
+        none = [one[0].seconds for one in found["none"]]
+        for verify in ways:
+            seconds = [one[0].seconds for one in found[verify]]
+            spread = f"{min(seconds):.3f} - {max(seconds):.3f}"
+            pairs = median([one / without for one, without in zip(seconds, none, strict=True)])
+            share = median(seconds) / median(none) - 1
+            show(name, verify, median(seconds), spread, f"{share:+.1%}", f"{pairs - 1:+.1%}", rounds)
 
 
 def of_hosts(given: argparse.Namespace, arguments: list[str]) -> None:
@@ -289,7 +297,8 @@ def between_hosts(given: argparse.Namespace) -> None:
         rate = median([sent.wire for sent in plain]) * 8 / seconds / 1e9
         print(f"\nthe link: {given.mb} MB through a plain socket in {seconds:.3f} s, {rate:.3f} Gbit/s on the wire")
         found = changes(train, [hand], transports, "eth0", given.rounds)
-    report(found, transports, f"two hosts, 1 Gbit/s, {given.mb} MB of float32, 1 -> 1", given.rounds)
+        report(found, transports, f"two hosts, 1 Gbit/s, {given.mb} MB of float32, 1 -> 1", given.rounds)
+        proof(train, list(transports), "eth0", f"two hosts, 1 Gbit/s, {given.mb} MB, 1 -> 1", given.rounds)
 
 
 def pauses(given: argparse.Namespace) -> None:
@@ -329,7 +338,7 @@ def memory(given: argparse.Namespace) -> None:
     shapes, bucket = shapes_of(nbytes, torch.float32), given.bucket_mb * MIB
     header(
         f"{given.model_mb} MB, 4 -> 2, buckets of {given.bucket_mb} MB", "workers", "hold MB",
-        "grow by MB (VmHWM)", "anonymous", "shared", "growth in buckets",
+        "grow by MB (VmHWM)", "anonymous", "shared", "store at most", "anonymous in buckets",
     )  # fmt: skip
     for buffered in (False, True):
         for transport in given.transports:
@@ -346,12 +355,11 @@ def memory(given: argparse.Namespace) -> None:
                 train.connect("", rollout, transport, options)
                 for group in (train, rollout):
                     group.watch_memory()
-                for _ in range(3):
-                    train.update("")
+                (stored,) = probe_store(lambda train=train: train.update("")).values()
                 for who, group, held in (("train", train, nbytes / 4), ("rollout", rollout, nbytes / 2)):
                     grown = [max(of_ranks) for of_ranks in zip(*group.growth(), strict=True)]
                     what = f"{transport}, {'double buffer' if buffered else 'in place'}"
-                    show(what, who, sizes(held), *map(sizes, grown), f"{grown[0] / bucket:.2f}")
+                    show(what, who, sizes(held), *map(sizes, [*grown, stored]), f"{grown[1] / bucket:.2f}")
 
 
 TABLES: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -386,18 +394,19 @@ def main() -> None:
         return
     about = machine()
     print(f"{about['cores']} cores ({about['processor']}), load at start {about['load_at_start']}")
-    if any(name in TABLES for name in given.only):
-        ray.init(
-            "local",
-            num_cpus=16,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=max(256, 4 * given.mb) * MIB,
-        )
-        for name in given.only:
-            if name in TABLES:
-                TABLES[name](given)
-        ray.shutdown()
+    for name in given.only:
+        if name in TABLES:
+            ray.init(
+                "local",
+                num_cpus=16,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=max(256, 4 * given.mb) * MIB,
+                # `probe_store` needs it.
+                _system_config={"raylet_report_resources_period_milliseconds": 10} if name == "memory" else None,
+            )
+            TABLES[name](given)
+            ray.shutdown()
     if "hosts" in given.only:
         of_hosts(given, sys.argv[1:])
 
