@@ -215,26 +215,29 @@ class Network:
         self._ip("link", "set", "slow", "up")
         self._switch.popen([sys.executable, HERE / "relay.py", name, "slow", delay, loss])
 
-    def start_ray(self, *, cpus: int = 2, config: dict | None = None, env: dict | None = None) -> None:
+    def start_ray(
+        self, *, cpus: int = 2, config: dict | None = None, env: dict | None = None, store: int = 200 << 20
+    ) -> None:
         """Start a Ray node on every host.
 
         Args:
             cpus: logical CPUs of each.
             config: Ray's ``--system-config``.
             env: environment of ``ray start``.
+            store: bytes of each node's object store.
         """
         head, *others = self.hosts
-        self._ray(head, cpus, env, "--head", "--port=6379", "--include-dashboard=false",
+        self._ray(head, cpus, env, store, "--head", "--port=6379", "--include-dashboard=false",
                   f"--system-config={json.dumps(config or {})}")  # fmt: skip
         with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda host: self.start_node(host, cpus=cpus, env=env), others))
+            list(threads.map(lambda host: self.start_node(host, cpus=cpus, env=env, store=store), others))
 
-    def start_node(self, host: Host, *, cpus: int = 2, env: dict | None = None) -> None:
+    def start_node(self, host: Host, *, cpus: int = 2, env: dict | None = None, store: int = 200 << 20) -> None:
         """Start a Ray node on a host that has none, beside that of the first host. See `start_ray`."""
-        self._ray(host, cpus, env, f"--address={self.hosts[0].address}:6379")
+        self._ray(host, cpus, env, store, f"--address={self.hosts[0].address}:6379")
 
-    def _ray(self, host: Host, cpus: int, env: dict | None, *where: str) -> None:
-        size = [f"--num-cpus={cpus}", f"--object-store-memory={200 << 20}", "--disable-usage-stats"]
+    def _ray(self, host: Host, cpus: int, env: dict | None, store: int, *where: str) -> None:
+        size = [f"--num-cpus={cpus}", f"--object-store-memory={store}", "--disable-usage-stats"]
         command = [Path(sys.executable).parent / "ray", "start", *where, f"--node-ip-address={host.address}", *size]
         host.run(*command, env=env, timeout=150)
 

@@ -93,8 +93,10 @@ class Arrivals:
         return part
 
     def take(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are complete. Without ``keep`` they are dropped when the next one is requested."""
-        for name in [name for name in self._tensors if name not in self.missing]:
+        """Yield the tensors that are complete and of which something has changed. Without ``keep`` they are dropped
+        when the next one is requested."""
+        changed = {spec.name for spec in self.pieces if spec.kind != SAME}
+        for name in [name for name in self._tensors if name in changed and name not in self.missing]:
             yield name, self._tensors[name]
             if not self._keep:
                 del self._tensors[name]

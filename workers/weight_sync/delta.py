@@ -127,13 +127,18 @@ def apply(patch: Patch, into: torch.Tensor) -> None:
         into, values = into.view(words), values.view(words)
     if contiguous:
         into = into.view(-1)
+    # Where it can be used, numpy writes by index twice as fast as torch.
+    fast = (into.numpy(), values.numpy()) if contiguous and words is not None and into.device.type == "cpu" else None
     done = 0
     for index in _positions(patch, into.numel()):
         end = done + index.size
         if int(index[-1]) >= into.numel() or end > values.numel():
             raise _damaged(patch, into.numel())
-        at = torch.from_numpy(index).to(into.device)
-        into[at if contiguous else torch.unravel_index(at, shape)] = values[done:end]
+        if fast is not None:
+            fast[0][index] = fast[1][done:end]
+        else:
+            at = torch.from_numpy(index).to(into.device)
+            into[at if contiguous else torch.unravel_index(at, shape)] = values[done:end]
         done = end
     if done != values.numel():
         raise _damaged(patch, into.numel())
@@ -163,8 +168,13 @@ def _positions(patch: Patch, numel: int) -> Iterator[np.ndarray[Any, Any]]:
 
 def _bitmap_positions(bitmap: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
     for begin in range(0, bitmap.size, _CHUNK // 8):
-        bits = np.unpackbits(bitmap[begin : begin + _CHUNK // 8], bitorder="little")
+        part = bitmap[begin : begin + _CHUNK // 8]
+        used = np.flatnonzero(part != 0)
+        sparse = used.size < part.size // 2  # below one change in about ten elements it pays to leave out empty bytes
+        bits = np.unpackbits(part[used] if sparse else part, bitorder="little")
         index = np.flatnonzero(bits.view(np.bool_))
+        if sparse:
+            index = (used << 3)[index >> 3] + (index & 7)
         if index.size:
             index += begin * 8
             yield index

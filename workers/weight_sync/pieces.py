@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from workers.weight_sync.buckets import TensorSpec, copy_into, tensor_specs, views
-from workers.weight_sync.delta import Patch, encode
+from workers.weight_sync.delta import SAME, Patch, encode
 from workers.weight_sync.digest import digest
 from workers.weight_sync.plan import Box, Piece, within
 from workers.weight_sync.protocol import ReceiverClass, WeightSyncError
@@ -149,10 +149,10 @@ class Packer:
         if piece not in self._patches:  # not yet packed for another class
             host = new.cpu().contiguous()
             before = self._sent.get(piece)
-            self._patches[piece] = None if before is None else encode(host, before)
+            patch = self._patches[piece] = None if before is None else encode(host, before)
             if before is None:
                 self._sent[piece] = host.clone()
-            else:
+            elif patch is None or patch.kind != SAME:
                 before.copy_(host)
         return self._patches[piece]
 
