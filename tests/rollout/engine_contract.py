@@ -61,6 +61,15 @@ class Subject:
         state = model.state_dict()
         return [(name, state[name]) for name in self.engine.weight_shapes()]
 
+    def check_read(self, model: torch.nn.Module) -> None:
+        """The engine holds the model's weights bit for bit, cast to its own dtypes."""
+        dtypes, shapes, slices = self.engine.weight_dtypes(), self.engine.weight_shapes(), self.engine.weight_slices()
+        assert dtypes is not None and dtypes.keys() == shapes.keys() >= slices.keys()
+        for (name, tensor), found in zip(self.weights(model), self.engine.read_weights(list(shapes)), strict=True):
+            part = tensor[tuple(slice(*bounds) for bounds in slices.get(name, ()))].to(dtypes[name])
+            assert (found.shape, found.dtype) == (part.shape, part.dtype), name
+            assert torch.equal(found.reshape(-1).view(torch.uint8), part.reshape(-1).view(torch.uint8)), name
+
     def check(
         self, completion: Any, prompt: list[int], models: dict[int | None, Any], temperature: float = 1.0
     ) -> None:
@@ -164,6 +173,31 @@ class EngineContract:
         state = first.state_dict()
         assert {name: tuple(state[name].shape) for name in shapes} == shapes
         assert {tensor.data_ptr() for tensor in state.values()} == {state[name].data_ptr() for name in shapes}
+
+    def test_weights_are_read_back(self, subject, first):
+        engine = subject.engine
+        if engine.weight_dtypes() is None:
+            with pytest.raises(RolloutError, match="does not tell its weights"):
+                engine.read_weights(["model.norm.weight"])
+            return
+        new = subject.model(8)
+        futures = subject.submit(self.long)
+        subject.until(lambda load: load.running == 8)
+        subject.check_read(first)  # while it generates
+        engine.begin_update()
+        named = subject.weights(new)
+        engine.load_weights(named[1::2])
+        engine.load_weights(named[::2])
+        subject.check_read(new)
+        engine.finish_update(2)
+        subject.check_read(new)
+        for prompt, future in zip(PROMPTS, futures, strict=True):
+            subject.check(future.result(SECONDS), prompt, {1: first, 2: new})
+        (name, tensor), *_ = reversed(named)
+        (alone,) = engine.read_weights([name])
+        assert torch.equal(alone, tensor.to(alone.dtype)) and engine.read_weights([]) == []
+        subject.update(first, 1)
+        subject.check_read(first)
 
     def test_many_updates(self, subject, first):
         for number in range(2, 2 + self.updates):

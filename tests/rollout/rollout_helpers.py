@@ -184,13 +184,19 @@ class BigramEngine(RequestEngine):
     def weight_shapes(self):
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
+    def weight_dtypes(self):
+        return {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+
+    def read_weights(self, names):
+        return [self.model.state_dict()[name] for name in names]
+
     def raw_weights(self):
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.model.state_dict().items()}
 
     def read_raw(self, names):
         if "bias" in names:  # the last one
             die_in("READ_RAW")
-        return [self.model.state_dict()[name] for name in names]
+        return self.read_weights(names)
 
     def load_raw(self, weights):
         self.load_weights(weights)

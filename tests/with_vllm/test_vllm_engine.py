@@ -170,6 +170,19 @@ class TestLlama(EngineContract):
         with pytest.raises(RolloutError, match=r"no update has begun; call begin_update"):
             subject.engine.load_weights(named)
 
+    def test_weights_are_not_read_before_all_have_come(self, subject, first):
+        named = subject.weights(subject.model(8))
+        subject.engine.begin_update()
+        subject.engine.load_weights(named[:-2])
+        with pytest.raises(RolloutError, match=r"read_weights\(\): 2 tensors of the update have not come"):
+            subject.engine.read_weights([named[0][0]])
+        subject.engine.load_weights(named[-2:])
+        subject.engine.read_weights([named[0][0]])
+        with pytest.raises(RolloutError, match=r"the model has no tensor 'lm_head.wait'"):
+            subject.engine.read_weights(["lm_head.wait"])
+        subject.engine.finish_update(2)
+        subject.update(first, 1)
+
     def test_second_update_begins_over_a_partial_one(self, subject, first):
         """As when the first one's sender has died without a word."""
         new = subject.model(8)
@@ -292,14 +305,25 @@ class TestTiedWeightsAndAFullCache(EngineContract):
 
 
 def test_bfloat16():
-    """Rounding errors of about 0.4 % of a logit. The weights are those that `plain_model` begins with, so logits are
-    small."""
-    engine = VLLMEngine(CONFIG, param_dtype="bf16")
+    """With biases, without tied weights. Rounding errors of about 0.4 % of a logit; the weights are those that
+    `plain_model` begins with, so logits are small."""
+    config = Qwen2Config(**{**TIED.to_diff_dict(), "tie_word_embeddings": False})
+
+    def model_of(seed):
+        model = make_model(config, True, seed, False)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.02)
+        return model
+
+    engine = VLLMEngine(config, param_dtype="bf16")
     try:
-        subject = Subject(engine, CONFIG, model_of=lambda seed: make_model(CONFIG, True, seed, False), atol=0.02)
+        subject = Subject(engine, config, model_of=model_of, atol=0.02)
         for version in (1, 2):
             model = subject.model(version)
             subject.update(model, version)
+            subject.check_read(model)  # float32 was sent
             for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(12), SEEDS), strict=True):
                 subject.check(completion, prompt, {version: model})
         generated = engine.generate(PROMPTS, SamplingParams(12), SEEDS)

@@ -26,6 +26,7 @@ from single_controller import (
     register,
 )
 from workers import RolloutManager, RolloutStream, RolloutWorker, SampleBuffer, SamplingParams, VLLMEngine
+from workers.weight_sync import WeightSender, WeightSyncError
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
 
@@ -44,7 +45,26 @@ FIELDS = {
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1], [11, 4]]
 
 
+class Flipping(VLLMEngine):
+    """Changes one bit of a tensor that it loads, if a test says so."""
+
+    flipped = None
+
+    def load_weights(self, weights):
+        changed = []
+        for name, tensor in weights:
+            if name == self.flipped:
+                tensor = tensor.clone()
+                tensor.view(torch.int32).view(-1)[5] ^= 1
+            changed.append((name, tensor))
+        super().load_weights(changed)
+
+
 class Rollout(RolloutWorker):
+    @register(Dispatch.ONE_TO_ALL)
+    def flip(self, name):
+        self.engine.flipped = name
+
     @register(Dispatch.ONE_TO_ALL)
     def pid(self):
         return os.getpid()
@@ -62,7 +82,7 @@ def pool(ray_cluster):
 
 @pytest.fixture(scope="module")
 def group(pool):
-    with RayWorkerGroup(pool, RayClassWithInitArgs(Rollout, VLLMEngine, FIELDS)) as group:
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Rollout, Flipping, FIELDS)) as group:
         yield group
 
 
@@ -88,6 +108,26 @@ def test_manager_generates_with_updated_weights(group):
             expected = plain_log_probs(model, prompt, made.completion.token_ids, 0.7)
             found = torch.tensor(made.completion.log_probs).double()
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_what_the_engine_holds_is_proved_and_a_flipped_bit_is_named(group):
+    sender = WeightSender("store", group, verify="full")
+    weights = [plain_model(LlamaConfig(**FIELDS), version).state_dict() for version in range(4)]
+    report = sender.send(1, weights[1].items())
+    assert report.proved == "engine"
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        group.flip(name)
+        with pytest.raises(
+            WeightSyncError, match=f"does not hold what was sent as version 2: 1 .*: {name}"
+        ):
+            sender.send(2, weights[2].items())
+        assert group.current_weight_version() == [None]
+        with pytest.raises(SingleControllerError, match="no complete weights"):
+            group.generate([[1]], Broadcast(SamplingParams(4)), [0])
+    group.flip(None)
+    assert sender.send(3, weights[3].items()).proved == "engine"
+    (made,) = group.generate([[1]], Broadcast(SamplingParams(4)), [0])
+    assert made.weight_version == 3 and len(made.completion.token_ids) == 4
 
 
 def test_stream_continues_interrupted_groups_with_the_new_weights(group):

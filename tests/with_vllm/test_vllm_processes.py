@@ -16,11 +16,12 @@ import psutil
 import torch
 from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
 from test_vllm_engine import left_behind
-from transformers import LlamaConfig
+from transformers import Qwen2Config, Qwen3Config
 
 from workers.rollout import vllm_options
 from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import RolloutError
+from workers.rollout.hf_model import make_model
 from workers.rollout.vllm_engine import VLLMEngine
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
@@ -37,6 +38,8 @@ FIELDS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Biases, and 96 rows of embeddings, which vLLM pads to 128: the second process has 32 and as many padded ones.
+TIED = {**FIELDS, "model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 96}
 SECONDS = 60
 
 
@@ -59,10 +62,10 @@ class TestTwoProcesses(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def subject(cls):
-        engine = VLLMEngine(FIELDS, tensor_parallel_size=2)
+        engine = VLLMEngine(TIED, tensor_parallel_size=2)
         ranks = ranks_of(os.getpid())
         assert len(ranks) == 2
-        yield Subject(engine, LlamaConfig(**FIELDS))
+        yield Subject(engine, Qwen2Config(**TIED))
         engine.close()
         psutil.wait_procs(ranks, SECONDS)
         assert not any(one.is_running() for one in ranks)
@@ -71,6 +74,34 @@ class TestTwoProcesses(EngineContract):
         with pytest.raises(RolloutError, match="this process has another one; close it"):
             VLLMEngine(FIELDS, tensor_parallel_size=2)
         subject.engine.generate([[1]], SamplingParams(2), [0])
+
+
+def test_key_value_head_in_both_processes_is_read_back():
+    """With an output layer, norms of queries and keys, and in bfloat16."""
+    config = Qwen3Config(**{**FIELDS, "model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 32})
+    engine = VLLMEngine(config, tensor_parallel_size=2, param_dtype="bf16")
+    try:
+        subject = Subject(engine, config)
+        for seed in (1, 2):
+            model = make_model(config, True, seed, False)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+            subject.update(model, seed)
+            subject.check_read(model)
+            assert engine.weight_dtypes()["model.norm.weight"] == torch.bfloat16
+        for name in ("model.norm.weight", "model.layers.0.self_attn.k_norm.weight"):
+            (tensor,) = engine.read_raw([f"1:{name}"])
+            tensor[3] += 1
+            engine.begin_update()
+            engine.load_raw([(f"1:{name}", tensor)])
+            engine.finish_update(3)
+            with pytest.raises(RolloutError, match=f"processes 0 and 1 hold different bytes of '{name}'"):
+                engine.read_weights(list(engine.weight_shapes()))
+            subject.update(model, 4)
+            subject.check_read(model)
+    finally:
+        engine.close()
 
 
 def test_death_of_a_process_fails_the_requests_and_leaves_no_process():

@@ -274,17 +274,46 @@ class RolloutEngine(ABC):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every tensor of an update. Tied weights count once, under the first name."""
 
+    # The three below prove an update: the worker compares what the engine holds with what the trainer sent.
+
     def weight_dtypes(self) -> dict[str, torch.dtype] | None:
-        """Return the dtype in which the engine holds each tensor; None if it does not tell what it holds."""
+        """Return the dtype in which the engine holds each tensor of `weight_shapes`, the same in all updates. May be
+        called at any time.
+
+        Returns:
+            name -> dtype; None if the engine cannot read its weights back. Then `read_weights` is not called, and an
+            update is proved as far as the worker: what arrived is compared, and not what the engine has made of it.
+        """
         return None
 
     def weight_slices(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Return the parts that this engine needs of some tensors: name -> (begin, end) by dim. Whole tensors by
-        default. `load_weights` gets, and `read_weights` returns, tensors of the slice's shape."""
+        """Return the parts that this engine needs of some tensors, such as the heads of its tensor-parallel rank. Only
+        these are sent to it. The same in all updates; may be called at any time.
+
+        Returns:
+            name -> (begin, end) for each dim of the whole tensor. The engine needs tensors that are not in it whole,
+            which is the default for all. `load_weights` gets, and `read_weights` returns, tensors of the slice's
+            shape; `weight_shapes` has the whole tensor's.
+        """
         return {}
 
     def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return tensors as the engine holds them now, under the names of `weight_shapes`."""
+        """Return tensors as the engine holds them now, not as they were loaded: cut out of fused tensors, and joined
+        if several processes have them. May be called outside of an update, also while requests are running, and in an
+        update between the last `load_weights` (or `load_raw`) and `finish_update`.
+
+        Args:
+            names: keys of `weight_shapes`.
+
+        Returns:
+            A tensor for each name, with the dtype of `weight_dtypes`, whole or the part of `weight_slices`, on any
+            device. They are views of the engine's memory or copies: do not write to them. They are valid until the
+            next update or `sleep`.
+
+        Raises:
+            RolloutError: the engine cannot read its weights back (`weight_dtypes` is None), the weights are not on the
+                device, or tensors of an update have not come.
+        """
         raise RolloutError(f"{type(self).__name__} does not tell its weights")
 
     # --- weights of another engine --------------------------------------------------------------------------------

@@ -132,22 +132,22 @@ class HFEngine(RequestEngine):
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """See `RolloutEngine.weight_dtypes`."""
-        return {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+        own = self.model.state_dict()
+        return {name: own[name].dtype for name in self.weight_shapes()}
 
     def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """See `RolloutEngine.read_weights`."""
+        """See `RolloutEngine.read_weights`. The engine's thread only reads the weights too, so it goes on."""
         own = self.model.state_dict()
         return [own[name] for name in names]
 
     def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `RolloutEngine.raw_weights`. They are those of an update, in the model's dtype."""
-        own = self.model.state_dict()
-        return {name: (shape, own[name].dtype) for name, shape in self.weight_shapes().items()}
+        dtypes = self.weight_dtypes()
+        return {name: (shape, dtypes[name]) for name, shape in self.weight_shapes().items()}
 
     def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """See `RolloutEngine.read_raw`. The engine's thread only reads the weights too, so it goes on."""
-        own = self.model.state_dict()
-        return [own[name] for name in names]
+        """See `RolloutEngine.read_raw`."""
+        return self.read_weights(names)
 
     def sleep(self) -> None:
         """Move the weights to host memory, where they can be updated, and free the device memory."""

@@ -10,9 +10,11 @@ vLLM's public interfaces are used where they exist: `EngineArgs`, `LLMEngine` (`
 public ``reload_weights`` wants all tensors in one call, and the weight transfer engines bring their own transport |
 | ``get_model`` and ``model_config`` of a worker | what to load the tensors into |
 | ``vllm.v1.executor.*.get_file_store_init_method`` | to know the file that vLLM leaves behind; see `files_in` |
-| ``vllm.logger.configure_logging_if_needed`` | it removes handlers, so it must come before `_LastLines` |
+| ``vllm.logger.configure_logging_if_needed`` | it removes handlers, so it must come before `LastLines` |
 | processes named ``VllmWorker-...`` | to say which of them has died, and to end them after a failed start |
 | ``cpu_linear`` and ``quant_method`` of a layer | to repack tied weights on the CPU, after an update |
+| ``tp_rank``, ``tp_size``, ``output_partition_sizes``, ``shard_indices`` and ``params_dtype`` of a layer | to read \
+weights back; a model without them is not read back |
 | ``LLMEngine.engine_core.shutdown()`` | an `LLMEngine` has no method that ends it |
 | ``LLMEngine.engine_core.engine_core.scheduler.kv_cache_manager.usage`` | the public way, a ``StatLogger``, turns on \
 all of vLLM's statistics |
@@ -23,7 +25,6 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-import logging
 import math
 import multiprocessing
 import operator
@@ -31,7 +32,6 @@ import random
 import shutil
 import signal
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
@@ -44,7 +44,8 @@ from workers.rollout.engine import FinishReason, SamplingParams
 from workers.rollout.errors import RolloutError, WeightsError
 from workers.rollout.hf_model import check_tensor, make_model, meta_model, read_config, shapes_of
 from workers.rollout.requests import CLOSE_SECONDS, READING, Request, RequestEngine
-from workers.rollout.vllm_options import EngineFolder, arguments_for, files_in, import_vllm
+from workers.rollout.vllm_layout import joined
+from workers.rollout.vllm_options import EngineFolder, LastLines, arguments_for, files_in, import_vllm
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,8 @@ class VLLMEngine(RequestEngine):
     ) -> None:
         super().__init__()
         self._engine: Any = None  # vLLM's
+        self._dtypes: dict[str, torch.dtype] | None = None
+        """Of the tensors in vLLM; None if it cannot be told."""
         self._parts: list[str] | None = None
         """Names of the tensors that the update in progress still needs; None if none has come."""
         self._raw = False
@@ -122,7 +125,7 @@ class VLLMEngine(RequestEngine):
         config = copy.deepcopy(read_config("VLLMEngine: model", model, trust_remote_code))
         plain = meta_model(config, trust_remote_code)
         self._shapes = shapes_of(plain)
-        self._log = _LastLines()
+        self._log = LastLines()
         if _vllm_processes():
             raise RolloutError("VLLMEngine: this process has another one; close it, or use a process for each")
         try:
@@ -156,6 +159,8 @@ class VLLMEngine(RequestEngine):
             raise RolloutError(
                 f"VLLMEngine: {self._named} has no {', '.join(missing)}; use a version that docs/rollout.md names"
             )
+        dtypes = self._engine.collective_rpc("held_dtypes", args=(self._shapes,))
+        self._dtypes = None if None in dtypes else dtypes[0]
         self.max_positions = int(self._engine.model_config.max_model_len)
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
 
@@ -322,6 +327,34 @@ class VLLMEngine(RequestEngine):
         """See `RolloutEngine.weight_shapes`."""
         return dict(self._shapes)
 
+    def weight_dtypes(self) -> dict[str, torch.dtype] | None:
+        """See `RolloutEngine.weight_dtypes`. None for quantized weights, and for a model whose tensors vLLM has under
+        other names or in another form, such as a mixture of experts."""
+        return None if self._dtypes is None else dict(self._dtypes)
+
+    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """See `RolloutEngine.read_weights`. Fused tensors are cut out; with several processes, their parts are joined
+        in host memory. On the CPU, a linear layer's -0.0 is returned as 0.0.
+
+        Raises:
+            RolloutError: also if an update's tensors have not all come, or if the processes differ in what all of them
+                should have.
+        """
+        if self._dtypes is None:
+            return super().read_weights(names)
+        self._check_awake("read_weights")
+        if unknown := [name for name in names if name not in self._shapes]:
+            raise RolloutError(f"VLLMEngine.read_weights(): the model has no tensor {unknown[0]!r}")
+        if self._parts:
+            raise RolloutError(
+                f"VLLMEngine.read_weights(): {len(self._parts)} tensors of the update have not come, such as "
+                f"{self._parts[0]!r}; read the weights after the last of them"
+            )
+        self._end_reload()
+        with self._told("could not read weights"), self.parked(READING, recompute=False):
+            by_rank = self._engine.collective_rpc("held_read", args=(list(names), self._parallel))
+        return [joined(name, self._shapes[name], parts) for name, *parts in zip(names, *by_rank, strict=True)]
+
     def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `RolloutEngine.raw_weights`. They are the parameters and buffers of vLLM's model, in each of its
         processes. On the CPU, vLLM has other forms of some layers' weights; those of linear layers are turned back, and
@@ -444,29 +477,3 @@ def _seed(request: Request) -> int:
     """A seed for vLLM, which takes -1 for none, and whose generators on the CPU read 32 bits. A continued request must
     not draw the random numbers of its first tokens again."""
     return random.Random(f"{request.seed} {len(request.token_ids)}").getrandbits(32)
-
-
-LINE = 500
-"""How much of each of vLLM's errors is kept. When a step fails, it logs its whole configuration as one."""
-
-
-class _LastLines(logging.Handler):
-    """Keeps the last errors that vLLM has logged in this process."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self._lines: deque[str] = deque(maxlen=10)
-
-    def begin(self) -> None:
-        """Listen, until `close`."""
-        logging.getLogger("vllm").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage()[:LINE])
-
-    def close(self) -> None:
-        logging.getLogger("vllm").removeHandler(self)
-        super().close()
-
-    def __str__(self) -> str:
-        return "\nvLLM's last lines:\n" + "\n".join(self._lines) if self._lines else ""

@@ -1,4 +1,5 @@
-"""What `VLLMEngine` starts vLLM with: environment variables, engine arguments, and a folder for its files."""
+"""What `VLLMEngine` starts vLLM with: environment variables, engine arguments, a folder for its files, and
+a handler for its log."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import difflib
 import fcntl
 import functools
 import importlib
+import logging
 import os
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -194,3 +197,29 @@ def files_in(folder: Path) -> Iterator[None]:
         del os.environ[SOCKETS]
         if sockets is not None:
             os.environ[SOCKETS] = sockets
+
+
+LINE = 500
+"""How much of each of vLLM's errors is kept. When a step fails, it logs its whole configuration as one."""
+
+
+class LastLines(logging.Handler):
+    """Keeps the last errors that vLLM has logged in this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._lines: deque[str] = deque(maxlen=10)
+
+    def begin(self) -> None:
+        """Listen, until `close`."""
+        logging.getLogger("vllm").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage()[:LINE])
+
+    def close(self) -> None:
+        logging.getLogger("vllm").removeHandler(self)
+        super().close()
+
+    def __str__(self) -> str:
+        return "\nvLLM's last lines:\n" + "\n".join(self._lines) if self._lines else ""

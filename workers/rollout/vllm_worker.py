@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from workers.rollout.vllm_layout import Part, find_parts, local_shape, repacked
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from workers.weight_sync.plan import Box
 
 # It warns at every update of layers that have no tensors, such as rotary embeddings. `VLLMEngine` itself checks that
 # all tensors have come.
@@ -39,11 +43,12 @@ class LayerwiseReload:
     layer until the last one has come, and then replaces the layer's weights in place.
 
     The methods ``raw_*`` pass on what vLLM has made of the weights. Each worker has the tensors of its own shard, with
-    its rank before their names.
+    its rank before their names. The methods ``held_*`` return the same weights under the names of a checkpoint.
     """
 
     vllm_config: VllmConfig
     model_config: Any
+    _parts: Mapping[str, Part]
 
     def missing(self) -> list[str]:
         """Return which of vLLM's private names are not there."""
@@ -93,12 +98,46 @@ class LayerwiseReload:
                     if hasattr(layer, "cpu_linear"):
                         layer.quant_method.process_weights_after_loading(layer)
 
+    def held_dtypes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.dtype] | None:
+        """Find the tensors of a checkpoint in the model, for `held_read`.
+
+        Args:
+            shapes: of all whole tensors, by name.
+
+        Returns:
+            Their dtypes in vLLM by name; None if they cannot be read back, because the weights are quantized, or in
+            a form that `find_parts` does not understand.
+        """
+        quantized = self.vllm_config.quant_config is not None
+        found = None if quantized else find_parts(self.get_model(), shapes)  # type: ignore[attr-defined]
+        self._parts = found or {}
+        return None if found is None else {name: part.dtype for name, part in found.items()}
+
+    def held_read(self, names: Sequence[str], copy: bool) -> list[tuple[Box, torch.Tensor]]:
+        """Return this worker's parts of some tensors, and which parts they are.
+
+        Args:
+            names: keys of `held_dtypes`.
+            copy: see `raw_read`.
+        """
+        state, parts = self._state(), [self._parts[name] for name in names]
+        # Once each: what was fused is mostly read together, and turning a weight back takes time.
+        tensors = {name: self._read(name, state[name]) for name in dict.fromkeys(part.parameter for part in parts)}
+        found = []
+        for part in parts:
+            tensor = tensors[part.parameter]
+            if part.box:
+                begin, end = part.box[0]
+                tensor = tensor.narrow(0, part.begin, end - begin)
+            tensor = tensor.to(part.dtype)
+            found.append((part.box, tensor.to("cpu", copy=True) if copy else tensor))  # a view would send all of it
+        return found
+
     def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name -> (shape, dtype) of this worker's weights. Tied ones count once."""
         found: dict[int, tuple[str, tuple[tuple[int, ...], torch.dtype]]] = {}
         for name, tensor in self._state().items():
-            layer = self._repacked(name)
-            shape = tuple(tensor.shape) if layer is None or tensor.numel() else _linear_shape(layer)
+            shape = local_shape(self._layer(name), tensor)
             found.setdefault(id(tensor), (f"{self._rank}:{name}", (shape, tensor.dtype)))
         return dict(found.values())
 
@@ -114,12 +153,7 @@ class LayerwiseReload:
             rank, _, own = name.partition(":")
             if int(rank) != self._rank:
                 continue
-            layer, tensor = self._repacked(own), state[own].detach()
-            if (
-                layer is not None and not tensor.numel()
-            ):  # only products with it can be computed; those with 1 are exact
-                identity = torch.eye(_linear_shape(layer)[1], dtype=tensor.dtype)
-                tensor = layer.cpu_linear(identity, layer.weight, None).t()
+            tensor = self._read(own, state[own])
             found.append((name, tensor.cpu() if copy else tensor))
         return found
 
@@ -133,12 +167,12 @@ class LayerwiseReload:
                 rank, _, own = name.partition(":")
                 if int(rank) != self._rank:
                     continue
-                layer = self._repacked(own)
-                if layer is not None and not state[own].numel():
+                layer = self._layer(own)
+                if repacked(layer, state[own]):
                     layer.weight = torch.nn.Parameter(tensor.clone(), requires_grad=False)
                 else:
                     state[own].copy_(tensor)
-                if layer is not None:
+                if hasattr(layer, "cpu_linear") and own.endswith(".weight"):
                     layer.quant_method.process_weights_after_loading(layer)
 
     def raw_finish(self) -> None:
@@ -156,20 +190,18 @@ class LayerwiseReload:
         state: dict[str, torch.Tensor] = self.get_model().state_dict(keep_vars=True)  # type: ignore[attr-defined]
         return state
 
-    def _repacked(self, name: str) -> Any:
-        """The layer whose weight this is, if it has a repacked copy, as on the CPU. Linear layers have nothing else:
-        their weight is empty."""
-        module, _, attribute = name.rpartition(".")
-        if attribute != "weight":
-            return None
-        layer = self.get_model().get_submodule(module)  # type: ignore[attr-defined]
-        return layer if hasattr(layer, "cpu_linear") else None
+    def _layer(self, name: str) -> Any:
+        return self.get_model().get_submodule(name.rpartition(".")[0])  # type: ignore[attr-defined]
 
-
-def _linear_shape(layer: Any) -> tuple[int, int]:
-    """The shape of a linear layer's weight in this process."""
-    outputs = getattr(layer, "output_size_per_partition", layer.output_size)
-    return int(outputs), int(getattr(layer, "input_size_per_partition", layer.input_size))
+    def _read(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter, or a copy if it has to be turned back. Of a weight that was repacked, only products with it can
+        be computed. Those with 1 are exact, except that -0.0 becomes 0.0."""
+        layer = self._layer(name)
+        if not repacked(layer, tensor):
+            return tensor.detach()
+        identity = torch.eye(local_shape(layer, tensor)[1], dtype=tensor.dtype)
+        product: torch.Tensor = layer.cpu_linear(identity, layer.weight, None).t()
+        return product
 
 
 class LogProbs(LogitsProcessor):  # type: ignore[misc, unused-ignore]  # Any where vLLM is not installed

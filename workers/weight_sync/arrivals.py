@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.delta import SAME, Patch, apply
 from workers.weight_sync.digest import digest
 from workers.weight_sync.pieces import WHOLE, Payload, PieceSpec, pieces_of
@@ -116,14 +117,30 @@ class Arrivals:
             if every or spec.kind != SAME:
                 by_name.setdefault(spec.name, []).append(spec)
         found = []
-        for name, specs in by_name.items():  # one after the other: reading may make copies
-            (tensor,) = read([name])
-            box = self._boxes[name]
-            if any(
-                tensor.dtype != spec.dtype or digest(tensor[within(spec.box, box)]) != spec.digest for spec in specs
-            ):
-                found.append(name)
+        for names in self._batches(by_name):
+            for name, tensor in zip(names, read(names), strict=True):
+                box = self._boxes[name]
+                if any(
+                    tensor.dtype != spec.dtype or digest(tensor[within(spec.box, box)]) != spec.digest
+                    for spec in by_name[name]
+                ):
+                    found.append(name)
         return found
+
+    def _batches(self, by_name: Mapping[str, list[PieceSpec]]) -> Iterator[list[str]]:
+        """Divide names into batches of at most a bucket, or one tensor: reading may make copies, and asking each of an
+        engine's processes for every single tensor takes long."""
+        names: list[str] = []
+        total = 0
+        for name, specs in by_name.items():
+            size = volume(self._boxes[name]) * specs[0].dtype.itemsize
+            if names and total + size > BUCKET_BYTES:
+                yield names
+                names, total = [], 0
+            names.append(name)
+            total += size
+        if names:
+            yield names
 
 
 def _size(box: Box) -> tuple[int, ...]:
