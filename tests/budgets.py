@@ -50,6 +50,7 @@ BUDGETS: dict[str, int] = {
     "tests/train/backends/test_fsdp.py": 120,
     "tests/train/backends/test_fsdp_shards.py": 60,
     "tests/train/backends/test_gradients.py": 120,
+    "tests/train/backends/test_lora.py": 50,
     "tests/train/backends/test_megatron_group.py": 50,
     "tests/train/backends/test_replace_ranks.py": 60,
     "tests/train/backends/test_weights_reach_rollout.py": 220,

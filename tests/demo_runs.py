@@ -28,6 +28,7 @@ WAYS = {
     "megatron": ("train_backend=megatron", "tp=2"),
     "megatron-colocated": ("train_backend=megatron", "tp=2", *COLOCATED),
     "vllm": ("engine=vllm",),
+    "lora": ("lora_rank=8",),
     "async": ("async_rollout=true", "max_staleness=1", "update_weights_mode=interrupt"),
 }
 

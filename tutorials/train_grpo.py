@@ -9,6 +9,7 @@
     python tutorials/train_grpo.py engine=vllm                         # vLLM generates, in an environment of its own
     python tutorials/train_grpo.py eval_interval=10 eval_temperature=0 # evaluates held-out prompts
     python tutorials/train_grpo.py standby=1                           # goes on if you kill -9 a trainer
+    python tutorials/train_grpo.py lora_rank=8                         # trains a LoRA adapter, and sends only that
 
 Pass any key of workers/train/ARGUMENTS.md as key=value. The model is a Llama of two layers with random weights;
 hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER loads another model.
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from single_controller import RayClassWithInitArgs, RayWorkerGroup, SingleControllerError
 from workers import (
     HFEngine,
+    LoraSettings,
     RayTrainGroup,
     RolloutManager,
     RolloutStream,
@@ -48,6 +50,8 @@ MODEL = {
     "num_attention_heads": 2,  # vLLM has no kernels for heads below 32
     "max_position_embeddings": 64,
 }
+# The output layer too: its random weights are so small that no adapter below it makes a token likely.
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 DEFAULTS = {"seed": 0, "eps_clip": 0.2, "clip_grad": 1.0, "rollout_stop_token_ids": [], "calculate_entropy": True}
 
 
@@ -72,8 +76,15 @@ def arguments(given):
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
     model = {**MODEL, "vocab_size": TASKS[name].vocab_size, **given.pop("hf_config", {})}
     model = {} if "hf_checkpoint" in given else {"hf_config": model}
-    snapshots = {"peer_snapshot_interval": 1} if standby else {}
-    return TASKS[name], engine, out, standby, read_args({**model, **DEFAULTS, **TASKS[name].args, **snapshots, **given})
+    usual = {**model, **DEFAULTS, **TASKS[name].args}
+    if standby:
+        usual["peer_snapshot_interval"] = 1
+    if given.get("lora_rank"):
+        if engine != "hf":
+            sys.exit(f"engine={engine}: only the engine hf applies a LoRA adapter; leave out lora_rank")
+        if "hf_checkpoint" not in given:
+            usual["lora_target_modules"] = LORA_TARGETS
+    return TASKS[name], engine, out, standby, read_args({**usual, **given})
 
 
 def main():
@@ -95,9 +106,13 @@ def main():
             groups.append(critic)
         model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
         engine_cls, options = ENGINES[engine]
+        if args.lora_rank:  # the engine has the same base model as the trainers, and only gets the adapter
+            options = {"seed": args.seed, "lora": LoraSettings.from_args(args), **options}
         rollout = RayWorkerGroup(
             placement.rollout,
-            RayClassWithInitArgs(RolloutWorker, engine_cls, model, random_weights=True, **options),
+            RayClassWithInitArgs(
+                RolloutWorker, engine_cls, model, random_weights=not (args.lora_rank and args.hf_checkpoint), **options
+            ),
             collectives=False,  # one that dies is restarted alone
         )
         manager = RolloutManager(

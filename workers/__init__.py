@@ -13,6 +13,7 @@ from dispatch.exports import lazy_exports
 if TYPE_CHECKING:
     from workers.fsdp.train_model import FSDPTrainModel
     from workers.fsdp.worker import FSDPTrainWorker
+    from workers.lora import LoraSettings
     from workers.megatron.config import init_model_parallel_config, transformer_config
     from workers.megatron.lm import MegatronLMWorker
     from workers.megatron.mlp import ParallelLlamaMLP
@@ -57,6 +58,7 @@ __all__ = [
     "FSDPTrainWorker",
     "HFEngine",
     "HTTPEngine",
+    "LoraSettings",
     "MegatronLMWorker",
     "MegatronTrainModel",
     "MegatronTrainWorker",
@@ -109,6 +111,7 @@ _HOMES = {
     "FSDPTrainWorker": "workers.fsdp.worker",
     "HFEngine": "workers.rollout.hf_engine",
     "HTTPEngine": "workers.rollout.http_engine",
+    "LoraSettings": "workers.lora",
     "MegatronLMWorker": "workers.megatron.lm",
     "MegatronTrainModel": "workers.megatron.train_model",
     "MegatronTrainWorker": "workers.megatron.train_worker",

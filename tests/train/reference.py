@@ -171,9 +171,10 @@ class ReferenceGRPO:
         loss = report["policy_loss"] + self.kl_coef * report["kl"] - self.entropy_coef * report["entropy"]
         self.optimizer.zero_grad()
         loss.backward()
-        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in self.model.parameters()))
+        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in trained))
         if self.clip_grad and norm > self.clip_grad:
-            for parameter in self.model.parameters():
+            for parameter in trained:
                 parameter.grad.mul_(self.clip_grad / norm)
         self.optimizer.step()
         report = {**report, "loss": loss}

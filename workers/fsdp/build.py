@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from workers.distributed import all_or_none, new_rows
 from workers.extras import require
+from workers.lora import LoraSettings
 from workers.train.hf_files import ModelFilesError
 
 
@@ -32,7 +33,10 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> De
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def build(hf_config: Any, role: str, *, seed: int | None, folder: str | None, trust_remote_code: bool) -> Any:
+def build(
+    hf_config: Any, role: str, *, seed: int | None, folder: str | None, trust_remote_code: bool,
+    lora: LoraSettings | None = None,
+) -> Any:  # fmt: skip
     """Build the whole model in float32: with its weights on rank 0's CPU, on the meta device of the other ranks.
 
     Args:
@@ -42,6 +46,7 @@ def build(hf_config: Any, role: str, *, seed: int | None, folder: str | None, tr
         folder: Hugging Face folder of the weights; None for random weights. A critic's head is random if the folder has
             none.
         trust_remote_code: whether code in that folder may run.
+        lora: the adapter to put into the model; None for none.
 
     Raises:
         ModelFilesError: on all ranks, if transformers has no such model with that head, or if the folder has another
@@ -62,19 +67,25 @@ def build(hf_config: Any, role: str, *, seed: int | None, folder: str | None, tr
     with all_or_none(ModelFilesError, "the model could not be built"):
         if dist.get_rank() or seed is None:
             with torch.device("meta"):
-                return kind.from_config(hf_config, **options).train()
+                model = kind.from_config(hf_config, **options)
+                if lora is not None:
+                    lora.inject(model)
+            return model.train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if folder is None:
-                return kind.from_config(hf_config, **options).train()
-            model, found = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
-            # A critic's head may be missing.
-            own = model.base_model_prefix if role == "critic" else ""
-            if missing := sorted(name for name in found["missing_keys"] if name.startswith(own)):
-                raise ValueError(
-                    f"{folder!r} lacks {len(missing)} of the model's weights, such as {missing[0]!r}: its files are "
-                    "incomplete or do not match its config"
-                )
+                model = kind.from_config(hf_config, **options)
+            else:
+                model, found = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
+                # A critic's head may be missing.
+                own = model.base_model_prefix if role == "critic" else ""
+                if missing := sorted(name for name in found["missing_keys"] if name.startswith(own)):
+                    raise ValueError(
+                        f"{folder!r} lacks {len(missing)} of the model's weights, such as {missing[0]!r}: its files "
+                        "are incomplete or do not match its config"
+                    )
+            if lora is not None:
+                lora.inject(model)
     return model.train()
 
 
@@ -88,11 +99,15 @@ def shard(
         model: the model; the same on all ranks.
         mesh: the result of `mesh_of`.
         device: device of this rank.
-        param_dtype: dtype of the computation; parameters stay float32.
+        param_dtype: dtype of the computation. Parameters stay float32, except frozen ones, which need no more precision
+            than the computation.
         reduce_dtype: dtype in which gradients are reduced.
         cpu_offload: whether to keep shards in host memory while they are not used.
         empty: leave parameters and buffers uninitialized.
     """
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(param_dtype)
     whole = dict(model.state_dict()) if not dist.get_rank() else {}
     mixed = MixedPrecisionPolicy(
         param_dtype=None if param_dtype is torch.float32 else param_dtype, reduce_dtype=reduce_dtype

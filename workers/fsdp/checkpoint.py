@@ -1,4 +1,5 @@
-"""Checkpoints of an FSDP model and its optimizer: sharded, and readable on any number of ranks."""
+"""Checkpoints of an FSDP model and its optimizer: sharded, and readable on any number of ranks. Frozen parameters are
+not in them."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from workers.distributed import new_cpu_group
 from workers.train.optimizer_settings import own_settings
 
+_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)  # not strict: frozen parameters are missing
+
 
 class FSDPCheckpoints:
     """Saves and loads with torch.distributed.checkpoint.
@@ -38,7 +41,7 @@ class FSDPCheckpoints:
         """Write model and optimizer state. All ranks call it. With ``background``, return once the state is copied."""
         self.wait()
         fresh = not self._optimizer.state
-        model, optimizer = get_state_dict(self._model, self._optimizer)
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
         state = {"model": model, "optimizer": optimizer}
         # Without optimizer state, `get_state_dict` takes a step with zero gradients to create some. That step would
         # count, so drop the state.
@@ -70,12 +73,11 @@ class FSDPCheckpoints:
         """
         if not (folder / ".metadata").exists():
             raise FileNotFoundError(f"{str(folder)!r} is not a complete checkpoint: it has no .metadata")
-        options = StateDictOptions()
         if optimizer and not _has_optimizer(folder):
             optimizer = False
             self._optimizer.state.clear()
         if optimizer:
-            model_state, optimizer_state = get_state_dict(self._model, self._optimizer)
+            model_state, optimizer_state = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
             state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
             dcp.load(state, checkpoint_id=folder)
             with own_settings(self._optimizer):
@@ -84,12 +86,12 @@ class FSDPCheckpoints:
                     self._optimizer,
                     model_state_dict=state["model"],
                     optim_state_dict=state["optimizer"],
-                    options=options,
+                    options=_OPTIONS,
                 )
         else:
-            state = {"model": get_model_state_dict(self._model)}
+            state = {"model": get_model_state_dict(self._model, options=_OPTIONS)}
             dcp.load(state, checkpoint_id=folder)
-            set_model_state_dict(self._model, state["model"], options=options)
+            set_model_state_dict(self._model, state["model"], options=_OPTIONS)
 
 
 def _has_optimizer(folder: Path) -> bool:

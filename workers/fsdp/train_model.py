@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.fsdp.build import build, mesh_of, shard, take_weights
 from workers.fsdp.checkpoint import FSDPCheckpoints
+from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.train.model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.train.token_log_probs import next_token_log_probs
@@ -41,6 +42,7 @@ class FSDPOptions:
         clip_grad: maximum norm of the whole gradient; 0 disables clipping.
         seed: seed of random weights.
         trust_remote_code: whether code that comes with the weights may run.
+        lora: the adapter to train instead of all weights; None for none.
 
     Raises:
         ValueError: ``param_dtype`` is float16.
@@ -58,6 +60,7 @@ class FSDPOptions:
     clip_grad: float = 1.0
     seed: int = 1234
     trust_remote_code: bool = False
+    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         if self.param_dtype is torch.float16:
@@ -78,6 +81,10 @@ class FSDPTrainModel(TrainModel):
         options: see `FSDPOptions`.
         folder: Hugging Face folder, or model name on the hub, of the initial weights; None for random weights.
         empty: leave the weights uninitialized, and do not read ``folder``.
+
+    Attributes:
+        module: the sharded model. With an adapter, all other parameters are frozen; they are in no optimizer state, no
+            snapshot and no checkpoint.
     """
 
     def __init__(
@@ -99,12 +106,14 @@ class FSDPTrainModel(TrainModel):
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
         trust = options.trust_remote_code
         seed = None if empty else options.seed
-        self.module: Any = build(hf_config, role, seed=seed, folder=folder, trust_remote_code=trust)
+        self.module: Any = build(hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora)
+        if options.lora is not None:
+            self.adapter_config = adapter_config(self.module, folder)
         if options.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
         self._optimizer = torch.optim.AdamW(
-            self.module.parameters(),
+            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             lr=0.0,
             betas=options.betas,
             eps=options.eps,
@@ -212,7 +221,8 @@ class FSDPTrainModel(TrainModel):
         self._reshard()
         saved = self.module.state_dict().keys()
         for name, parameter in self.module.named_parameters():
-            yield name, _local(parameter.detach())
+            if parameter.requires_grad:  # frozen ones never change
+                yield name, _local(parameter.detach())
         for name, buffer in self.module.named_buffers():
             if name in saved:  # for example a router's bias
                 yield name, buffer
@@ -239,6 +249,7 @@ class FSDPTrainModel(TrainModel):
         """See `TrainModel`."""
         for _, tensor in self.weights():
             yield tensor
+        yield from (_local(parameter.detach()) for parameter in self.module.parameters() if not parameter.requires_grad)
         for state in self._optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.dim():
@@ -246,22 +257,27 @@ class FSDPTrainModel(TrainModel):
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainModel`: rank 0 yields all pairs."""
-        for name, value, dtype in self._saved():
+        for name, value, dtype in self._sent():
+            if name == BASE_DIGEST:
+                continue
             whole = _whole(value.detach().to(self.device))
             if not dist.get_rank():
                 yield name, whole.to(dtype)
 
     def hf_shards(self) -> list[Shard]:
         """See `TrainModel`: a rank has its chunk of every parameter, and all of every buffer. With ``cpu_offload``,
-        ``read`` returns tensors in host memory."""
-        shards = [local_shard(*saved) for saved in self._saved()]
+        ``read`` returns tensors in host memory. With an adapter, there is its `BASE_DIGEST` as well."""
+        shards = [local_shard(*sent) for sent in self._sent()]
         return [shard for shard in shards if 0 not in shard.size]
 
-    def _saved(self) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
-        """Yield (name, live parameter or buffer, dtype in which it leaves the model), tied parameters once."""
+    def _sent(self) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+        """Yield (name, live parameter or buffer, dtype in which it leaves the model), tied parameters once; the adapter
+        alone if there is one."""
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        adapter = self.options.lora is not None
+        held = adapter_tensors(self.module) if adapter else self.module.state_dict(keep_vars=True)
+        for name, value in held.items():
             if name not in tied:
                 yield name, value, self.options.param_dtype if isinstance(value, torch.nn.Parameter) else value.dtype
 
@@ -281,13 +297,33 @@ class FSDPTrainModel(TrainModel):
         self._checkpoints.wait()
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """See `TrainModel`."""
+        """See `TrainModel`.
+
+        Raises:
+            ValueError: the checkpoint has an adapter of another base model.
+        """
         self._reshard()
+        base = self._base_digest
         self._checkpoints.load(folder, optimizer=optimizer)
+        if self._base_digest != base:
+            raise ValueError(
+                f"{str(folder)!r} has a LoRA adapter of another base model than hf_checkpoint, or than the random "
+                "weights from seed; train on with the same base model"
+            )
+
+    @property
+    def _base_digest(self) -> int | None:
+        return int(getattr(self.module, BASE_DIGEST)) if self.options.lora is not None else None
 
     def load_hf(self, folder: str) -> None:
-        """See `TrainModel`."""
+        """See `TrainModel`.
+
+        Raises:
+            ValueError: only an adapter is trained.
+        """
         options = self.options
+        if options.lora is not None:
+            raise ValueError("load_hf(): with lora_rank only the adapter can change, not the base model")
         trust = options.trust_remote_code
         other = build(self.hf_config, self.role, seed=options.seed, folder=folder, trust_remote_code=trust)
         whole = dict(other.state_dict()) if not dist.get_rank() else {}

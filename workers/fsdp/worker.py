@@ -10,6 +10,7 @@ from workers.device import every_backend, take_device
 from workers.distributed import initialize_distributed
 from workers.dtypes import dtype_of
 from workers.fsdp.train_model import FSDPOptions, FSDPTrainModel
+from workers.lora import LoraSettings
 from workers.train.args import TrainArgsError
 from workers.train.policy import PolicyTrainWorker
 
@@ -47,12 +48,13 @@ class FSDPTrainWorker(PolicyTrainWorker):
             clip_grad=args.clip_grad,
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
+            lora=LoraSettings.from_args(args),
         )
         return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
 
     def make_empty_model(self, hf_config: Any) -> FSDPTrainModel:
-        """See `ModelWorker.make_empty_model`."""
-        return self.make_model(hf_config, empty=True)
+        """See `ModelWorker.make_empty_model`. The base of an adapter is in no snapshot, and is read again."""
+        return self.make_model(hf_config, empty=not self.args.lora_rank)
 
     reshards = True
 

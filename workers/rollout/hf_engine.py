@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workers.device import current_device, use_device
 from workers.dtypes import dtype_of
 from workers.extras import require
+from workers.lora import BASE_DIGEST, LoraSettings, adapter_tensors
 from workers.rollout.engine import FinishReason
-from workers.rollout.errors import RolloutError
+from workers.rollout.errors import RolloutError, WeightsError
 from workers.rollout.hf_model import check_tensor, make_model, shapes_of
 from workers.rollout.requests import Request, RequestEngine
 
@@ -39,9 +40,12 @@ class HFEngine(RequestEngine):
         param_dtype: "fp32", "bf16" or "fp16".
         max_batch_size: maximum number of requests that generate at the same time; others wait.
         trust_remote_code: whether code that comes with the model may run.
+        lora: the trainer's `LoraSettings`, or their keyword arguments; None if it trains all weights. With an adapter,
+            an update has the adapter's tensors alone, and the engine keeps them apart from the base model, which must
+            be the trainer's: the same folder, or random weights of the same config and seed.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or peft, with ``lora``.
         ValueError: an option is out of range.
         OSError: transformers did not find the model.
     """
@@ -58,15 +62,22 @@ class HFEngine(RequestEngine):
         param_dtype: Any = "fp32",
         max_batch_size: int = 64,
         trust_remote_code: bool = False,
+        lora: LoraSettings | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if max_batch_size < 1:
             raise ValueError(f"HFEngine: max_batch_size={max_batch_size!r}; expected at least 1")
+        import torch
+
         dtype = dtype_of(param_dtype)
         transformers = require("transformers", extra="hf")
         self.max_batch_size = max_batch_size
         self.device = current_device()
         made = make_model(model, random_weights, seed, trust_remote_code)
+        self._adapter = LoraSettings.of(lora)
+        if self._adapter is not None:
+            with torch.random.fork_rng(devices=[]):
+                self._adapter.inject(made)
         for parameter in made.parameters():  # made.to(dtype) would also cast the rotary frequencies
             parameter.data = parameter.data.to(dtype)
         made.generation_config = transformers.GenerationConfig()
@@ -115,30 +126,36 @@ class HFEngine(RequestEngine):
         """See `RolloutEngine.load_weights`. Tensors are cast to the model's dtype.
 
         Raises:
-            WeightsError: the model has no tensor of that name, or has another shape. Tensors before it were loaded.
+            WeightsError: the model has no tensor of that name, or has another shape; or with an adapter, the trainer
+                has another base model. Tensors before it were loaded.
         """
         import torch
 
-        own = self.model.state_dict(keep_vars=True)
+        own = self._tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         with self.parked("load_weights"), torch.no_grad():
             for name, tensor in weights:
                 check_tensor(name, tensor, shapes, type(self.model).__name__)
+                if name == BASE_DIGEST and not torch.equal(tensor.to(own[name].device), own[name]):
+                    raise WeightsError(
+                        "the base model under this engine's adapter has other weights than the trainer's; give "
+                        "HFEngine the same folder, or for random weights the same config and seed"
+                    )
                 own[name].copy_(tensor)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `RolloutEngine.weight_shapes`."""
-        return shapes_of(self.model)
+        return shapes_of(self._tensors())
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """See `RolloutEngine.weight_dtypes`."""
-        own = self.model.state_dict()
+        own = self._tensors()
         return {name: own[name].dtype for name in self.weight_shapes()}
 
     def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See `RolloutEngine.read_weights`. The engine's thread only reads the weights too, so it goes on."""
-        own = self.model.state_dict()
-        return [own[name] for name in names]
+        own = self._tensors()
+        return [own[name].detach() for name in names]
 
     def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `RolloutEngine.raw_weights`. They are those of an update, in the model's dtype."""
@@ -148,6 +165,13 @@ class HFEngine(RequestEngine):
     def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See `RolloutEngine.read_raw`."""
         return self.read_weights(names)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of an update, by name."""
+        if self._adapter is not None:
+            return adapter_tensors(self.model)
+        held: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
+        return held
 
     def sleep(self) -> None:
         """Move the weights to host memory, where they can be updated, and free the device memory."""

@@ -53,7 +53,8 @@ def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: b
     config = read_config("HFEngine: model", model, trust_remote_code)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return auto.from_config(config, trust_remote_code=trust_remote_code)
+        # As the trainer does: a config may name another dtype, in which random numbers are others.
+        return auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
 
 
 def meta_model(config: Any, trust_remote_code: bool) -> Any:
@@ -65,10 +66,11 @@ def meta_model(config: Any, trust_remote_code: bool) -> Any:
         return auto.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of a model's weights; see `RolloutEngine.weight_shapes`."""
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a model's tensors, of ``state_dict(keep_vars=True)``; see
+    `RolloutEngine.weight_shapes`."""
     first: dict[int, tuple[str, tuple[int, ...]]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in tensors.items():
         first.setdefault(id(tensor), (name, tuple(tensor.shape)))
     return dict(first.values())
 

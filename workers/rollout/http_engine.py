@@ -379,7 +379,7 @@ class HTTPEngine(RequestEngine):
         self._check_updates()
         if self._shapes is None:
             config = read_config("HTTPEngine: config", self._config, self._trust)
-            self._shapes = shapes_of(meta_model(config, self._trust))
+            self._shapes = shapes_of(meta_model(config, self._trust).state_dict(keep_vars=True))
         return dict(self._shapes)
 
     def _check_updates(self) -> None:

@@ -124,7 +124,7 @@ class VLLMEngine(RequestEngine):
         }
         config = copy.deepcopy(read_config("VLLMEngine: model", model, trust_remote_code))
         plain = meta_model(config, trust_remote_code)
-        self._shapes = shapes_of(plain)
+        self._shapes = shapes_of(plain.state_dict(keep_vars=True))
         self._log = LastLines()
         if _vllm_processes():
             raise RolloutError("VLLMEngine: this process has another one; close it, or use a process for each")

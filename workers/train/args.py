@@ -76,6 +76,17 @@ class TrainArgs:
     fsdp_reduce_dtype: str = _key("fp32", "fsdp: dtype of the gradient reduction", choices=("fp32", "bf16", "fp16"))
     fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
 
+    # adapter
+    lora_rank: int = _key(
+        0, "fsdp: rank of the LoRA adapter that the actor trains, instead of all its weights; 0 for none", least=0
+    )
+    lora_alpha: int = _key(16, "the adapter's output is multiplied by lora_alpha / lora_rank", least=1)
+    lora_dropout: float = _key(0.0, "probability of dropout on the adapter's input", least=0, below=1)
+    lora_target_modules: list[str] = _key(
+        ["all-linear"],
+        "modules that get an adapter, such as q_proj; all-linear for all linear layers except the output layer",
+    )
+
     # optimizer
     lr: float = _key(1e-6, "learning rate", least=0)
     min_lr: float = _key(0.0, "learning rate at the end of the decay", least=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
+from workers.lora import LoraSettings
 from workers.train.registry import path_of
 
 ROLES = ("actor", "critic")
@@ -99,6 +100,7 @@ def check_together(args: Any) -> None:
                 f"args.{name}={args[name]!r}: the only placeholder is {{rollout_id}} ({type(error).__name__}: {error})"
             ) from None
     _check_exports(args)
+    _check_lora(args)
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
     if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
@@ -129,6 +131,24 @@ def check_together(args: Any) -> None:
         )
     if args.profile_step_start is not None and not args.profile_dir:
         raise TrainArgsError("args.profile_step_start needs profile_dir")
+
+
+def _check_lora(args: Any) -> None:
+    if not args.lora_rank:
+        return
+    if args.train_backend != "fsdp":
+        raise TrainArgsError(
+            f"args.lora_rank={args.lora_rank} needs train_backend='fsdp'; {args.train_backend} trains all weights"
+        )
+    if args.ref_load is not None:
+        raise TrainArgsError(
+            f"args.ref_load={args.ref_load!r} does not go with lora_rank={args.lora_rank}: the reference is the base "
+            "model, without a copy of its weights; leave it out"
+        )
+    try:
+        LoraSettings.from_args(args)
+    except ValueError as error:
+        raise TrainArgsError(f"args.lora_target_modules={list(args.lora_target_modules)}: {error}") from None
 
 
 def _check_exports(args: Any) -> None:
@@ -231,6 +251,7 @@ def role_args(args: Any, role: str) -> Any:
             with_struct_off[general] = beside if args[own] is None else args[own]
         with_struct_off.lr = args.lr if args.critic_lr is None else args.critic_lr
         with_struct_off.lr_warmup_iters = args.critic_lr_warmup_iters
+        with_struct_off.lora_rank = 0  # its head is random, so an adapter alone would not do
         return with_struct_off
     return seen
 

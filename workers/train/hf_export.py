@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = 4 
     Each rank writes the tensors that `TrainModel.hf_weights` yields there into files of its own, so the weights of a
     pipeline stage are not moved to another rank. Weights that the folder already has are removed first.
 
-    A critic is exported as a token classification model with one label.
+    A critic is exported as a token classification model with one label. Of a model with an adapter, the adapter alone
+    is exported, as a folder that peft's ``PeftModel.from_pretrained`` loads; it has one file of weights.
 
     Args:
         model: the model to export.
@@ -43,9 +45,12 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = 4 
     with all_or_none(CheckpointError, what):
         if main:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in [*folder.glob("model*.safetensors"), *folder.glob("unfinished-*.safetensors"), folder / INDEX]:
+            weights = [file for kind in ("model*", "unfinished-*", "adapter_model") for file in
+                       folder.glob(f"{kind}.safetensors")]  # fmt: skip
+            for old in (*weights, folder / INDEX, folder / "adapter_config.json"):
                 old.unlink(missing_ok=True)
-    writing = _Files(folder, max_file_bytes)
+    # peft reads one file.
+    writing = _Files(folder, max_file_bytes if model.adapter_config is None else sys.maxsize)
     for name, tensor in model.hf_weights():
         writing.add(name, tensor)
     with all_or_none(CheckpointError, what):
@@ -55,10 +60,14 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = 4 
     with all_or_none(CheckpointError, what):
         for number, (rank, unfinished, names, *_) in enumerate(files, 1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            if model.adapter_config is not None:
+                name = "adapter_model.safetensors"
             where |= dict.fromkeys(names, name)
             if rank == _rank():
                 (folder / unfinished).rename(folder / name)
-        if main:
+        if main and model.adapter_config is not None:
+            model.adapter_config.save_pretrained(folder)
+        elif main:
             _save_config(model, folder, next((dtype for *_, dtype in files), None))
             if len(files) > 1:
                 total = sum(size for _, _, _, size, _ in files)

@@ -62,6 +62,10 @@ class TrainModel(ABC):
     hf_config: Any
     """The Hugging Face config."""
 
+    adapter_config: Any = None
+    """peft's config of the adapter, if only that is trained, and therefore sent and exported; None if all weights
+    are."""
+
     @abstractmethod
     def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor | None:
         """Return (B, T) float32 on the CPU, without gradients, 0 at position 0 and at padding; None on a rank without
@@ -129,11 +133,12 @@ class TrainModel(ABC):
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name as in the Hugging Face model's ``state_dict()``, whole tensor), in parameter dtype, on the
         device: each pair on exactly one rank. Every rank must exhaust the iterator. A tied output layer is yielded
-        once, as the embedding. For export."""
+        once, as the embedding. With an adapter, only its tensors are yielded, under their names in peft's adapter
+        files. For export."""
 
     def hf_shards(self) -> list[Shard]:
-        """Return this rank's parts of the tensors that `hf_weights` yields, in parameter dtype. For weight sync; not a
-        collective.
+        """Return this rank's parts of the tensors that `hf_weights` yields, in parameter dtype, and with an adapter of
+        `workers.lora.BASE_DIGEST`. For weight sync; not a collective.
 
         Every element of every tensor is in the shard of at least one rank. The boxes of two ranks of one tensor are
         identical or disjoint: each rank that has a replica returns it, with the same values. ``Shard.read`` gathers

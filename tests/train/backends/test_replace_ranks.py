@@ -17,6 +17,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 # name -> ranks, ranks with the same state, arguments
 WAYS = {
     "fsdp2": (2, 1, {**FSDP}),
+    "fsdp2-lora": (2, 1, {**FSDP, "lora_rank": 4}),
     "hsdp4": (4, 2, {**FSDP, "fsdp_shard_size": 2}),
     "tp2": (2, 1, {**MEGATRON, **TP2}),
     "dp2-distributed": (2, 1, {**MEGATRON, "use_distributed_optimizer": True}),
