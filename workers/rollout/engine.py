@@ -157,10 +157,12 @@ class RolloutEngine(ABC):
         any_rank: whether engines do not depend on their worker's rank. When a worker dies, a `RolloutStream` then lets
             the others go on, and starts a worker with another rank. Otherwise it restarts the worker at its rank, and
             the others get no prompts meanwhile.
+        partial_updates: whether an update may leave out tensors, which then keep their values.
     """
 
     weight_version: int | None = 0
     any_rank = False
+    partial_updates = False
 
     @property
     def keeps_weights(self) -> bool:

@@ -52,6 +52,7 @@ class HFEngine(RequestEngine):
 
     keeps_weights = True
     any_rank = True
+    partial_updates = True
 
     def __init__(
         self,

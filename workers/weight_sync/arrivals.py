@@ -93,10 +93,13 @@ class Arrivals:
         apply(Patch(spec.kind, *parts), part)
         return part
 
-    def take(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are complete and of which something has changed. Without ``keep`` they are dropped
-        when the next one is requested."""
-        changed = {spec.name for spec in self.pieces if spec.kind != SAME}
+    def take(self, *, every: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are complete. Without ``keep`` they are dropped when the next one is requested.
+
+        Args:
+            every: whether to yield those too in which nothing has changed.
+        """
+        changed = {spec.name for spec in self.pieces if every or spec.kind != SAME}
         for name in [name for name in self._tensors if name in changed and name not in self.missing]:
             yield name, self._tensors[name]
             if not self._keep:

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 class Engine(Protocol):
     """What a receiver needs of its engine; `RolloutEngine` has it."""
 
+    partial_updates: bool
+
     def load_weights(self, weights: Iterable[Pair]) -> None: ...
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
@@ -232,7 +234,7 @@ class WeightReceiver(Worker):
         with self.weights_lock:
             if update.buffered:
                 self._hold(update)
-                self._load(update, self._arrivals.take(), self.engine.load_weights)
+                self._load(update, self._arrivals.take(every=not self.engine.partial_updates), self.engine.load_weights)
             proved = None if verify is None else self._prove(update, every=verify == "full")
             # First: a completion that ends right after the update needs it.
             self._remember(update.version, fingerprint)
@@ -277,7 +279,7 @@ class WeightReceiver(Worker):
             why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self.fail_update(key, f"rollout rank {self.rank}, version {update.version}: {why}", error)
         if not update.buffered:
-            self._load(update, self._arrivals.take(), self.engine.load_weights)
+            self._load(update, self._arrivals.take(every=not self.engine.partial_updates), self.engine.load_weights)
 
     def load_raw(self, key: str, bucket: Sequence[Pair]) -> None:
         """Load another engine's raw weights, of a copy that `begin_copy` has begun.
