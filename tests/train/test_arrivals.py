@@ -1,0 +1,37 @@
+"""Arrivals: which tensors an engine is given when an update is complete."""
+
+import pytest
+import torch
+
+from workers.weight_sync.arrivals import Arrivals
+from workers.weight_sync.pieces import Packer
+from workers.weight_sync.plan import Piece, whole
+from workers.weight_sync.protocol import ReceiverClass
+from workers.weight_sync.shards import Shard
+
+SHAPES = {"changed": (6, 5), "unchanged": (7,), "number": ()}
+
+
+@pytest.mark.timeout(30)
+def test_a_tensor_without_changes_is_not_loaded_again():
+    """Differences arrive for all tensors; the engine gets those in which an element has changed, and only these."""
+    weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    packer, arrivals = Packer(delta=True), Arrivals()
+    taken = []
+    for patched in (False, True):
+        packer.begin(Shard.whole(*pair) for pair in weights.items())
+        pieces = [Piece(name, whole(shape)) for name, shape in SHAPES.items()]
+        payload = packer.pack(pieces, ReceiverClass((0,), {}, None, patched), digests=True)
+        arrivals.begin(SHAPES, {}, keep=True)
+        arrivals.add(payload)
+        assert not arrivals.missing
+        taken.append(dict(arrivals.take()))
+        packer.next_round()
+        packer.end("key")
+        if not patched:
+            assert all(torch.equal(taken[0][name], tensor) for name, tensor in weights.items())
+            weights["changed"][2, 3] += 1
+    assert taken[0].keys() == SHAPES.keys()
+    assert list(taken[1]) == ["changed"]
+    assert torch.equal(taken[1]["changed"], weights["changed"])
+    assert arrivals.differing(lambda names: [weights[name] for name in names], every=True) == []
