@@ -334,7 +334,8 @@ class VLLMEngine(RequestEngine):
 
     def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See `RolloutEngine.read_weights`. Fused tensors are cut out; with several processes, their parts are joined
-        in host memory. On the CPU, a linear layer's -0.0 is returned as 0.0.
+        in host memory. On the CPU, the signs of zeros in linear layers are those that were loaded: vLLM's kernels do
+        not tell them.
 
         Raises:
             RolloutError: also if an update's tensors have not all come, or if the processes differ in what all of them

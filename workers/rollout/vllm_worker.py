@@ -14,6 +14,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from workers.rollout.vllm_layout import Part, find_parts, local_shape, repacked
+from workers.weight_sync.plan import whole, within
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +50,10 @@ class LayerwiseReload:
     vllm_config: VllmConfig
     model_config: Any
     _parts: Mapping[str, Part]
+    """Where the tensors of a checkpoint are; empty if that is not known."""
+    _negative_zeros: dict[tuple[str, int], torch.Tensor]
+    """Name and first row of a part of a repacked weight -> where it has -0.0, of those that have any. Products with the
+    weight do not tell it from 0.0, and a bitwise comparison would find a difference."""
 
     def missing(self) -> list[str]:
         """Return which of vLLM's private names are not there."""
@@ -75,6 +80,9 @@ class LayerwiseReload:
         """
         from vllm.config import set_current_vllm_config
 
+        for name, tensor in weights:
+            if part := self._parts.get(name):
+                self._keep_signs(part.parameter, part.begin, tensor[within(part.box, whole(tensor.shape))], part.dtype)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             model = self.get_model()  # type: ignore[attr-defined]
             model.load_weights((name, tensor if keep else tensor.clone()) for name, tensor in weights)
@@ -110,7 +118,7 @@ class LayerwiseReload:
         """
         quantized = self.vllm_config.quant_config is not None
         found = None if quantized else find_parts(self.get_model(), shapes)  # type: ignore[attr-defined]
-        self._parts = found or {}
+        self._parts, self._negative_zeros = found or {}, {}
         return None if found is None else {name: part.dtype for name, part in found.items()}
 
     def held_read(self, names: Sequence[str], copy: bool) -> list[tuple[Box, torch.Tensor]]:
@@ -167,6 +175,9 @@ class LayerwiseReload:
                 rank, _, own = name.partition(":")
                 if int(rank) != self._rank:
                     continue
+                for key in [key for key in self._negative_zeros if key[0] == own]:
+                    del self._negative_zeros[key]
+                self._keep_signs(own, 0, tensor, tensor.dtype)
                 layer = self._layer(own)
                 if repacked(layer, state[own]):
                     layer.weight = torch.nn.Parameter(tensor.clone(), requires_grad=False)
@@ -201,7 +212,21 @@ class LayerwiseReload:
             return tensor.detach()
         identity = torch.eye(local_shape(layer, tensor)[1], dtype=tensor.dtype)
         product: torch.Tensor = layer.cpu_linear(identity, layer.weight, None).t()
+        for (of, begin), zeros in self._negative_zeros.items():
+            if of == name:
+                rows = product.narrow(0, begin, len(zeros))
+                rows[zeros & (rows == 0)] = -0.0
         return product
+
+    def _keep_signs(self, name: str, begin: int, rows: torch.Tensor, dtype: torch.dtype) -> None:
+        """Remember where new rows of a parameter have -0.0, if the layer repacks it."""
+        if not hasattr(self._layer(name), "cpu_linear"):
+            return
+        rows = rows.to(dtype)
+        zeros = (rows == 0) & rows.signbit()
+        self._negative_zeros.pop((name, begin), None)
+        if zeros.ndim == 2 and zeros.any():
+            self._negative_zeros[name, begin] = zeros
 
 
 class LogProbs(LogitsProcessor):  # type: ignore[misc, unused-ignore]  # Any where vLLM is not installed
