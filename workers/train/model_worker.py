@@ -123,6 +123,7 @@ class ModelWorker(TrainWorker):
             self._peers.close()
             self._peers = None
         self.weight_version = self.optimizer_step = 0
+        self.sync_report = None
         return self._anew(args, role, lambda: self._make(with_ref))
 
     def _anew(self, args: Any, role: str, make: Callable[[], int]) -> int:

@@ -280,8 +280,13 @@ def test_rollout_manager_as_ray_actor(trainer, rollout):
     manager = ray.remote(num_cpus=0)(RolloutManager).remote(rollout, HOW, reward, samples_per_prompt=2, seed=4)
     train.set_rollout_manager(manager)
     change_weights(train, 0)
-    assert train.update_weights() == 1
+    assert train.last_sync() is None
+    with pytest.raises(ValueError, match="use 'fingerprint', 'full' or 'none'"):
+        train.update_weights(verify="all")
+    assert train.update_weights(verify="none") == 1
+    assert (train.last_sync().version, train.last_sync().proved, train.last_sync().fingerprint) == (1, None, None)
     data = ray.get(manager.generate.remote(PROMPTS))
+    assert data["weight_fingerprints"].unique().tolist() == [-1]
     assert set(data["max_weight_versions"].tolist()) == {1}
     assert difference(train, data) < 1e-4
     rollout.set_weight_version(7)
