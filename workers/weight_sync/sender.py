@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import pickle
 import time
@@ -198,8 +199,8 @@ class WeightSender:
         self._updates += 1
         try:
             self._begin(update, weights)
-            nbytes, digests = self._send_all(update)
-            fingerprint, finished = self._finish(update, digests)
+            nbytes, fingerprint = self._send_all(update)
+            finished = self._finish(update, fingerprint)
         except BaseException as failed:  # KeyboardInterrupt too: what is left in progress would disturb the next update
             self._abandon(update, failed)
             raise
@@ -296,30 +297,29 @@ class WeightSender:
 
     # --- rounds -----------------------------------------------------------------------------------------
 
-    def _send_all(self, update: Update) -> tuple[int, list[Any]]:
-        """Send this rank's pieces of all rounds. Returns the bytes, and the digests for the fingerprint."""
+    def _send_all(self, update: Update) -> tuple[int, int | None]:
+        """Send this rank's pieces of all rounds. Returns their bytes, and the fingerprint of all ranks' weights."""
         nbytes = 0
-        digests: list[Any] = []
+        digests: list[tuple[str, tuple[int, ...], int]] = []
         error: WeightSyncError | None = None
         for number, pieces in enumerate(update.rounds):
             payloads: dict[int, Payload] = {}
             headers: dict[int, Header] = {}
-            if error is None:
-                try:
-                    for index, receivers in enumerate(update.classes):
-                        if (update.rank, index) in pieces:
-                            made = pieces[update.rank, index]
-                            digest = update.verify is not None
-                            payloads[index] = self._packer.pack(made, receivers, digests=digest)
-                            headers[index] = payloads[index].header()
-                    self._packer.next_round()
-                    update.budget.left()
-                except Exception as failed:
-                    error = update.error(failed)
+            try:
+                for index, receivers in enumerate(update.classes):
+                    if (update.rank, index) in pieces:
+                        made = pieces[update.rank, index]
+                        payloads[index] = self._packer.pack(made, receivers, digests=update.verify is not None)
+                        headers[index] = payloads[index].header()
+                self._packer.next_round()
+                update.budget.left()
+            except Exception as failed:
+                error = update.error(failed)
             gathered = update.agree(f"round {number}", headers, error, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
-            if 0 in payloads:
-                digests += [(piece.name, tuple(b for b, _ in piece.box), piece.digest) for piece in payloads[0].pieces]
+            for piece in payloads[0].pieces if 0 in payloads else ():
+                if piece.digest is not None:
+                    digests.append((piece.name, tuple(begin for begin, _ in piece.box), piece.digest))
             try:
                 self._transport.transfer(update, number, payloads, gathered)
             except Exception as failed:
@@ -329,27 +329,22 @@ class WeightSender:
             self._transport.flush(update)
         except Exception as failed:
             error = update.error(failed)
-        return nbytes, update.agree("sent", digests, error, list)
+        fingerprint = update.agree("sent", digests, error, lambda of_ranks: combine(itertools.chain(*of_ranks)))
+        return nbytes, None if update.verify is None else fingerprint
 
-    def _finish(self, update: Update, digests: Sequence[Any]) -> tuple[int | None, list[Finished]]:
-        """Have the receivers take the version. Returns the fingerprint, and what they say."""
-
-        def finish() -> Any:
-            self._transport.finish(update)
-            fingerprint = None
-            if update.verify is not None:
-                fingerprint = combine(one for of_rank in digests for one in of_rank)
-            return fingerprint, self._receivers.call("finish_weights", update.key, update.verify, fingerprint)
-
-        value: Any = None
+    def _finish(self, update: Update, fingerprint: int | None) -> list[Finished]:
+        """Have the receivers take the version. Returns what they say."""
+        said: list[Finished] = []
         error: WeightSyncError | None = None
         # Each rank's own receiver, or rank 0 for all.
         if not update.rank or self._receivers.neighbour is not None:
             try:
-                value = finish()
+                self._transport.finish(update)
+                said = self._receivers.call("finish_weights", update.key, update.verify, fingerprint)
             except Exception as failed:
                 error = update.error(failed)
-        return update.agree("finish", value, error, lambda values: values[0])
+        of_ranks: list[list[Finished]] = update.agree("finish", said, error, list)
+        return [one for finished in of_ranks for one in finished]
 
     def _abandon(self, update: Update, failed: BaseException) -> None:
         """Tell everyone, and drop what is unfinished."""
