@@ -195,7 +195,16 @@ def wait_all(futures: Sequence[WorkerFuture], update: Update) -> None:
     """
     for future in futures:
         while not _ended(future):
+            raise_failed(futures)  # this one may wait for a receiver of another group, which has died
             update.check()
+
+
+def raise_failed(futures: Sequence[WorkerFuture]) -> None:
+    """Raise the error of a call that has already failed, without waiting."""
+    for future in futures:
+        error = future.exception() if future.done() else None
+        if error is not None:
+            raise error
 
 
 def _ended(future: WorkerFuture) -> bool:
