@@ -37,7 +37,7 @@ from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.device import name_of
 from workers.weight_sync.pieces import Header, Payload
 from workers.weight_sync.protocol import Budget, Message, WeightSyncError
-from workers.weight_sync.update import Transport, Update, wait_all
+from workers.weight_sync.update import Transport, Update, raise_failed, wait_all
 
 T = TypeVar("T")
 
@@ -46,6 +46,7 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 _POLL_SECONDS = 0.0005
 _CHECK_SECONDS = 0.05
 _PATIENT_SECONDS = 1.0
+_CONNECT_SECONDS = 30.0
 _SENDERS, _CLASS = "senders", "class"
 
 
@@ -95,11 +96,13 @@ class ProcessGroupTransport(Transport):
             update.budget.seconds,
             os.environ.get(CUMEM),
         )
-        futures = [] if update.rank else update.receivers.start("receive_weights", update.key, invitation)
+        futures: list[WorkerFuture] = []
         where = here if backend == "nccl" else torch.device("cpu")
         size = update.ranks + len(update.classes)
 
         try:
+            if not update.rank:
+                futures.extend(update.receivers.start("receive_weights", update.key, invitation))
             self._channel = _interruptible(
                 lambda: Channel(invitation, _SENDERS, update.rank, size, where),
                 lambda: _check(update, futures),
@@ -107,9 +110,10 @@ class ProcessGroupTransport(Transport):
             )
             wait_all(futures, update)
         except BaseException:
-            # Receivers that wait for a missing one in the rendezvous would miss the next update, too.
-            with contextlib.suppress(dist.DistError):
-                _client(update.shared, 1.0).set(invitation.given_up, "")
+            # Receivers that wait for a missing one in the rendezvous would miss the next update, too. Rank 0 learns of
+            # every failure, so it is enough that it tells them.
+            if self._server is not None:
+                self._server.set(invitation.given_up, "")
             raise
 
     def transfer(
@@ -471,10 +475,7 @@ def _interruptible(do: Callable[[], T], check: Callable[[], None], seconds: floa
 def _check(update: Update, futures: Sequence[WorkerFuture]) -> None:
     """Raise the error of another rank that has given up, or of a call that has already failed, without waiting."""
     update.check_now_and_then()
-    for future in futures:
-        error = future.exception() if future.done() else None
-        if error is not None:
-            raise error
+    raise_failed(futures)
 
 
 def _backend(update: Update, here: torch.device) -> str:
@@ -492,8 +493,14 @@ def _backend(update: Update, here: torch.device) -> str:
 
 def _client(address: tuple[str, int], seconds: float) -> dist.TCPStore:
     """Connect to a store. torch looks up the host's name from its address here, and again in the store's only thread,
-    where everyone else waits meanwhile. A name server that does not answer costs seconds, so open few connections."""
-    return dist.TCPStore(*address, is_master=False, timeout=_delta(seconds))
+    where everyone else waits meanwhile. A name server that does not answer costs seconds, so open few connections.
+
+    If the store's process has died, torch tries for as long as the timeout says, and nothing can interrupt it. So a
+    receiver that was invited by a rank 0 that has died since would not be free for the next one.
+    """
+    store = dist.TCPStore(*address, is_master=False, timeout=_delta(min(seconds, _CONNECT_SECONDS)))
+    store.set_timeout(_delta(seconds))
+    return store
 
 
 def _delta(seconds: float) -> datetime.timedelta:

@@ -6,7 +6,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from single_controller import CallTimeoutError
 from single_controller.base.future import WorkerFuture
@@ -107,8 +107,7 @@ class Update:
             return None if decide is None else decide([value])
         store = self._store
         if error is not None:
-            self.give_up(error)
-            self._wait_for_verdict()
+            raise self.give_up(error)
         self._agreed += 1
         name = f"{self._name}/{self._agreed}"
         if self.rank:
@@ -129,8 +128,8 @@ class Update:
             verdict = None if decide is None else decide(values)
         except Exception as failed:
             named = isinstance(failed, WeightSyncError) and not isinstance(failed, TimeUpError)
-            self.give_up(cast(WeightSyncError, failed) if named else self.error(failed))
-            self._wait_for_verdict()
+            error = cast(WeightSyncError, failed) if named else self.error(failed)
+            raise self.give_up(error) from error.__cause__
         store.set(name, pickle.dumps(verdict))
         return verdict
 
@@ -144,21 +143,19 @@ class Update:
             )
         return sync_error(what, failed)
 
-    def give_up(self, error: WeightSyncError) -> None:
-        """Tell all train ranks that the update has failed, unless another one has done so before."""
-        if self.ranks > 1 and self._own_error is None:
-            self._own_error = error
-            if self._store.add(f"{self._failed}/claims", 1) == 1:
-                self._store.set(self._failed, pickle.dumps(error))
+    def give_up(self, error: WeightSyncError) -> WeightSyncError:
+        """Tell all train ranks that the update has failed.
+
+        Returns:
+            The error of the first rank that has given it up.
+        """
+        if self.ranks == 1:
+            return error
+        self._own_error = self._own_error or error
+        # One operation: a rank that died between two would leave the others without an error to raise.
+        return self._first_error(self._store.compare_set(self._failed, "", pickle.dumps(self._own_error)))
 
     _own_error: WeightSyncError | None = None
-
-    def _wait_for_verdict(self) -> NoReturn:
-        """Raise what `check` raises. Between the claim of the first rank that gives up and its error, another rank may
-        find nothing yet."""
-        while True:
-            self.check()
-            time.sleep(_FIRST_POLL_SECONDS)
 
     def check(self) -> None:
         """Raise the error of the train rank that was the first to give the update up, if one has.
@@ -167,9 +164,12 @@ class Update:
             WeightSyncError: it has.
         """
         if self.ranks > 1 and self._store.check([self._failed]):
-            told = pickle.loads(self._store.get(self._failed))
-            own = self._own_error  # has its cause, which pickling drops
-            raise own if own is not None and str(own) == str(told) else told
+            raise self._first_error(self._store.get(self._failed))
+
+    def _first_error(self, pickled: bytes) -> WeightSyncError:
+        told: WeightSyncError = pickle.loads(pickled)
+        own = self._own_error  # has its cause, which pickling drops
+        return own if own is not None and str(own) == str(told) else told
 
     def check_now_and_then(self) -> None:
         """`check`, at most every `TOLD_SECONDS`: for loops that wait for something else.
@@ -186,7 +186,7 @@ class Update:
     def forget(self) -> None:
         """Delete what is left of the update in the store. All ranks have ended it."""
         if self.ranks > 1 and self.rank == 0:
-            for name in (f"{self._name}/{self._agreed}", self._failed, f"{self._failed}/claims"):
+            for name in (f"{self._name}/{self._agreed}", self._failed):
                 self._store.delete_key(name)
 
     @property
@@ -278,7 +278,16 @@ def wait_all(futures: Sequence[WorkerFuture], update: Update) -> None:
     """
     for future in futures:
         while not _ended(future):
+            raise_failed(futures)  # this one may wait for a receiver of another group, which has died
             update.check()
+
+
+def raise_failed(futures: Sequence[WorkerFuture]) -> None:
+    """Raise the error of a call that has already failed, without waiting."""
+    for future in futures:
+        error = future.exception() if future.done() else None
+        if error is not None:
+            raise error
 
 
 def _ended(future: WorkerFuture) -> bool:
