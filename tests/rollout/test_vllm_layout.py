@@ -82,7 +82,7 @@ def model_of(full, rank, ranks, kv_heads):
                 }
             ),
             "mlp": torch.nn.ModuleDict(
-                {"gate_up_proj": Layer(torch.cat(gates), output_partition_sizes=[8, 8], **here)}
+                {"gate_up_proj": Layer(torch.cat(gates), output_partition_sizes=[16 // ranks] * 2, **here)}
             ),
             "norm": Layer(full["model.norm.weight"].clone()),
         }
