@@ -1,44 +1,101 @@
-"""Train ranks that hold weights as pipeline stages do, and rollout workers that only store weights."""
+"""Train ranks that hold parts of a model in several ways, and rollout workers whose engine only stores weights."""
 
 import dataclasses
 import functools
 import os
 import time
+from pathlib import Path
 
 import torch
 
 from single_controller import Dispatch, Worker, register
-from workers.rollout.engine import RolloutEngine
-from workers.weight_sync import WeightReceiver, WeightSender
+from workers.rollout.engine import Completion, RolloutEngine
+from workers.rollout.worker import RolloutWorker
+from workers.weight_sync import WeightSender
+from workers.weight_sync.digest import digest
+from workers.weight_sync.pieces import Payload, pieces_of
 from workers.weight_sync.process_group import Invitation
+from workers.weight_sync.protocol import WeightSyncError
 from workers.weight_sync.shards import Shard
+
+SHAPES = {
+    "model.embed_tokens.weight": (33, 7),
+    "layers.0.weight": (5, 9),
+    "layers.0.bias": (5,),
+    "layers.1.weight": (300, 8),
+    "layers.1.empty": (0, 4),
+    "layers.1.scale": (),
+    "norm.weight": (7,),
+}
+FROZEN = "layers.1.weight"
+"""The tensor that `drifted` leaves as it is."""
 
 
 def model(dtype=torch.float32, seed=0):
     """Names and tensors of a small model. It is tied, so it has no output layer; it has odd sizes, one tensor without
     elements, one 0-d tensor, and one larger than the tests' buckets."""
     make = torch.Generator().manual_seed(seed)
-    shapes = {
-        "model.embed_tokens.weight": (33, 7),
-        "layers.0.weight": (5, 9),
-        "layers.0.bias": (5,),
-        "layers.1.weight": (300, 7),
-        "layers.1.empty": (0, 4),
-        "layers.1.scale": (),
-        "norm.weight": (7,),
-    }
-    return {name: torch.randn(shape, generator=make).to(dtype) for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=make).to(dtype) for name, shape in SHAPES.items()}
+
+
+def drifted(dtype=torch.float32, version=0):
+    """The model after some updates, each of which changed three elements of each tensor except of `FROZEN`."""
+    weights = model(dtype)
+    make = torch.Generator().manual_seed(1)
+    for _ in range(version):
+        for name, tensor in weights.items():
+            if tensor.numel() and name != FROZEN:
+                at = torch.randint(0, tensor.numel(), (3,), generator=make)
+                tensor.view(-1)[at] = torch.randn(3, generator=make).to(dtype)
+    return weights
+
+
+def swinging(dtype=torch.float32, version=0):
+    """The models of `drifted` of versions 1 and 2 in turn."""
+    return drifted(dtype, 2 - version % 2)
+
+
+MODELS = {"model": model, "drifted": drifted, "swinging": swinging}
+
+
+def half(shape, dim, index):
+    """The first or second half of a tensor along a dim: its box. Odd sizes are divided unevenly."""
+    box = [(0, size) for size in shape]
+    if dim < len(shape):
+        middle = shape[dim] // 2
+        box[dim] = ((0, middle), (middle, shape[dim]))[index]
+    return tuple(box)
+
+
+def cut(tensor, box):
+    return tensor[tuple(slice(*dim) for dim in box)]
+
+
+def read_part(tensor, box, at):
+    at("read")
+    return cut(tensor, box)
 
 
 class ToyEngine(RolloutEngine):
-    """Stores tensors; cannot generate."""
+    """Stores tensors, and generates a token that says which.
 
-    def __init__(self, shapes, dtype):
-        self.weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        self.calls = 0
+    Args:
+        shapes: of the whole tensors.
+        dtype: in which it holds them.
+        slices: boxes of those that it does not need whole.
+        tells: whether it tells what it holds.
+    """
+
+    def __init__(self, shapes=None, dtype=torch.float32, slices=None, tells=True):
+        self.shapes, self.slices, self.tells = dict(shapes or SHAPES), slices or {}, tells
+        sizes = {name: self.slices.get(name) for name in self.shapes}
+        self.weights = {
+            name: torch.zeros(self.shapes[name] if box is None else [end - begin for begin, end in box], dtype=dtype)
+            for name, box in sizes.items()
+        }
 
     def generate(self, prompts, sampling_params, seeds):
-        raise NotImplementedError
+        return [Completion([token(self.weights)], [0.0], "length") for _ in prompts]
 
     def load_weights(self, weights):
         time.sleep(self.seconds)
@@ -47,34 +104,63 @@ class ToyEngine(RolloutEngine):
                 os._exit(1)
             if name == self.fail_at:
                 raise RuntimeError("no room for it")
+            if name == self.ignore:
+                continue
             self.weights[name].copy_(tensor)
-        self.calls += 1
+            if name == self.spoil:
+                flip(self.weights[name])
 
     def weight_shapes(self):
-        return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+        return self.shapes
+
+    def weight_slices(self):
+        return self.slices
 
     def weight_dtypes(self):
-        return {name: tensor.dtype for name, tensor in self.weights.items()}
+        return {name: tensor.dtype for name, tensor in self.weights.items()} if self.tells else None
 
     def read_weights(self, names):
         return [self.weights[name] for name in names]
 
-    die_at = None
-    fail_at = None
+    die_at = fail_at = ignore = spoil = None
+    """A tensor at which the process exits or the engine fails; one that it does not load; one of which it changes a bit
+    when it loads it."""
     seconds = 0.0
 
 
-class Rollout(WeightReceiver):
-    def __init__(self, dtype=torch.float32, shapes=None):
-        super().__init__()
-        shapes = shapes or {name: tensor.shape for name, tensor in model().items()}
-        self.engine = ToyEngine(shapes, dtype)
-        self.where = {name: tensor.data_ptr() for name, tensor in self.engine.weights.items()}
-        self.order = []
+def token(weights):
+    """A number that says which weights these are."""
+    return sum(digest(weights[name]) for name in sorted(weights)) & 0xFFFFFFF
 
-    def take(self, key, payload):
-        self.order += [piece.name for piece in payload.pieces]
-        super().take(key, payload)
+
+def flip(tensor, bit=5):
+    """Flip a bit of a tensor's bytes."""
+    tensor.view(-1).view(torch.uint8)[bit // 8 :][:1].bitwise_xor_(1 << bit % 8)
+
+
+class Rollout(RolloutWorker):
+    def __init__(self, dtype=torch.float32, shapes=None):
+        super().__init__(ToyEngine, shapes, dtype)
+        self.order = []
+        self.heard = 0.0
+        self._note_places()
+
+    def _note_places(self):
+        self.where = {name: tensor.data_ptr() for name, tensor in self.engine.weights.items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def equip(self, dtype=torch.float32, dim=None, tells=True):
+        """Begin anew with another engine. With ``dim``, each rank needs half of each tensor along this dim."""
+        slices = {} if dim is None else {name: half(shape, dim, self.rank) for name, shape in SHAPES.items()}
+        self.engine = ToyEngine(SHAPES, dtype, slices, tells)
+        self.weight_version = 0
+        self._note_places()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def damage(self, name, rank):
+        """Flip a bit of what an engine holds."""
+        if rank == self.rank:
+            flip(self.engine.weights[name])
 
     @register(Dispatch.ONE_TO_ALL)
     def weights(self):
@@ -83,11 +169,18 @@ class Rollout(WeightReceiver):
         return None if moved else self.engine.weights
 
     @register(Dispatch.ONE_TO_ALL)
-    def configure(self, die_at=None, fail_at=None, rank=None, meets=True, seconds=0.0):
-        """``seconds``: how long each bucket takes to load."""
+    def completes(self):
+        """The token that this worker generates now, or None if it takes no prompts."""
+        (made,) = self.generate([[1]], None, [0])
+        return None if made.completion is None else made.completion.token_ids[0]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def configure(self, rank=None, meets=True, **faults):
+        """``faults``: attributes of the engine."""
         if rank in (None, self.rank):
-            self.engine.die_at, self.engine.fail_at, self.engine.seconds = die_at, fail_at, seconds
             self.meets = meets
+            for name in ("die_at", "fail_at", "ignore", "spoil", "seconds"):
+                setattr(self.engine, name, faults.get(name, getattr(ToyEngine, name)))
 
     meets = True
 
@@ -98,9 +191,25 @@ class Rollout(WeightReceiver):
             message = dataclasses.replace(message, backend="nccl")
         super().receive_weights(key, message)
 
+    def fail_update(self, key, why, cause=None):
+        self.heard = self.heard or time.monotonic()
+        super().fail_update(key, why, cause)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_weights(self, *arguments):
+        self.heard = 0.0
+        return super().begin_weights(*arguments)
+
     @register(Dispatch.ONE_TO_ALL)
     def ask(self, what):
-        return {"order": self.order, "calls": self.engine.calls, "channels": len(self.channels)}[what]
+        """``heard``: when this worker learned that the last update had failed, by `time.monotonic`."""
+        answers = {
+            "order": self.order,
+            "channels": len(self.channels),
+            "heard": self.heard,
+            "fingerprint": self.fingerprints.get(self.weight_version),
+        }
+        return answers[what]
 
     @register(Dispatch.ONE_TO_ALL)
     def note(self, caller, number, seconds):
@@ -110,7 +219,7 @@ class Rollout(WeightReceiver):
 
 
 class Stage(Worker):
-    """One train rank of a gloo group. It holds every ranks-th tensor, as pipeline stages hold their own layers."""
+    """One train rank of a gloo group."""
 
     def __init__(self):
         super().__init__()
@@ -119,6 +228,8 @@ class Stage(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def connect(self, rollout, transport="store", **options):
+        if self.sender is not None:
+            self.sender.close()
         self.sender = WeightSender(transport, rollout, **options)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -126,32 +237,93 @@ class Stage(Worker):
         self.sender.connect(rollout)
 
     @register(Dispatch.ONE_TO_ALL)
-    def update(self, version, dtype=torch.float32, leave_out=(), reshape=(), rename=(), fails=None):
-        """``fails``: (rank, where) with an error on that rank: when it begins, behind its last shard, or when it reads
-        one."""
-        self.fails = fails[1] if fails is not None and fails[0] == self.rank else None
-        transport = self.sender._transport
-        transport.begin = lambda update: (self.fail_at("begin"), type(transport).begin(transport, update))
-        shards = self.shards(version, dtype, leave_out, reshape, dict(rename))
-        return self.sender.send(version, shards, rank=self.rank, ranks=self.world_size)
+    def update(self, version, held="stages", weights="model", fails=None, flips=None, gate=None, verify=None, **how):
+        """Send a version.
 
-    def fail_at(self, where):
-        if self.fails == where:
-            raise MemoryError(f"no memory at its {where}")
+        Args:
+            version: of the weights, and their seed.
+            held: see `holds`.
+            weights: a name in `MODELS`.
+            fails: (rank, step) with a MemoryError on that rank: "pairs", while the other ranks wait in a collective of
+                theirs; "begin"; "read"; "flush"; or the number of a round. With ("dies", rank, step) it exits instead.
+            flips: (rank, name, bit) to flip in what that rank sends.
+            gate: a folder: before its last round, each rank waits there until `opened`.
+            verify: see `WeightSender.send`.
+            how: see `holds`.
+        """
+        self.ended = self.failed = 0.0
+        transport, kind = self.sender._transport, type(self.sender._transport)
 
-    def shards(self, version, dtype, leave_out, reshape, rename):
-        for number, (name, tensor) in enumerate(model(dtype, version).items()):
-            if number % self.world_size == self.rank and name not in leave_out:
-                tensor = tensor.reshape(-1, 1) if name in reshape else tensor
-                tensor = tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
-                shard = Shard.whole(rename.get(name, name), tensor)
-                yield dataclasses.replace(shard, read=functools.partial(self.read, tensor, number))
-        self.fail_at("end")
+        def at(step):
+            if not self.failed and fails is not None and fails[-2:] == (self.rank, step):
+                self.failed = time.monotonic()
+                if fails[0] == "dies":
+                    os._exit(1)
+                raise MemoryError(f"no memory at step {step}")
 
-    def read(self, tensor, number):
-        if number > 3:
-            self.fail_at("read")
-        return tensor
+        def transfer(update, number, payloads, headers):
+            at(number)
+            if gate is not None and number == len(update.rounds) - 1:
+                wait_at(Path(gate), self.rank)
+            if flips is not None and flips[0] == self.rank:
+                payloads = {index: flipped(payload, *flips[1:]) for index, payload in payloads.items()}
+            kind.transfer(transport, update, number, payloads, headers)
+
+        transport.begin = lambda update: (at("begin"), kind.begin(transport, update))
+        transport.flush = lambda update: (at("flush"), kind.flush(transport, update))
+        transport.transfer = transfer
+        shards = self.holds(MODELS[weights](how.pop("dtype", torch.float32), version), held, at, **how)
+        try:
+            return self.sender.send(version, shards, rank=self.rank, ranks=self.world_size, verify=verify)
+        finally:
+            self.ended = time.monotonic()
+
+    def holds(self, tensors, held, at, leave_out=(), again=(), reshape=(), rename=()):
+        """Yield what this rank has.
+
+        Args:
+            tensors: the whole model.
+            held: "stages": every ranks-th tensor, as pipeline stages have their own layers, by collectives of all
+                ranks; "rows": consecutive rows of each tensor, the last rank more of them; "columns": the same for
+                columns, and all tensors without columns; "copies": all of each.
+            at: called at each step where this rank may have to fail.
+            leave_out, reshape: names.
+            again: names of tensors of which the last rank has the first row, too.
+            rename: pairs of names.
+        """
+        for number, (name, tensor) in enumerate(tensors.items()):
+            if number == 3 and held == "stages":
+                at("pairs")
+            if held == "stages":
+                torch.distributed.barrier()
+            if name in reshape:
+                tensor = tensor.reshape(-1, 1)
+            shape, given = tuple(tensor.shape), dict(rename).get(name, name)
+            if held == "stages":
+                if number % self.world_size == self.rank and name not in leave_out:
+                    yield given, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+            else:
+                dim = {"rows": 0, "columns": 1}.get(held, len(shape))
+                boxes = [half(shape, dim, self.rank) if self.world_size == 2 else tuple((0, size) for size in shape)]
+                if name in again and self.rank == self.world_size - 1:
+                    boxes.append(((0, 1), *boxes[0][1:]))
+                for box in boxes if name not in leave_out or self.rank == 0 else ():
+                    begin, size = tuple(b for b, _ in box), tuple(e - b for b, e in box)
+                    if all(size):
+                        read = functools.partial(read_part, tensor, box, at)
+                        yield Shard(given, shape, begin, size, tensor.dtype, read)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def times(self):
+        """When this rank failed on purpose, or 0, and when its last update ended; by `time.monotonic`."""
+        return self.failed, self.ended
+
+    @register(Dispatch.ONE_TO_ALL)
+    def reduced(self):
+        """The sum of the ranks, by a collective of the default process group."""
+        total = torch.tensor(float(self.rank))
+        torch.distributed.all_reduce(total)
+        return total.item()
 
     @register(Dispatch.ONE_TO_ALL)
     def versions(self):
@@ -167,6 +339,28 @@ class Stage(Worker):
         futures = [rollout.note.remote(self.rank, number, seconds) for number in range(times)]
         for future in futures:
             future.result()
+
+
+def wait_at(folder, rank):
+    """Say that this rank has come, and wait until the test has written ``open``."""
+    (folder / f"rank-{rank}").touch()
+    end = time.monotonic() + 20
+    while not (folder / "open").exists():
+        if time.monotonic() > end:
+            raise WeightSyncError("the gate was not opened")
+        time.sleep(0.002)
+
+
+def flipped(payload, name, bit):
+    """The payload with a bit flipped in the last tensor of a piece: its elements, or the new values of a patch."""
+    tensors = []
+    for spec, parts in pieces_of(payload):
+        *others, last = parts
+        if spec.name == name and last.numel():
+            last = last.clone(memory_format=torch.contiguous_format)
+            flip(last, bit)
+        tensors += [*others, last]
+    return Payload(payload.pieces, tensors)
 
 
 class Manager:

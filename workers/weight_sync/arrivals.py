@@ -74,7 +74,7 @@ class Arrivals:
             if left == count:
                 del self.missing[spec.name]
             self.pieces.append(spec)
-            if spec.digest is not None and spec.dtype == part.dtype and digest(part) != spec.digest:
+            if spec.digest is not None and digest(part.to(spec.dtype)) != spec.digest:
                 raise ValueError(f"{spec.name!r} {spec.box} did not arrive as it was sent: its digest differs")
 
     def _write(self, spec: PieceSpec, parts: list[torch.Tensor], box: Box) -> torch.Tensor:

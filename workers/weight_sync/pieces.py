@@ -96,6 +96,7 @@ class Packer:
         self.base: str | None = None
         self._delta = delta
         self._sent: dict[Piece, torch.Tensor] = {}
+        self._packed: set[Piece] = set()
         self._shards: dict[str, list[Shard]] = {}
         self._patches: dict[Piece, Patch | None] = {}
         self._last: tuple[Shard, torch.Tensor] | None = None
@@ -108,10 +109,13 @@ class Packer:
         if self.base is None:
             self._sent = {}
         self.base = None
+        self._packed = set()
 
     def end(self, key: str | None) -> None:
         """End an update. ``key`` is None if it failed."""
         self.base = key if self._delta else None
+        # What another rank has sent in this update, by another plan, is not as the receivers have it.
+        self._sent = {piece: sent for piece, sent in self._sent.items() if piece in self._packed}
         self._shards, self._last = {}, None
         self._patches.clear()
 
@@ -147,6 +151,7 @@ class Packer:
     def _patch(self, piece: Piece, new: torch.Tensor) -> Patch | None:
         """Compare with what was sent before, and keep the new bytes. None if everything is to be sent."""
         if piece not in self._patches:  # not yet packed for another class
+            self._packed.add(piece)
             host = new.cpu().contiguous()
             before = self._sent.get(piece)
             patch = self._patches[piece] = None if before is None else encode(host, before)

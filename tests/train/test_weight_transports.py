@@ -1,0 +1,368 @@
+"""The halves of weight sync on their own: process groups, messages, managers, and what an engine is told."""
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import ray
+import sync_workers
+import torch
+from rollout_helpers import payload_of
+from sync_workers import model
+
+from single_controller import LocalWorkerGroup, RayClassWithInitArgs
+from single_controller.base.executor import Executor
+from single_controller.base.worker import RankInfo
+from workers.rollout.worker import RolloutWorker
+from workers.train.rollout_link import RolloutLink
+from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError, process_group
+from workers.weight_sync.device import DeviceTransport, SharedRound, name_of
+from workers.weight_sync.process_group import AnnouncedRound, Channel, Invitation
+from workers.weight_sync.protocol import Budget
+from workers.weight_sync.receivers import Receivers, receiver_groups
+from workers.weight_sync.update import Update
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_joining_a_process_group_takes_one_store_connection_per_member(monkeypatch):
+    """torch looks up names for each of them, which blocks all clients of the store if a name server is slow."""
+    seconds, opened = datetime.timedelta(seconds=60), []
+    connect = process_group._client
+    monkeypatch.setattr(process_group, "_client", lambda *args: opened.append(args) or connect(*args))
+    monkeypatch.setattr(process_group, "_PATIENT_SECONDS", 60.0, raising=False)  # however slow the machine is
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    invitation = Invitation("key", ("127.0.0.1", server.port), 1, (("one",),), "gloo", 60.0, 60.0)
+    receiver = SimpleNamespace(receiver_id="one", channels={})
+    thread = threading.Thread(target=invitation._join, args=(receiver,))
+    thread.start()
+    channels = [Channel(invitation, "senders", 0, 2, torch.device("cpu"))]
+    thread.join(timeout=10)
+    assert len(receiver.channels) == 1 and len(opened) == 2
+    for channel in [*channels, *receiver.channels.values()]:
+        channel.leave()
+
+
+@pytest.fixture
+def channels():
+    """Of a sender and a receiver, both in this process, which has no other groups."""
+    all_left()
+    seconds = datetime.timedelta(seconds=60)
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    invitation = Invitation("key", ("127.0.0.1", server.port), 1, (("one",),), "gloo", 60.0, 60.0)
+    made = [None, None]
+
+    def make(rank):
+        made[rank] = Channel(invitation, "senders", rank, 2, torch.device("cpu"))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    yield made
+    for channel in made:
+        channel.leave()
+    all_left()
+
+
+def all_left():
+    """Wait until the groups are destroyed that this process has left."""
+    for thread in threading.enumerate():
+        if thread.name == "weights-leave":
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+
+
+def event_loops():
+    """gloo has one per group."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # listdir's own
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return names.count("anon_inode:[eventpoll]")
+
+
+def test_failed_transfer_frees_the_group_while_its_error_is_kept(channels):
+    def failed():
+        raise WeightSyncError("a receiver failed")
+
+    sender, _ = channels
+    before = event_loops()
+    with pytest.raises(WeightSyncError, match="a receiver failed") as kept:
+        sender.exchange(torch.zeros(64 << 20, dtype=torch.uint8), [0, 64 << 20], 1.0, failed)
+    all_left()
+    assert event_loops() == before - 1, kept
+
+
+def test_receiver_without_memory_for_a_round_leaves_the_group(channels, monkeypatch):
+    """So the sender fails at once, instead of after its time."""
+    sender, joined = channels
+    receiver = SimpleNamespace(rank=0, channels={"senders": joined})
+    monkeypatch.setattr(joined.memory, "take", mock.Mock(side_effect=MemoryError("no room")))
+    with pytest.raises(MemoryError):
+        AnnouncedRound(0, [{}], 60.0).receive(receiver, "key")
+    assert receiver.channels == {}
+    begun = time.monotonic()
+    with pytest.raises(WeightSyncError, match="a transfer of weights failed"):
+        sender.exchange(torch.zeros(64 << 20, dtype=torch.uint8), [0, 64 << 20], 20.0)
+    assert time.monotonic() - begun < 10
+
+
+def test_all_ranks_name_the_late_rank(monkeypatch):
+    """Also a rank that has waited as long as rank 0, whose verdict arrives at the end of that time."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    errors = {}
+
+    def agree(rank):
+        try:
+            Update(1, "store", rank, 3, Receivers(None), Budget(3.0), "key").agree("begun")
+        except WeightSyncError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=agree, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)  # rank 1's time ends first
+    for thread in threads:
+        thread.join(timeout=20)
+    assert sorted(errors) == [0, 1]
+    assert all("by these train ranks: 2." in error for error in errors.values()), errors
+
+
+@ray.remote(num_cpus=0)
+class SlowManager:
+    def weight_receivers(self):
+        time.sleep(0.7)
+        return []
+
+
+def test_managers_share_the_time_to_answer(ray_cluster):
+    managers = [SlowManager.remote() for _ in range(2)]
+    assert receiver_groups(managers, 60.0) == []  # both have started
+    with pytest.raises(WeightSyncError, match=r"did not answer weight_receivers\(\) within 0\.\d+ s|time limit"):
+        receiver_groups(managers, 1.2)
+    for manager in managers:
+        ray.kill(manager)
+
+
+def test_error_names_an_unresponsive_manager(ray_cluster):
+    """A Ray actor runs one method at a time, and may be busy with one that waits for the update."""
+    manager = ray.remote(num_cpus=0)(sync_workers.Manager).remote()
+    link = RolloutLink(manager, lambda: 1, 0.5)
+    asks = [
+        lambda: WeightSender("store", manager, timeout=0.5).send(1, []),
+        lambda: WeightSender("store", [manager], timeout=0.5).versions(),
+        lambda: link.outdated,
+        lambda: link.expect(4),
+    ]
+    RolloutLink(manager, lambda: 1, 60.0).expect(3)  # it has started
+    manager.generate.remote(60.0)
+    for ask in asks:
+        with pytest.raises(WeightSyncError, match=r"Actor\(Manager, .* within 0\.\d+ s\. .* busy in generate\(\)"):
+            ask()
+    ray.kill(manager)
+    for ask in asks:
+        with pytest.raises(
+            WeightSyncError, match=r"of the rollout manager Actor\(Manager, .* failed: .* create a new one"
+        ):
+            ask()
+
+
+def test_without_proc(monkeypatch):
+    """As on macOS: only the memory of other processes is unavailable there."""
+
+    def no_proc(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("os.readlink", no_proc)
+    monkeypatch.delattr("os.memfd_create")
+    assert name_of(torch.device("cpu")).startswith("cpu:")
+    with LocalWorkerGroup(1, RayClassWithInitArgs(sync_workers.Rollout)) as rollout:
+        WeightSender("store", rollout).send(1, model(seed=1).items())
+        assert rollout.current_weight_version() == [1]
+    with pytest.raises(WeightSyncError, match=r"only on Linux; use 'store', 'group' or 'disk'"):
+        DeviceTransport().begin(Update(1, "device", 0, 1, Receivers(None, object()), Budget(1.0), "key"))
+
+
+class FourDevices:
+    """What `torch.cuda` says of the current device where there are four: each thread begins with device 0."""
+
+    def __init__(self, monkeypatch):
+        self._thread = threading.local()
+        self.waited_for, self.opened_on = [], []
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+        for name, answer in {
+            "is_available": lambda: True,
+            "device_count": lambda: 4,
+            "current_device": self.current,
+            "set_device": self.select,
+            "device": self.inside,
+            "synchronize": lambda device=None: self.waited_for.append(self.index(device)),
+            "ipc_collect": lambda: None,
+            "get_device_properties": lambda device: mock.Mock(uuid=f"uuid {self.index(device)}"),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", self.rebuild)
+
+    def index(self, device):
+        if isinstance(device, torch.device):
+            return device.index
+        return self.current() if device is None else device
+
+    def current(self):
+        return getattr(self._thread, "index", 0)
+
+    def select(self, device):
+        self._thread.index = self.index(device)
+
+    @contextlib.contextmanager
+    def inside(self, device):
+        before = self.current()
+        self.select(device)
+        yield
+        self.select(before)
+
+    def rebuild(self, *arguments):
+        self.opened_on.append(arguments[6])
+        return arguments[0]  # in place of the tensor's class: the memory itself
+
+
+class WhereEngine(sync_workers.ToyEngine):
+    """Notes the current device of the thread that brings weights."""
+
+    def __init__(self):
+        super().__init__({"w": (3,)}, torch.float32)
+        self.seen = []
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.seen.append(torch.cuda.current_device())
+
+
+class BareReceiver(WeightReceiver):
+    """Selects no device."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine = engine()
+
+
+@pytest.mark.parametrize("worker", [RolloutWorker, BareReceiver])
+def test_memory_is_opened_on_the_workers_own_device_on_every_thread(worker, monkeypatch):
+    """As with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, where a worker sees all devices of its host."""
+    devices = FourDevices(monkeypatch)
+    info = RankInfo(0, 1, 2, 4, "127.0.0.1", 0, device_ids=("2",))
+    executor = Executor("here", lambda value: value, in_process=True)
+    assert executor.start(info, lambda: {None: (worker, (WhereEngine,), {})}).failure is None
+    receiver = executor.workers[None]
+    payload = payload_of({"w": torch.arange(3.0)})
+    header = payload.header()
+    flat = torch.empty(header.nbytes, dtype=torch.uint8)
+    payload.copy_to(flat, header)
+    handle = (flat, None, None, None, None, None, 0)  # the sender sees the device as its first
+
+    seen = []
+
+    def update():
+        seen.append(executor.call(None, "execute_func_rank_zero", (torch.cuda.current_device,), {}))
+        receiver_id = executor.call(None, "begin_weights", ("key", 1, "sender", False), {}).id
+        shared = SharedRound({receiver_id: handle}, {receiver_id: 0}, [(0, header)])
+        executor.call(None, "receive_weights", ("key", shared), {})
+        executor.call(None, "finish_weights", ("key",), {})
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join()
+    assert receiver.weight_version == 1 and receiver.engine.weights["w"].tolist() == [0.0, 1.0, 2.0]
+    assert (devices.opened_on, receiver.engine.seen, devices.waited_for) == ([2], [2], [2])
+    assert seen == [2 if worker is RolloutWorker else 0]  # an engine may depend on it in any method
+
+
+class ToldEngine(sync_workers.ToyEngine):
+    """Notes what it is told of updates."""
+
+    def __init__(self):
+        super().__init__({"a": (1,), "b": (1,)}, torch.float32)
+        self.told = []
+
+    def begin_update(self):
+        self.told.append("begin")
+
+    def load_weights(self, weights):
+        self.told.append([name for name, _ in weights])
+        super().load_weights(weights)
+
+    def finish_update(self, version):
+        self.told.append(version)
+        if version == self.fails:
+            raise RuntimeError("no kernels")
+
+    def abandon_update(self):
+        self.told.append("abandon")
+        raise RuntimeError("nothing to abandon")  # must not hide why the update failed
+
+    fails = None
+
+
+def test_engine_is_told_of_the_beginning_and_the_end_of_each_update():
+    receiver = BareReceiver(ToldEngine)
+    engine = receiver.engine
+
+    def update(key, version, *names, double_buffer=False):
+        receiver.begin_weights(key, version, "sender", double_buffer)
+        for name in names:
+            receiver.receive_payload(key, payload_of({name: torch.zeros(1)}))
+
+    def told():
+        found, engine.told = engine.told, []
+        return found
+
+    update("1", 1, "a", "b")
+    receiver.finish_weights("1")
+    assert told() == ["begin", ["a"], ["b"], 1] and receiver.weight_version == 1
+    update("2", 2, "a")
+    update("3", 3, "b")  # the second one was not finished
+    with pytest.raises(WeightSyncError, match=r"'c' .* was not expected"):
+        receiver.receive_payload("3", payload_of({"c": torch.zeros(1)}))
+    with pytest.raises(WeightSyncError, match=r"'c' .* was not expected"):
+        receiver.finish_weights("3")
+    assert told() == ["begin", ["a"], "abandon", "begin", ["b"], "abandon"]  # once for each update
+    update("4", 4, "a")
+    with pytest.raises(WeightSyncError, match="did not get all of version 4: b"):
+        receiver.finish_weights("4")
+    assert told() == ["begin", ["a"], "abandon"] and receiver.weight_version is None
+    engine.fails = 5
+    update("5", 5, "a", "b")
+    with pytest.raises(WeightSyncError, match=r"ToldEngine could not finish the update to version 5: .*no kernels"):
+        receiver.finish_weights("5")
+    assert told() == ["begin", ["a"], ["b"], 5, "abandon"] and receiver.weight_version is None
+    update("6", 6, "a")
+    receiver.set_weight_version(6)  # the engine got its weights in another way
+    assert told() == ["begin", ["a"], "abandon", "begin", 6] and receiver.weight_version == 6
+    receiver.set_weight_version(None)
+    assert told() == [] and receiver.weight_version is None
+
+
+def test_engine_with_a_double_buffer_is_told_when_all_has_arrived():
+    receiver = BareReceiver(ToldEngine)
+    engine = receiver.engine
+    receiver.set_weight_version(1)
+    engine.told = []
+    receiver.begin_weights("2", 2, "sender", True)
+    receiver.receive_payload("2", payload_of({"a": torch.ones(1)}))
+    assert engine.told == [] and receiver.weight_version == 1 and engine.weights["a"] == 0
+    receiver.abandon_weights("2", "the sender has died")
+    with pytest.raises(WeightSyncError, match="the sender has died"):
+        receiver.receive_payload("2", payload_of({"b": torch.ones(1)}))
+    assert engine.told == [] and receiver.weight_version == 1
+    receiver.begin_weights("3", 3, "sender", True)
+    receiver.receive_payload("3", payload_of({"a": torch.ones(1), "b": torch.ones(1)}))
+    receiver.finish_weights("3")
+    assert engine.told == ["begin", ["a", "b"], 3] and receiver.weight_version == 3
