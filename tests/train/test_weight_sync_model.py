@@ -8,7 +8,8 @@ import pytest
 from weight_sync_model import Model, Violation
 from weight_sync_steps import patched
 
-from workers.weight_sync import process_group, protocol, receiver, receivers, sender
+from workers.weight_sync import process_group, protocol, receiver, sender
+from workers.weight_sync import update as sending
 
 APART = ((0,), (1, 2))  # one of the receivers of the class of two is in a group of its own
 TOGETHER = ((0, 1, 2),)
@@ -52,7 +53,7 @@ def stay_after_failure(self, receiver, key):
 
 def wait_in_order(futures, update):
     for future in futures:
-        while not receivers._ended(future):
+        while not sending._ended(future):
             update.check()
 
 
@@ -80,7 +81,7 @@ MUTATIONS = {
     "a receiver that does not leave its groups on failure": (
         mock.patch.object(process_group.AnnouncedRound, "receive", stay_after_failure),
     ),
-    "an agreement without the failed key": (mock.patch.object(protocol.Update, "give_up", tell_nobody),),
+    "an agreement without the failed key": (mock.patch.object(sending.Update, "give_up", tell_nobody),),
     "waiting for one group of receivers after the other": (
         mock.patch.object(process_group, "wait_all", wait_in_order),
     ),
@@ -92,7 +93,7 @@ MUTATIONS = {
         mock.patch.object(receiver.WeightReceiver, "finish_weights", take_at_once),
     ),
     "success before the receivers have finished": (
-        mock.patch.object(sender.WeightSender, "_finish", lambda self, update, digests: (None, [])),
+        mock.patch.object(sender.WeightSender, "_finish", lambda self, update, fingerprint: []),
     ),
 }
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from single_controller import CallTimeoutError
 from single_controller.base.worker import RankInfo, RoleWorkers, assign
 from workers.weight_sync import process_group, protocol, receiver, sender
+from workers.weight_sync import update as sending
 from workers.weight_sync.receiver import WeightReceiver
 from workers.weight_sync.receivers import Receivers
 from workers.weight_sync.shards import Shard
@@ -280,9 +281,9 @@ class Known(Receivers):
 def patched(*more):
     """The code's surroundings are those of the model."""
     patches = [
-        *(mock.patch.object(module, "time", Time) for module in (protocol, process_group, receiver, sender)),
+        *(mock.patch.object(module, "time", Time) for module in (protocol, sending, process_group, receiver, sender)),
         mock.patch.object(receiver, "uuid", SimpleNamespace(uuid4=new_id)),
-        mock.patch.object(protocol.Update, "_store", Store()),
+        mock.patch.object(sending.Update, "_store", Store()),
         mock.patch.object(sender.WeightSender, "_common_key", lambda self, ranks: f"update {self.version}"),
         mock.patch.object(process_group, "_interruptible", interruptible),
         mock.patch.object(
