@@ -31,7 +31,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from single_controller import SingleControllerError
 from workers.weight_sync.plan import Box, Round
