@@ -50,8 +50,7 @@ class State(NamedTuple):
         server: when the rank was started that has the store for rendezvous; None if it has died.
         given_up: keys of that store.
         groups: (name, processes, members) of each process group. A process is None before it has begun the rendezvous,
-            and -1 if it has died in it. A member: what it has sent, how many operations it has ended, "in", "leaving",
-            "failed" or "left".
+            -1 if it has died in it. A member: what it has sent, operations that it has ended, and its status.
         calls: (group of receivers, what is called, statuses of the receivers) of each.
         queues: numbers of the calls that a receiver has not yet begun.
         crashed: the participant that has died; None if none has.
@@ -113,21 +112,17 @@ class Model:
         return [(None, state)]
 
     def _set(self, state, who, key, value):
-        if state.store is None:
-            return [(STORE_DIED, state)]
-        return [(None, state._replace(store=state.store | {(key, value)}))]
+        return (
+            [(STORE_DIED, state)]
+            if state.store is None
+            else [(None, state._replace(store=state.store | {(key, value)}))]
+        )
 
     def _claim(self, state, who, key, value):
         if state.store is None:
             return [(STORE_DIED, state)]
         held = dict(state.store).get(key)
         return [(value, state._replace(store=state.store | {(key, value)})) if held is None else (held, state)]
-
-    def _add(self, state, who, key, amount):
-        if state.store is None:
-            return [(STORE_DIED, state)]
-        held = dict(state.store).get(key, 0)
-        return [(held + amount, state._replace(store=(state.store - {(key, held)}) | {(key, held + amount)}))]
 
     def _connect(self, state, who, port, soon):
         if state.server == port:
@@ -234,7 +229,7 @@ class Model:
         found = []
         for number, queue in enumerate(state.queues):
             # Nobody waits for it, and it concerns nobody else: so it need not be tried at other times, too.
-            if queue and state.receivers[number][1] is None and self._method(state, queue[0]) == "abandon_weights":
+            if queue and state.receivers[number][1] is None and method_of(state, queue[0]) == "abandon_weights":
                 return [(f"receiver {number}: {what}", after) for what, after in self._receiver(state, number)]
         for rank, one in enumerate(state.senders):
             if one is not None:
@@ -276,11 +271,12 @@ class Model:
             then, outcomes = self.run.sender_step(rank, born, (*self._nodes[node], (step, outcome)))
             reads = self._reads(after, then)
             if not reads:
-                outcomes = self._shortened(
-                    outcomes, then, lambda short, born=born: self.run.sender_step(rank, born, short)[0]
-                )
+                outcomes = self._shortened(outcomes, then, partial(self._step_after, rank, born))
             after = after._replace(senders=changed(after.senders, rank, (born, self._node_of(outcomes))))
             yield from self._sender(after, rank, then) if reads else [after]
+
+    def _step_after(self, rank, born, outcomes):
+        return self.run.sender_step(rank, born, outcomes)[0]
 
     def _reads(self, state, step):
         """Whether a step is not one of its own."""
@@ -296,12 +292,7 @@ class Model:
             after = state._replace(queues=changed(state.queues, number, tuple(left)))
             after = after._replace(receivers=changed(after.receivers, number, (history, call, 0)))
             step = self.run.receiver_step(history, state.calls[call][1], ())
-            method = self._method(state, call)
-            yield from ((method, one) for one in self._arrived(after, number, step))
-
-    @staticmethod
-    def _method(state, call):
-        return pickle.loads(value_of(state.calls[call][1]))[0]
+            yield from ((method_of(state, call), one) for one in self._arrived(after, number, step))
 
     def _resumed(self, state, number, step):
         for outcome, after in self.outcomes(state, SENDERS + number, step):
@@ -438,12 +429,10 @@ class Model:
             Violation: a property does not hold, with the steps.
         """
         state = State(((0, 0),) * SENDERS, tuple((self.run.fresh_receiver(n, 0), None, 0) for n in range(RECEIVERS)))
-        trace = {}
         while state.phase < self.crash_from:
             _, state = self.successors(state)[0]
-        trace[state] = None
-        waiting = deque([state])
-        drawn = random.Random(draw)
+        trace = {state: None}
+        waiting, drawn = deque([state]), random.Random(draw)
         while waiting:
             state = waiting.popleft()
             try:
@@ -497,6 +486,10 @@ def settled(state):
                         again = True
                         break
     return state._replace(groups=tuple(groups))
+
+
+def method_of(state, call):
+    return pickle.loads(value_of(state.calls[call][1]))[0]
 
 
 def name_of(who):

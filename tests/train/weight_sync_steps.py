@@ -107,9 +107,6 @@ class Store:
         assert expected == ""
         return value_of(running.do("claim", key, number_of(value)))
 
-    def add(self, key, amount):
-        return running.do("add", key, amount)
-
     def get(self, key):
         return value_of(running.do("ask", ("get", key)))
 
@@ -375,7 +372,7 @@ class Participants:
         made._id, made._receivers = f"started {born}", Known(self.groups)
         try:
             for version in range(1 + born, 1 + self.updates):
-                made.version = version
+                made.version, running.seen = version, ()
                 running.do("next", version)
                 held = [Shard.whole(name, torch.full((2,), float(version))) for name in NAMES[rank::SENDERS]]
                 error = ""

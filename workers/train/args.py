@@ -231,7 +231,7 @@ class TrainArgs:
         above=0,
     )
     update_weights_verify: str = _key(
-        "fingerprint",
+        "none",
         "what rollout workers prove before they take new weights: the digests of what has changed, or of everything",
         choices=("none", "fingerprint", "full"),
     )

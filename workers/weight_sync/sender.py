@@ -87,7 +87,7 @@ class WeightSender:
         timeout: float = UPDATE_SECONDS,
         neighbour: Any = None,
         process_group: dist.ProcessGroup | None = None,
-        verify: Verify = "fingerprint",
+        verify: Verify = "none",
         delta: bool = False,
         full_every: int = 0,
         double_buffer: bool | None = None,
@@ -127,7 +127,7 @@ class WeightSender:
         self._previous: Update | None = None
         self._layouts: list[Layout] = []
         """On rank 0, of all ranks. They travel only when they change, and so does the plan."""
-        self._layout_id = self._plan_id = ""
+        self._layout_id = self._plan_id = self._leader = ""
         self._plan: tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], list[Round]] = {}, []
 
     @property
@@ -190,6 +190,9 @@ class WeightSender:
         verify = self._verify if verify is None else _check_verify(verify)
         begun = time.monotonic()
         key = self._common_key(ranks)
+        leader = key.partition(" ")[0]
+        if leader != self._leader:  # another rank 0 than before, which knows no layouts
+            self._leader, self._layout_id, self._plan_id = leader, "", ""
         update = Update(version, self._name, rank, ranks, self._receivers, Budget(self._timeout), key)
         update.process_group = self._process_group
         update.verify = None if verify == "none" else verify
@@ -226,7 +229,7 @@ class WeightSender:
     def _common_key(self, ranks: int) -> str:
         """Return the key of an update. All ranks begin it together, so this is the one step that is a collective: it
         waits no longer than any other collective, and what follows needs a name that all ranks know."""
-        key = uuid.uuid4().hex
+        key = f"{self._id} {uuid.uuid4().hex}"
         if ranks == 1:
             return key
         keys: list[Any] = [None] * ranks
