@@ -302,6 +302,8 @@ def patched(*more):
 class Engine:
     """Keeps tensors."""
 
+    partial_updates = False
+
     def __init__(self, shapes, slices):
         self.shapes, self.slices = shapes, slices
         self.weights = {
