@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import sync_workers
 import torch
 from sync_workers import MODELS, SHAPES, cut, half, token
@@ -11,7 +12,7 @@ from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGr
 TRANSPORTS = ["store", "group", "disk", "device"]
 DIRECT = ["store", "group", "device"]
 """Those that send differences."""
-SMALL = 600
+SMALL = 4000
 """Bytes per round: several rounds for each update."""
 
 
@@ -61,9 +62,13 @@ def bits(tensor):
 def same(rollout, version, dtype=torch.float32, to=torch.float32, weights="model"):
     """Whether all workers have this version, hold its bytes where their engines put them, and generate with them."""
     wanted = expected(version, dtype, to, weights)
-    held = rollout.weights()
-    return (
-        rollout.current_weight_version() == [version] * len(held)
-        and all(equal(one, wanted) for one in held)
-        and rollout.completes() == [token(wanted)] * len(held)
-    )
+    return all(found == (version, token(wanted)) and equal(held, wanted) for found, held in rollout.state())
+
+
+def mostly_full(reason, all_of, *short):
+    """Parameters of which only some belong to the short suite."""
+    left_out = pytest.mark.full(reason)
+    return [
+        one if one in short else pytest.param(*(one if isinstance(one, tuple) else [one]), marks=left_out)
+        for one in all_of
+    ]

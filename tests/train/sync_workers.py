@@ -175,6 +175,11 @@ class Rollout(RolloutWorker):
         return None if made.completion is None else made.completion.token_ids[0]
 
     @register(Dispatch.ONE_TO_ALL)
+    def state(self):
+        """The version and `completes`; and `weights`."""
+        return (self.weight_version, self.completes()), self.weights()
+
+    @register(Dispatch.ONE_TO_ALL)
     def configure(self, rank=None, meets=True, **faults):
         """``faults``: attributes of the engine."""
         if rank in (None, self.rank):

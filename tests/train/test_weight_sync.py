@@ -6,7 +6,19 @@ import pytest
 import sync_workers
 import torch
 from safetensors import safe_open
-from sync_helpers import DIRECT, SMALL, TRANSPORTS, equal, expected, options, pool_of_two, receivers, same, two_senders
+from sync_helpers import (
+    DIRECT,
+    SMALL,
+    TRANSPORTS,
+    equal,
+    expected,
+    mostly_full,
+    options,
+    pool_of_two,
+    receivers,
+    same,
+    two_senders,
+)
 from sync_workers import FROZEN, SHAPES, model
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup, WorkerError, colocate
@@ -49,8 +61,11 @@ def rollout(rollouts):
 # --- what arrives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("receivers", [1, 2])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+full = "weights by the other transports"
+PAIRS = [(transport, receivers) for transport in TRANSPORTS for receivers in (1, 2)]
+
+
+@pytest.mark.parametrize(("transport", "receivers"), mostly_full(full, PAIRS, *PAIRS[1::2], ("store", 1)))
 def test_weights_arrive_bit_for_bit_in_place_with_their_version(train, rollouts, transport, receivers, tmp_path):
     """However the train ranks divide them."""
     rollout = rollouts[receivers]
@@ -69,7 +84,7 @@ def test_weights_arrive_bit_for_bit_in_place_with_their_version(train, rollouts,
 def test_each_worker_gets_its_slices(train, rollout, transport, tmp_path):
     """Each of two engines needs half of each tensor, and gets it from ranks that divide the tensors otherwise."""
     train.connect(rollout, transport, **options(transport, tmp_path))
-    for version, (dim, held) in enumerate([(0, "rows"), (1, "rows"), (0, "columns"), (1, "stages")], 3):
+    for version, (dim, held) in enumerate([(0, "columns"), (1, "rows")], 3):
         rollout.equip(dim=dim)
         sent = sum(report.nbytes for report in train.update(version, held))
         for rank, found in enumerate(rollout.weights()):
@@ -109,11 +124,11 @@ def test_fingerprint_is_that_of_the_weights(train, rollouts, rollout):
     assert rollout.ask("fingerprint") == [None, None]
     sender, weights = WeightSender("store", rollouts[1]), model()
     seen = {sender.send(1, weights.items()).fingerprint}
-    for bit in range(32):
+    for bit in (0, 13, 31):
         weights["layers.0.bias"] = model()["layers.0.bias"]
         sync_workers.flip(weights["layers.0.bias"], 64 + bit)
         seen.add(sender.send(1, weights.items()).fingerprint)
-    assert len(seen) == 33
+    assert len(seen) == 4
 
 
 def test_engine_that_does_not_tell_what_it_holds(train, rollout):
@@ -134,8 +149,8 @@ def test_changed_elements_arrive_bit_for_bit(train, rollouts, rollout, transport
     rollouts[1].equip(dtype=torch.bfloat16)
     train.connect([rollouts[1], rollout], transport, bucket_bytes=SMALL, delta=True)
     nbytes = []
-    for version in range(1, 6):
-        reports = train.update(version, "rows", "drifted", verify="full" if version == 5 else None)
+    for version in range(1, 5):
+        reports = train.update(version, "rows", "drifted", verify="full" if version == 4 else None)
         assert same(rollout, version, weights="drifted")
         assert same(rollouts[1], version, to=torch.bfloat16, weights="drifted")
         assert [report.patched for report in reports] == [0 if version == 1 else 3] * 2
@@ -150,7 +165,7 @@ def test_changed_elements_arrive_bit_for_bit(train, rollouts, rollout, transport
     rollouts[1].equip()
 
 
-@pytest.mark.parametrize("transport", DIRECT)
+@pytest.mark.parametrize("transport", mostly_full(full, DIRECT, "store"))
 def test_worker_with_another_base_gets_whole_tensors(train, rollout, transport):
     train.connect(rollout, transport, bucket_bytes=SMALL, delta=True)
     version = 0
@@ -177,12 +192,12 @@ def test_worker_with_another_base_gets_whole_tensors(train, rollout, transport):
 
 def test_whole_tensors_are_sent_every_so_many_updates(train, rollout):
     train.connect(rollout, "store", bucket_bytes=SMALL, delta=True, full_every=3)
-    counts = [train.update(version, "rows", "drifted")[0].patched for version in range(1, 8)]
-    assert counts == [0, 2, 0, 2, 2, 0, 2]
-    assert same(rollout, 7, weights="drifted")
+    counts = [train.update(version, "rows", "drifted")[0].patched for version in range(1, 6)]
+    assert counts == [0, 2, 0, 2, 2]
+    assert same(rollout, 5, weights="drifted")
 
 
-@pytest.mark.parametrize("transport", DIRECT)
+@pytest.mark.parametrize("transport", mostly_full(full, DIRECT, "group"))
 def test_differences_for_slices(train, rollout, transport):
     rollout.equip(dim=1)
     train.connect(rollout, transport, bucket_bytes=SMALL, delta=True)

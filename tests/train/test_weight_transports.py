@@ -122,7 +122,7 @@ def test_all_ranks_name_the_late_rank(monkeypatch):
 
     def agree(rank):
         try:
-            Update(1, "store", rank, 3, Receivers(None), Budget(3.0), "key").agree("begun")
+            Update(1, "store", rank, 3, Receivers(None), Budget(0.5), "key").agree("begun")
         except WeightSyncError as error:
             errors[rank] = str(error)
 
@@ -139,7 +139,7 @@ def test_all_ranks_name_the_late_rank(monkeypatch):
 @ray.remote(num_cpus=0)
 class SlowManager:
     def weight_receivers(self):
-        time.sleep(0.7)
+        time.sleep(0.4)
         return []
 
 
@@ -147,7 +147,7 @@ def test_managers_share_the_time_to_answer(ray_cluster):
     managers = [SlowManager.remote() for _ in range(2)]
     assert receiver_groups(managers, 60.0) == []  # both have started
     with pytest.raises(WeightSyncError, match=r"did not answer weight_receivers\(\) within 0\.\d+ s|time limit"):
-        receiver_groups(managers, 1.2)
+        receiver_groups(managers, 0.7)
     for manager in managers:
         ray.kill(manager)
 
@@ -155,10 +155,10 @@ def test_managers_share_the_time_to_answer(ray_cluster):
 def test_error_names_an_unresponsive_manager(ray_cluster):
     """A Ray actor runs one method at a time, and may be busy with one that waits for the update."""
     manager = ray.remote(num_cpus=0)(sync_workers.Manager).remote()
-    link = RolloutLink(manager, lambda: 1, 0.5)
+    link = RolloutLink(manager, lambda: 1, 0.2)
     asks = [
-        lambda: WeightSender("store", manager, timeout=0.5).send(1, []),
-        lambda: WeightSender("store", [manager], timeout=0.5).versions(),
+        lambda: WeightSender("store", manager, timeout=0.2).send(1, []),
+        lambda: WeightSender("store", [manager], timeout=0.2).versions(),
         lambda: link.outdated,
         lambda: link.expect(4),
     ]
