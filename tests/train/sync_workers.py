@@ -86,6 +86,8 @@ class ToyEngine(RolloutEngine):
         tells: whether it tells what it holds.
     """
 
+    partial_updates = True
+
     def __init__(self, shapes=None, dtype=torch.float32, slices=None, tells=True):
         self.shapes, self.slices, self.tells = dict(shapes or SHAPES), slices or {}, tells
         sizes = {name: self.slices.get(name) for name in self.shapes}
@@ -235,7 +237,7 @@ class Stage(Worker):
     def connect(self, rollout, transport="store", **options):
         if self.sender is not None:
             self.sender.close()
-        self.sender = WeightSender(transport, rollout, **options)
+        self.sender = WeightSender(transport, rollout, **{"verify": "fingerprint"} | options)
 
     @register(Dispatch.ONE_TO_ALL)
     def reconnect(self, rollout):

@@ -122,7 +122,7 @@ def test_fingerprint_is_that_of_the_weights(train, rollouts, rollout):
     assert fingerprint(1, verify="full") == first
     assert {report.fingerprint for report in train.update(1, "rows", verify="none")} == {None}
     assert rollout.ask("fingerprint") == [None, None]
-    sender, weights = WeightSender("store", rollouts[1]), model()
+    sender, weights = WeightSender("store", rollouts[1], verify="fingerprint"), model()
     seen = {sender.send(1, weights.items()).fingerprint}
     for bit in (0, 13, 31):
         weights["layers.0.bias"] = model()["layers.0.bias"]
