@@ -69,7 +69,7 @@ docs: $(READY)
 
 chaos: $(READY)
 	@$(PY) tests/chaos.py $(ARGS)
-	@$(PY) tests/recovery --rounds 200
+	@$(PY) tests/recovery --rounds 260
 
 benchmark: $(READY)
 	@$(PY) -m benchmarks $(ARGS)

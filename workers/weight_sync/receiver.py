@@ -129,7 +129,8 @@ class WeightReceiver(Worker):
 
     @property
     def weight_version(self) -> int | None:
-        """Version of the weights; None during an update, after a failed one, and before the first."""
+        """Version of the weights; None while the engine's weights change, after that has failed, and before the first
+        update."""
         return self._version
 
     @weight_version.setter
@@ -339,7 +340,8 @@ class WeightReceiver(Worker):
     def proof(self) -> tuple[int | None, list[PieceSpec]]:
         """Fingerprint and digests of the weights in force, for a worker that copies them; nothing without ``verify``.
         The caller holds ``weights_lock``."""
-        fingerprint = self.fingerprints.get(self._version) if self._version is not None else None
+        version = self._version if self._update is None else None  # or the pieces are those of another version
+        fingerprint = None if version is None else self.fingerprints.get(version)
         return fingerprint, [] if fingerprint is None else self._arrivals.pieces
 
     def finish_copy(self, key: str, fingerprint: int | None, pieces: list[PieceSpec]) -> None:
