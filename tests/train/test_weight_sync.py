@@ -122,7 +122,7 @@ def test_fingerprint_is_that_of_the_weights(train, rollouts, rollout):
     assert fingerprint(1, verify="full") == first
     assert {report.fingerprint for report in train.update(1, "rows", verify="none")} == {None}
     assert rollout.ask("fingerprint") == [None, None]
-    sender, weights = WeightSender("store", rollouts[1]), model()
+    sender, weights = WeightSender("store", rollouts[1], verify="fingerprint"), model()
     seen = {sender.send(1, weights.items()).fingerprint}
     for bit in (0, 13, 31):
         weights["layers.0.bias"] = model()["layers.0.bias"]
@@ -299,6 +299,7 @@ def test_driver_can_send_weights(rollouts):
     sender = WeightSender("store", lambda: rollouts[1])
     report = sender.send(30, model(seed=30).items())
     assert sender.versions() == [30] and report.buckets == 1 and same(rollouts[1], 30)
+    assert (report.proved, report.fingerprint) == (None, None), "a proof is made by request"
 
 
 def test_invalid_options_are_rejected(rollouts):
