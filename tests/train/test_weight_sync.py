@@ -299,6 +299,7 @@ def test_driver_can_send_weights(rollouts):
     sender = WeightSender("store", lambda: rollouts[1])
     report = sender.send(30, model(seed=30).items())
     assert sender.versions() == [30] and report.buckets == 1 and same(rollouts[1], 30)
+    assert (report.proved, report.fingerprint) == (None, None), "a proof is made by request"
 
 
 def test_invalid_options_are_rejected(rollouts):

@@ -228,6 +228,7 @@ def test_engine_that_holds_something_else_takes_no_prompts(train, rollout, trans
 
 def test_what_is_proved(train, rollout):
     """With differences, "fingerprint" compares what has changed, "full" everything, "none" nothing."""
+    rollout.equip(partial=True)
     train.connect(rollout, "store", bucket_bytes=SMALL, delta=True)
     train.update(1, "rows", "drifted")
     rollout.damage(NAME, rank=0)  # of which nothing changes

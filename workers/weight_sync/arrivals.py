@@ -29,6 +29,7 @@ class Arrivals:
         self.pieces: list[PieceSpec] = []
         self._tensors: dict[str, torch.Tensor] = {}
         """Those that have begun to arrive, or were kept."""
+        self._seen: set[tuple[str, Box]] = set()
         self._boxes: dict[str, Box] = {}
         self._keep = False
 
@@ -43,7 +44,7 @@ class Arrivals:
         self._boxes = {name: slices.get(name) or whole(shape) for name, shape in shapes.items()}
         self._keep = keep
         self.missing = {name: volume(box) for name, box in self._boxes.items() if volume(box)}
-        self.pieces = []
+        self.pieces, self._seen = [], set()
         # Of another model, whose engine this worker had before, nothing stays.
         sizes = {name: _size(box) for name, box in self._boxes.items()}
         fitting = {name: tensor for name, tensor in self._tensors.items() if sizes.get(name) == tensor.shape}
@@ -67,13 +68,14 @@ class Arrivals:
         for spec, parts in pieces_of(payload):
             box, left = self._boxes.get(spec.name), self.missing.get(spec.name, 0)
             count = volume(spec.box)
-            if box is None or count > left:
+            if box is None or count > left or (spec.name, spec.box) in self._seen:
                 raise ValueError(f"{spec.name!r} {spec.box} was not expected, or was received twice")
             part = self._write(spec, parts, box)
             self.missing[spec.name] = left - count
             if left == count:
                 del self.missing[spec.name]
             self.pieces.append(spec)
+            self._seen.add((spec.name, spec.box))
             if spec.digest is not None and digest(part.to(spec.dtype)) != spec.digest:
                 raise ValueError(f"{spec.name!r} {spec.box} did not arrive as it was sent: its digest differs")
 

@@ -154,6 +154,8 @@ class Packer:
             self._packed.add(piece)
             host = new.cpu().contiguous()
             before = self._sent.get(piece)
+            if before is not None and before.dtype != host.dtype:
+                before = None
             patch = self._patches[piece] = None if before is None else encode(host, before)
             if before is None:
                 self._sent[piece] = host.clone()

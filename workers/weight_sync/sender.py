@@ -353,11 +353,11 @@ class WeightSender:
         """Tell everyone, and drop what is unfinished."""
         with contextlib.suppress(dist.DistError):  # the store's process has died
             update.give_up(failed if isinstance(failed, WeightSyncError) else update.error(failed))
+        if update.begun:
+            self._receivers.abandon(update.key, str(failed).partition("\n")[0])
         self._packer.end(None)
         self._layout_id = self._plan_id = ""  # rank 0 may not have got them, or this rank not the plan
         self._transport.failed(update)
-        if update.begun:
-            self._receivers.abandon(update.key, str(failed).partition("\n")[0])
 
 
 def _check_verify(verify: Verify) -> Verify:

@@ -43,10 +43,11 @@ class Engines(RolloutWorker):
 
 
 @pytest.fixture(scope="module")
-def rollout(train_pool):
+def rollout(train_pool, fsdp_groups):
     made = RayClassWithInitArgs(Engines, HFEngine, RANDOM)
     with RayWorkerGroup(train_pool[2:3], made, name_prefix="lora_rollout_", collectives=False) as group:
         yield group
+        fsdp_groups(2).set_rollout_manager(None)  # other files use the group
 
 
 def with_peft(adapter, **options):
