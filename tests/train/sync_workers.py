@@ -86,8 +86,6 @@ class ToyEngine(RolloutEngine):
         tells: whether it tells what it holds.
     """
 
-    partial_updates = True
-
     def __init__(self, shapes=None, dtype=torch.float32, slices=None, tells=True):
         self.shapes, self.slices, self.tells = dict(shapes or SHAPES), slices or {}, tells
         sizes = {name: self.slices.get(name) for name in self.shapes}
@@ -151,10 +149,12 @@ class Rollout(RolloutWorker):
         self.where = {name: tensor.data_ptr() for name, tensor in self.engine.weights.items()}
 
     @register(Dispatch.ONE_TO_ALL)
-    def equip(self, dtype=torch.float32, dim=None, tells=True):
-        """Begin anew with another engine. With ``dim``, each rank needs half of each tensor along this dim."""
+    def equip(self, dtype=torch.float32, dim=None, tells=True, partial=False):
+        """Begin anew with another engine. With ``dim``, each rank needs half of each tensor along this dim. With
+        ``partial``, it keeps the tensors that have not changed."""
         slices = {} if dim is None else {name: half(shape, dim, self.rank) for name, shape in SHAPES.items()}
         self.engine = ToyEngine(SHAPES, dtype, slices, tells)
+        self.engine.partial_updates = partial
         self.weight_version = 0
         self._note_places()
 
@@ -234,10 +234,10 @@ class Stage(Worker):
         self.sender = None
 
     @register(Dispatch.ONE_TO_ALL)
-    def connect(self, rollout, transport="store", **options):
+    def connect(self, rollout, transport="store", verify="fingerprint", **options):
         if self.sender is not None:
             self.sender.close()
-        self.sender = WeightSender(transport, rollout, **{"verify": "fingerprint"} | options)
+        self.sender = WeightSender(transport, rollout, verify=verify, **options)
 
     @register(Dispatch.ONE_TO_ALL)
     def reconnect(self, rollout):
