@@ -84,8 +84,9 @@ class LocalRank:
         # Bound and not listening: held for a process group that the only rank of a group may make.
         rendezvous = socket.socket()
         rendezvous.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        rendezvous.bind(("127.0.0.1", 0))
-        host, port = rendezvous.getsockname()
+        # On all addresses: torch listens on all of them, which fails if another process is given this port on one.
+        rendezvous.bind(("", 0))
+        host, port = "127.0.0.1", rendezvous.getsockname()[1]
         self._info = RankInfo(rank, world_size, rank, world_size, host, port, one_process=world_size > 1)
         # What leaves the executor: SystemExit, which ends the rank, and in the driver's thread the driver's exceptions.
         reraise = _ends_rank if threads else _is_for_driver
