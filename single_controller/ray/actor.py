@@ -27,11 +27,13 @@ from single_controller.base.engine import RankProcess
 from single_controller.base.executor import Executor, RunningCall
 from single_controller.base.result import RankResult, remote_traceback
 from single_controller.base.worker import RankInfo
+from single_controller.ray.call_thread import CallThread
 from single_controller.ray.collectives import abort_collectives, end_collectives, listening_ports
 from single_controller.ray.control_server import Answer, ControlAddress, ControlServer
 from single_controller.ray.devices import hide_other_devices, own_devices
-from single_controller.ray.internals import interface_of, name_lines, resident_memory
-from single_controller.ray.results import fetch
+from single_controller.ray.internals import AFTER, interface_of, name_lines, own_actor_id, resident_memory
+from single_controller.ray.lane_connection import LaneAddress
+from single_controller.ray.results import fetch, is_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,9 @@ CONCURRENT = "concurrent"
 """Ray's concurrency group for methods registered with ``concurrent=True``."""
 
 CONCURRENT_CALLS = 64
+
+FETCH = "fetch"
+"""Ray's concurrency group for `RankActor._sc_fetch`, which must not wait for the calls that came later."""
 
 
 class Location(NamedTuple):
@@ -78,6 +83,7 @@ class StartMessage(NamedTuple):
         node_rank: number of its node, in the order of the nodes' first ranks.
         generation: how often the group was restarted or had ranks replaced before.
         replacement: see `RankInfo`.
+        lane: where the driver accepts a connection for small calls; None if it does not, or has one.
     """
 
     rank: int
@@ -88,6 +94,7 @@ class StartMessage(NamedTuple):
     node_rank: int = 0
     generation: int = 0
     replacement: bool = False
+    lane: LaneAddress | None = None
 
 
 class Identity(NamedTuple):
@@ -109,7 +116,12 @@ class Identity(NamedTuple):
 
 
 class RankActor:
-    """One rank's process. Its own methods begin with ``_sc_``; a subclass adds the user's method names."""
+    """One rank's process. Its own methods begin with ``_sc_``; a subclass adds the user's method names.
+
+    Methods of workers run on Ray's thread, or, in a group with a lane, on the `CallThread`.
+    """
+
+    _has_lane = False
 
     def __init__(self) -> None:
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
@@ -124,6 +136,8 @@ class RankActor:
                 "replicas": self._replicas,
             },
         )
+        self._calls = CallThread(self._run_message, self._end, is_cancelled) if self._has_lane else None
+        self._kept: dict[int, ray.ObjectRef] = {}
         self._held_port: socket.socket | None = None
         self._own_ports = listening_ports()  # of Ray and of the control server
 
@@ -182,9 +196,17 @@ class RankActor:
     ) -> bytes | RankResult:
         """Take a rank. A new process then loads the user's classes and creates the workers. A process that has workers
         keeps them, and leaves its former process groups if ``leave``."""
+        return self._in_order(lambda: self._join(message, made, master, leave))
+
+    def _join(self, message: StartMessage, made: Encoded, master: tuple[str, int], leave: bool) -> bytes | RankResult:
+        if self._calls is not None and message.lane is not None:
+            self._kept.clear()
+            self._calls.dial(message.lane, own_actor_id())
         name_lines(f"{type(self).__name__} rank {message.rank}")
         numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)
-        info = RankInfo(*numbers, *master, message.node_rank, own_devices(), False, *message[-2:])
+        info = RankInfo(
+            *numbers, *master, message.node_rank, own_devices(), False, message.generation, message.replacement
+        )
         if self._executor.workers:
             os.environ.update(info.environment())
             return self._executor.rejoin(info, end_collectives if leave else None).to_message()
@@ -213,21 +235,65 @@ class RankActor:
         group = context.get_placement_group_id()
         return Identity(self._executor.info, self._sc_locate(), context.get_actor_name() or "", group, classes)
 
-    def _sc_call(self, message: bytes | None = None, *beside: Encoded) -> bytes | RankResult:
+    def _in_order(self, function: Callable[[], Any], after: int = 0) -> Any:
+        """Run a function where methods run. ``after``: see `CallThread.run`."""
+        return function() if self._calls is None else self._calls.run(function, after)
+
+    def _sc_call(self, message: bytes | None = None, *beside: Encoded, after: int = 0) -> bytes | RankResult:
         """Run a call. The result comes inside the `RankResult`.
 
         A call without arguments has no message: handling an argument costs Ray a tenth of an empty call. The name of
         the Ray task, which is the method's label, then says what to run.
         """
-        return self._run(message, beside, keep=False)[0].to_message()
+        run = self._prepare_call(message, beside, keep=False)
+        returned: bytes | RankResult = self._in_order(lambda: run()[0].to_message(), after)
+        return returned
 
     @ray.method(num_returns=2)
-    def _sc_call_kept(self, message: bytes | None = None, *beside: Encoded) -> tuple[bytes | RankResult, Any]:
+    def _sc_call_kept(
+        self, message: bytes | None = None, *beside: Encoded, after: int = 0
+    ) -> tuple[bytes | RankResult, Any]:
         """Run a call. The result stays in the store of this node until somebody asks for it."""
-        result, kept = self._run(message, beside, keep=True)
+        result, kept = self._in_order(self._prepare_call(message, beside, keep=True), after)
         if isinstance(kept, BaseException) and result.failure is not None:  # what ray.get(future.refs[0]) then raises
             kept = RayTaskError(result.failure.method, remote_traceback(kept), _picklable(kept))
         return result.to_message(), kept
+
+    def _prepare_call(self, message: bytes | None, beside: tuple[Encoded, ...], *, keep: bool) -> Callable[[], Any]:
+        received = time.time()
+        if message is None:
+            role, _, method = str(ray.get_runtime_context().get_task_name()).rpartition(".")
+            return lambda: self._executor.run(CallMessage(method, role or None), None, None, received, keep=keep)
+        return lambda: self._executor.run(*decode_message(message, beside), received, keep=keep)
+
+    def _run_message(self, number: int, message: bytes) -> bytes:
+        """Run a call from the lane. Returns the encoded `RankResult`, or b"" if it is large: `_sc_fetch` gives it."""
+        call = decode_message(message, ())
+        result = self._executor.run(*call, time.time())[0].to_message()
+        if isinstance(result, bytes):
+            return result
+        try:
+            # Now, because the next call may change the memory that the result refers to.
+            self._kept[number] = ray.put(result)
+            return b""
+        except Exception as error:  # the store is full, for example
+            failed = self._executor.failed(error, call[0].method, call[0].role)
+            message_or_result = failed.to_message()
+            if isinstance(message_or_result, bytes):
+                return message_or_result
+            raise
+
+    def _sc_fetch(self, number: int) -> list[ray.ObjectRef]:
+        """The reference to a large result of a call from the lane, in a list, so that Ray does not resolve it."""
+        return [self._kept.pop(number)]
+
+    def _end(self, error: SystemExit) -> None:
+        """End the process, because a call from the lane has raised SystemExit. Only Ray's thread can, in a task."""
+        self._exit = error
+        ray.get_runtime_context().current_actor._sc_exit.remote()
+
+    def _sc_exit(self) -> None:
+        raise self._exit
 
     def _sc_locate_arguments(self, encoded: Encoded) -> Any:
         """Locate the deferred arguments of a call for all its ranks. See `Executor.locate_arguments`."""
@@ -235,15 +301,9 @@ class RankActor:
         places = self._executor.locate_arguments(asked, count)
         return places[0] if count == 1 else tuple(places)
 
-    def _run(self, message: bytes | None, beside: tuple[Encoded, ...], *, keep: bool) -> tuple[RankResult, Any]:
-        received = time.time()
-        if message is None:
-            role, _, method = str(ray.get_runtime_context().get_task_name()).rpartition(".")
-            return self._executor.run(CallMessage(method, role or None), None, None, received, keep=keep)
-        return self._executor.run(*decode_message(message, beside), received, keep=keep)
-
     def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._executor.call_directly(role, method, args, kwargs)
+        after = kwargs.pop(AFTER, 0)
+        return self._in_order(lambda: self._executor.call_directly(role, method, args, kwargs), after)
 
 
 def running_calls(answer: Answer) -> tuple[RunningCall, ...] | str:
@@ -292,18 +352,21 @@ def _picklable(error: BaseException) -> Exception:
 
 
 @functools.lru_cache(maxsize=256)
-def actor_class(name: str, methods: tuple[tuple[str | None, str], ...], concurrent: bool) -> Any:
+def actor_class(name: str, methods: tuple[tuple[str | None, str], ...], concurrent: bool, lane: bool) -> Any:
     """The Ray actor class for workers of a class. Cached, so that it is exported to the cluster once.
 
     Args:
         name: name of the worker class, for Ray's logs.
         methods: role and name of the workers' public methods.
         concurrent: whether a method is registered with ``concurrent=True``.
+        lane: whether the group has a lane.
     """
     members: dict[str, Any] = {direct_name(role, method): _direct(role, method) for role, method in methods}
-    cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
+    cls = type(name, (RankActor,), {**members, "_has_lane": lane, "__module__": __name__, "__qualname__": name})
     remote: Any = ray.remote
-    return remote(concurrency_groups={CONCURRENT: CONCURRENT_CALLS})(cls) if concurrent else remote(cls)
+    # With any group, Ray runs all methods on threads of its own, where user code may not set signal handlers.
+    groups = {**({CONCURRENT: CONCURRENT_CALLS} if concurrent else {}), **({FETCH: 1} if lane else {})}
+    return remote(concurrency_groups=groups)(cls) if groups else remote(cls)
 
 
 def direct_name(role: str | None, method: str) -> str:

@@ -31,10 +31,11 @@ from single_controller.base.codec import BESIDE, Encoded, call_message, encode, 
 from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, RankProcess, Sent, Token
 from single_controller.base.executor import Asked, RunningCall
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
-from single_controller.ray.actor import CONCURRENT, Location, StartMessage, running_calls
+from single_controller.ray.actor import CONCURRENT, FETCH, Location, StartMessage, running_calls
 from single_controller.ray.contact import Contact
 from single_controller.ray.control_server import Answer, ask
-from single_controller.ray.internals import death_of, death_seconds
+from single_controller.ray.internals import death_of, death_seconds, note_calls
+from single_controller.ray.lane import Lane, LaneToken
 from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.pool_plan import StandbyPlan
 from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
@@ -143,14 +144,19 @@ class RayEngine(Engine):
     Args:
         ranks: the actors, in order of rank.
         pool: the pool that they run in. Kept alive as long as a call of theirs is.
+        lane: the connections to them, if the group has a lane.
 
     Attributes:
         standbys: processes without a rank in the same pool.
         fresh: ranks with new processes, on which the calls to be repeated have not been repeated yet.
     """
 
-    def __init__(self, ranks: Sequence[Rank], pool: object = None) -> None:
+    def __init__(self, ranks: Sequence[Rank], pool: object = None, lane: Lane | None = None) -> None:
         self.ranks = tuple(ranks)
+        self.lane = lane
+        self.peers = [] if lane is None else lane.peers([rank.actor._actor_id.binary() for rank in self.ranks])
+        for rank, peer in zip(self.ranks, self.peers, strict=bool(self.peers)):
+            note_calls(rank.actor, peer.sent_directly)
         self.world_size = len(self.ranks)
         self._pool = pool
         self._session = session()
@@ -189,28 +195,34 @@ class RayEngine(Engine):
             raise
         collecting = frozenset(plan.collecting)
         messages: dict[tuple[int, bool], bytes] = {}
-        prepared: list[tuple[int, Any, tuple[Any, ...]]] = []
+        prepared: list[tuple[int, bytes, tuple[Any, ...]]] = []
         nbytes: dict[int, int] = {}
         for rank, number in enumerate(plan.shard_of):
             if number is None:
                 continue
             shard, collects = shards[number], rank in collecting
-            arguments: tuple[Any, ...] = ()
-            if not collects or sendable_whole is not _NOTHING or shard is not _NOTHING:
-                message = messages.get((number, collects))
-                if message is None:
-                    about = call_message(spec, plan, plan.shards[number], collects=collects)
-                    # Ray carries bytes faster than objects.
-                    message = pickle.dumps((about, sendable_whole.inside, shard.inside), protocol=5)
-                    messages[number, collects] = message
-                arguments = (message, *sendable_whole.beside, *shard.beside)
-            prepared.append((rank, self._method(rank, spec, kept=future and collects), arguments))
+            message = messages.get((number, collects))
+            if message is None:
+                about = call_message(spec, plan, plan.shards[number], collects=collects)
+                # Ray carries bytes faster than objects.
+                message = pickle.dumps((about, sendable_whole.inside, shard.inside), protocol=5)
+                messages[number, collects] = message
+            prepared.append((rank, message, (*sendable_whole.beside, *shard.beside)))
             nbytes[rank] = sendable_whole.nbytes + shard.nbytes
+        concurrent = spec.registration.concurrent
+        if self.lane is not None and not (future or concurrent) and self._all_take_calls(prepared):
+            calls = {rank: (self.peers[rank], message) for rank, message, _ in prepared}
+            return Sent({token: rank for token, rank in self.lane.send(calls).items()}, None, nbytes)
         tokens: dict[Token, int] = {}
         values: dict[int, ray.ObjectRef] = {}
-        for rank, method, arguments in prepared:  # nothing but sending: an error here leaves the ranks divided
+        for rank, message, beside in prepared:  # nothing but sending: an error here leaves the ranks divided
+            kept = future and rank in collecting
+            # A call without arguments needs no message, which costs Ray a tenth of it: see `RankActor._sc_call`.
+            plain = not nbytes[rank] and rank in collecting
             try:
-                sent = method.remote(*arguments)
+                method = self._method(rank, spec, kept=kept)
+                after = 0 if concurrent or not self.peers else self.peers[rank].last_unanswered()
+                sent = method.remote(*(() if plain else (message, *beside)), **({"after": after} if after else {}))
             except Exception as error:
                 self.withdraw([waiting] if waiting is not None else [])
                 if tokens:
@@ -218,9 +230,11 @@ class RayEngine(Engine):
                 if isinstance(error, RayError):
                     raise _not_sent(spec.label, error) from error
                 raise
-            if future and rank in collecting:
+            if kept:
                 sent, values[rank] = sent
             tokens[sent] = rank
+            if self.peers and not concurrent:
+                self.peers[rank].sent_through_ray(sent.binary())
         if not future:
             return Sent(tokens, None, nbytes, waiting)
         refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}
@@ -236,25 +250,73 @@ class RayEngine(Engine):
 
     def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
         """See `Engine.collect`."""
+        on_lane = {token: rank for token, rank in tokens.items() if isinstance(token, LaneToken)}
+        if not on_lane or self.lane is None:
+            arrived = self._collect_refs(tokens, timeout, first=first)
+            for token, result in arrived.items() if self.peers else ():
+                failure = result.failure  # without a traceback it was made here, and the rank may not have the call
+                ran = failure is None or bool(failure.remote_traceback)
+                if failure is None or not failure.no_contact:
+                    self.peers[tokens[token]].ended_through_ray(cast(Any, token).binary(), ran=ran)
+            return arrived
+        end = time.monotonic() + timeout
+        self.lane.wait(list(on_lane), timeout)
+        arrived = {
+            token: RankResult.from_message(token.reply)
+            for token in on_lane
+            if token.reply  # empty: a large result
+        }
+        kept = {self._fetch(token, rank): token for token, rank in on_lane.items() if token.reply == b""}
+        if kept:
+            found = self._collect_refs({ref: on_lane[token] for ref, token in kept.items()}, end - time.monotonic())
+            arrived |= {kept[ref]: result for ref, result in found.items()}
+        lost = {rank: token for token, rank in on_lane.items() if token.lost is not None and token.reply is None}
+        late = {rank for token, rank in on_lane.items() if not token.ended}
+        reasons: dict[int, str | None] = dict(self.deaths()) if late else {}
+        reasons |= self.probe(lost) if lost else {}
+        for token, rank in on_lane.items():
+            if token.reply is None and (reason := reasons.get(rank)) is not None:
+                arrived[token] = RankResult(rank, died=reason)
+            elif rank in lost and rank in reasons:
+                text = f"its connection for small calls was lost: {token.lost}"
+                arrived[token] = RankResult(rank, failure=Failure.lost_contact(rank, self.host(rank), text))
+        if lost and not late and not arrived:  # suspects alone, for which nothing waits
+            time.sleep(min(timeout, SUSPECT_SECONDS))
+        return arrived
+
+    def _all_take_calls(self, prepared: Sequence[tuple[int, bytes, tuple[Any, ...]]]) -> bool:
+        """Whether a call can take the lane: its arguments are in its messages, and it keeps its place."""
+        return all(not beside and self.peers[rank].takes_calls for rank, _, beside in prepared)
+
+    def _fetch(self, token: LaneToken, rank: int) -> Any:
+        """Ray's reference to a large result, which the rank keeps: Ray must see who has references."""
+        if token.ref is None:
+            token.ref = self.ranks[rank].actor._sc_fetch.options(concurrency_group=FETCH).remote(token.number)
+        return token.ref
+
+    def _collect_refs(
+        self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False
+    ) -> dict[Token, RankResult]:
+        """`collect` for results that come through Ray."""
         refs: list[Any] = list(tokens)
         if first:  # most calls end here: one request to Ray instead of two
             try:
                 messages = ray.get(refs, timeout=timeout)
-                return {ref: RankResult.from_message(message) for ref, message in zip(refs, messages, strict=True)}
+                return {ref: _result_of(message) for ref, message in zip(refs, messages, strict=True)}
             except Exception:  # late, or lost: the next look tells which
                 return {}
         # Without fetch_local, a large result is not moved here until it is read, so that waiting stays cheap. A mere
         # look must not wait for that move: it starts it, and a later look finds the result here.
         look = timeout <= 0
-        ready = ray.wait(refs, num_returns=len(refs), timeout=timeout, fetch_local=look)[0] if refs else []
+        ready = ray.wait(refs, num_returns=len(refs), timeout=max(timeout, 0.0), fetch_local=look)[0] if refs else []
         try:
             messages = ray.get(ready)
-            return {ref: RankResult.from_message(message) for ref, message in zip(ready, messages, strict=True)}
+            return {ref: _result_of(message) for ref, message in zip(ready, messages, strict=True)}
         except Exception:  # one of them is lost; asking one by one tells which
             read = {ref: self._read_one(ref, tokens[ref]) for ref in ready}
         arrived: dict[Token, RankResult] = {ref: result for ref, result in read.items() if result is not None}
         if not arrived and len(ready) == len(refs):  # suspects alone, for which ray.wait does not wait
-            time.sleep(min(timeout, SUSPECT_SECONDS))
+            time.sleep(max(0.0, min(timeout, SUSPECT_SECONDS)))
         return arrived
 
     def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
@@ -352,6 +414,8 @@ class RayEngine(Engine):
     def kill(self) -> None:
         """See `Engine.kill`."""
         self.ended = True
+        if self.lane is not None:
+            self.lane.close()
         if self.connected:
             processes: list[Rank | Standby] = [*self.ranks, *self.standbys]
             for process in processes:
@@ -420,7 +484,7 @@ class RayEngine(Engine):
     def _read_one(self, token: Token, rank: int) -> RankResult | None:
         """The result of one rank; None while it is unknown whether the rank is dead."""
         try:
-            return RankResult.from_message(ray.get(cast(Any, token)))
+            return _result_of(ray.get(cast(Any, token)))
         except _DEATHS as error:
             return RankResult(rank, died=one_line(error))
         except ActorUnavailableError as error:  # the rank is suspect; its result is lost in any case
@@ -437,6 +501,11 @@ class RayEngine(Engine):
         except RayError as error:
             where, kind = self.host(rank), type(error).__name__
             return RankResult(rank, failure=Failure(rank, where, "", kind, what_is_lost(error), lost=True))
+
+
+def _result_of(message: Any) -> RankResult:
+    """Decode what a rank returned through Ray: its message, or the reference to it from `RankActor._sc_fetch`."""
+    return RankResult.from_message(cast(Any, ray.get(message[0])) if isinstance(message, list) else message)
 
 
 def _not_sent(label: str, error: RayError) -> DispatchError:

@@ -21,6 +21,8 @@
   be set after its creation.
 - `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``. Replace it by public
   accessors.
+- `note_calls` (``ActorHandle._actor_method_call``): direct calls of a rank, which keep their place among the group's
+  calls. Replace it when Ray tells how many tasks a process has sent to an actor.
 - `single_controller.ray.python_env.command` (``py_executable`` of a runtime_env is run by a shell): extends PYTHONPATH
   on the node. Replace it when a runtime_env can extend a variable without knowing its value.
 - `exit_detail` (the text of Ray's errors): why a process has ended, in one line. Replace it when `RayActorError` has
@@ -31,7 +33,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
 import ray
@@ -288,6 +291,35 @@ def resident_memory() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+AFTER = "_sc_after"
+"""Keyword argument that `note_calls` adds: number of the call on the lane behind which a direct call is to run."""
+
+
+def note_calls(actor: Any, sent: Callable[[], int]) -> None:
+    """Have a function called before each direct call, ``actor.m.remote()``, through this handle.
+
+    Args:
+        actor: the handle.
+        sent: called before the call is sent, in any thread. Returns the value of `AFTER`; 0 to send none.
+    """
+    call = type(actor)._actor_method_call
+
+    def noted(method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        if not method_name.startswith("_sc_"):
+            after = sent()
+            if after and not method_name.startswith("__ray"):
+                kwargs = {**(kwargs or {}), AFTER: after}
+        return call(weak(), method_name, args, kwargs, **options)
+
+    weak = weakref.ref(actor)
+    actor._actor_method_call = noted
+
+
+def own_actor_id() -> bytes:
+    """Ray's id of the actor in this process, 16 bytes."""
+    return bytes.fromhex(ray.get_runtime_context().get_actor_id() or "")
 
 
 def declared_class(cls: Any) -> tuple[Any, dict[str, Any]]:

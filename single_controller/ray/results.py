@@ -29,6 +29,7 @@ from single_controller.base.codec import Encoded, KeptResult, add_reference_type
 from single_controller.base.errors import CallTimeoutError, ResultLostError, WorkerDiedError
 from single_controller.base.joining import CallResults, Located, locate
 from single_controller.base.result import RankResult
+from single_controller.ray.call_thread import current_job_cancelled
 from single_controller.ray.internals import exit_detail
 
 MAX_WAIT_SECONDS = 0.5
@@ -228,6 +229,9 @@ class LocatedResults(Deferred):
 
 def is_cancelled() -> bool:
     """Whether the driver has cancelled the task that this thread runs; False in a driver."""
+    cancelled = current_job_cancelled()
+    if cancelled is not None:
+        return cancelled
     try:
         return ray.is_initialized() and bool(ray.get_runtime_context().is_canceled())  # the second would start a Ray
     except Exception:  # in a driver, or in a thread that runs no task

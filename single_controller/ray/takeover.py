@@ -16,6 +16,7 @@ from single_controller.ray import group_records, internals
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.group_records import TAKEOVER, GroupRecord
 from single_controller.ray.internals import death_of
+from single_controller.ray.lane import Lane
 from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.runtime import ensure_ray
 from single_controller.ray.slots import Slot
@@ -102,7 +103,9 @@ class Takeover:
 
     def restore(self, state: GroupState) -> None:
         """Bring the state of a new group to that of the former driver's group."""
-        engine = RayEngine(self.ranks, self.plan.pool)
+        # Without connections, which the former driver's processes cannot have opened to this one: `replace` or
+        # `restart` opens them.
+        engine = RayEngine(self.ranks, self.plan.pool, Lane(self.plan.name) if self.plan.lane else None)
         encoded = self.plan.process.encode() if self.standbys else None
         living = [one for one in self.standbys if death_of(one[0]) is None]
         engine.standbys = [standby_of(self.plan, *one, encoded) for one in living]

@@ -1,0 +1,185 @@
+"""CallThread: the thread of a rank that runs its methods, whether they were called through Ray or on the lane.
+
+Ray runs an actor's methods on a thread of its own, which cannot wait for sockets too. With the lane, that thread hands
+what it was told to run to the call thread, and waits. All methods of a rank therefore run on one thread, one after the
+other. Calls of methods with ``concurrent=True`` do not come here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from single_controller.ray.lane_connection import Connection, ConnectionLostError, Handshake, LaneAddress
+
+logger = logging.getLogger(__name__)
+
+DIAL_SECONDS = 5.0
+"""How long connecting to the driver may take."""
+
+LOOK_SECONDS = 0.2
+"""Time between two looks of Ray's thread whether the driver has cancelled what it waits for."""
+
+_thread = threading.local()
+"""``job``: what the call thread runs, if it came through Ray."""
+
+
+class _Job:
+    """What Ray's thread has handed over."""
+
+    def __init__(self, run: Callable[[], Any], after: int) -> None:
+        self.run = run
+        self.after = after
+        self.done = threading.Event()
+        self.cancelled = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+class CallThread:
+    """Runs methods in the order in which the driver has sent the calls. See `single_controller.ray.lane`.
+
+    Thread: a daemon thread named "worker-calls", which ends with the process, or when a method raises SystemExit.
+
+    Args:
+        run_message: runs a call from the lane; gets its number and its message, and returns the reply.
+        end: ends the process with a SystemExit that such a call has raised.
+        is_cancelled: whether the driver has cancelled what the calling thread of Ray was told to run.
+    """
+
+    def __init__(
+        self,
+        run_message: Callable[[int, bytes], bytes],
+        end: Callable[[SystemExit], None],
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        self._run_message = run_message
+        self._end = end
+        self._is_cancelled = is_cancelled
+        self._jobs = deque[_Job]()
+        self._selector = selectors.DefaultSelector()
+        self._wake, woken = socket.socketpair()
+        self._selector.register(woken, selectors.EVENT_READ)
+        self._connection: Connection | None = None
+        self._handshake: Handshake | None = None
+        self._calls = deque[tuple[int, bytes]]()
+        self._last = 0  # number of the last call from the lane that has ended
+        self._ended: SystemExit | None = None
+        threading.Thread(target=self._serve, name="worker-calls", daemon=True).start()
+
+    def run(self, function: Callable[[], Any], after: int = 0) -> Any:
+        """Run a function on the call thread, and wait for it. Called by Ray's thread.
+
+        Args:
+            function: what to run. What it raises is raised here.
+            after: number of the call from the lane that comes before it; 0 for none.
+        """
+        job = _Job(function, after)
+        self._jobs.append(job)
+        self._wake.send(b"\0")
+        try:
+            while not job.done.wait(LOOK_SECONDS):
+                job.cancelled = job.cancelled or self._is_cancelled()
+                if self._ended is not None:
+                    raise self._ended
+            if job.error is not None:
+                raise job.error
+            return job.value
+        finally:
+            del job  # its error's traceback refers to this frame
+
+    def dial(self, address: LaneAddress, key: bytes) -> None:
+        """Connect to the driver, in place of any earlier connection. Called on the call thread. Whoever connects only
+        later completes the handshake, so the constructors need not wait for the driver.
+
+        Args:
+            address: where the driver listens.
+            key: Ray's id of this actor.
+        """
+        self._drop()
+        self._calls.clear()  # the driver has given them up
+        self._last = 0
+        try:
+            sock = socket.create_connection(address[:2], DIAL_SECONDS)
+        except OSError as error:
+            logger.warning(
+                "no connection to the driver at port %d of %s: %s. Calls go through Ray, which takes longer",
+                address.port,
+                address.address,
+                error,
+            )
+            return
+        sock.settimeout(None)
+        self._connection, self._handshake = Connection(sock), Handshake(address.token, key)
+        self._selector.register(self._connection, selectors.EVENT_READ)
+
+    def _serve(self) -> None:
+        while self._ended is None:
+            if self._jobs and (self._connection is None or self._jobs[0].after <= self._last):
+                self._run_job(self._jobs.popleft())
+            elif self._calls:
+                self._run_call(*self._calls.popleft())
+            else:
+                self._take_what_arrives()
+
+    def _run_job(self, job: _Job) -> None:
+        _thread.job = job
+        try:
+            job.value = job.run()
+        except BaseException as error:
+            job.error = error
+        finally:
+            _thread.job = None
+            job.done.set()
+
+    def _run_call(self, number: int, message: bytes) -> None:
+        connection = self._connection
+        try:
+            reply = self._run_message(number, message)
+            if connection is not None:
+                # This may wait until the driver reads. It always does in the end: whoever waits for the call reads, or
+                # else the monitor's thread.
+                connection.send(number, reply)
+        except SystemExit as error:
+            self._ended = error
+            self._end(error)
+        except Exception as error:
+            self._drop(error)
+        self._last = number
+
+    def _take_what_arrives(self) -> None:
+        for key, _ in self._selector.select():
+            if key.fileobj is not self._connection:
+                with contextlib.suppress(BlockingIOError):
+                    key.fileobj.recv(4096, socket.MSG_DONTWAIT)  # type: ignore[union-attr]
+                continue
+            connection, handshake = self._connection, self._handshake
+            try:
+                connection.receive()
+                messages = deque(connection.take())
+                while handshake is not None and messages and not handshake.complete:
+                    handshake.step(connection, messages.popleft()[1])
+                self._calls += messages
+            except ConnectionLostError as error:
+                self._drop(error)
+
+    def _drop(self, error: Exception | None = None) -> None:
+        """Close the connection. Calls that have arrived are still run: the driver does not know that they are not."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._selector.unregister(connection)
+            connection.close()
+            if error is not None:
+                logger.debug("the connection to the driver is closed", exc_info=error)
+
+
+def current_job_cancelled() -> bool | None:
+    """Whether the driver has cancelled what this thread runs; None in any other thread than a `CallThread`."""
+    job: _Job | None = getattr(_thread, "job", None)
+    return None if job is None else job.cancelled
