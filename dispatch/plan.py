@@ -150,7 +150,7 @@ def plan_call(
         plan = _plan_lists(spec, layout, args, kwargs, source="its dispatch_fn splits")
         return replace(plan, collect=lambda results: mode.collect_fn(group, results))
     check_arguments(spec.label, spec.signature, args, kwargs)
-    arguments = _by_parameter(args, kwargs)
+    arguments = dict(enumerate(args)) | kwargs
     if declared.execute.ranks is not None:
         return _plan_chosen(spec, layout, arguments)
     if not isinstance(mode, Mode):
@@ -185,13 +185,7 @@ def plan_rank_zero(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwar
         TypeError: the arguments do not fit the method's signature.
     """
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_whole(spec, Routing.only((0,), layout.world_size), Join.VALUE, _by_parameter(args, kwargs))
-
-
-def _by_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Parameter, Any]:
-    arguments: dict[Parameter, Any] = dict(enumerate(args))
-    arguments.update(kwargs)
-    return arguments
+    return _plan_whole(spec, Routing.only((0,), layout.world_size), Join.VALUE, dict(enumerate(args)) | kwargs)
 
 
 def _plan_whole(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
@@ -216,7 +210,7 @@ def _plan_chosen(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, An
 def _plan_lists(
     spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], source: str
 ) -> CallPlan:
-    arguments = _by_parameter(args, kwargs)
+    arguments = dict(enumerate(args)) | kwargs
     world_size = layout.world_size
     free = {key: value for key, value in arguments.items() if not isinstance(value, Broadcast)}
     lists = [key for key, value in free.items() if isinstance(value, list)]

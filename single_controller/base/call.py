@@ -98,6 +98,7 @@ class GroupState:
         on_change: called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must
             return at once.
         advice: what the error of a broken group recommends.
+        calls: the calls that were sent and may not have ended.
         next_late_log: when the group may log again which ranks are late, by the monotonic clock.
         timing_out: whether a thread is about to end a call that has exceeded its timeout.
         referred: running calls whose references were handed out. The holder of a reference may learn of the call's end
@@ -125,7 +126,7 @@ class GroupState:
         self.on_change: Callable[[], None] = _nothing
         self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.referred: weakref.WeakSet[Call] = weakref.WeakSet()
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._pid = os.getpid()
 
     def check_process(self) -> None:
@@ -157,14 +158,6 @@ class GroupState:
         if self.broken is not None:
             return GroupBrokenError(f"{self.name} is broken: {self.broken}. {self.advice}")
         return None
-
-    def add(self, call: Call) -> None:
-        """Register a call that was sent."""
-        with self.lock:
-            self._calls.add(call)
-            # Another thread may have closed or broken the group after this call's last check.
-            if self.closed or (self.broken is not None and not call.starting):
-                call.abandon()
 
     def break_(self, reason: str, dead: Sequence[int] = ()) -> None:
         """Take no more calls, and end those that are running."""
@@ -216,10 +209,10 @@ class GroupState:
 
     def running(self) -> list[Call]:
         """The calls that have not ended, the oldest first. The caller holds ``lock``."""
-        return sorted((call for call in self._calls if not call.ended), key=lambda call: call.started)
+        return sorted((call for call in self.calls if not call.ended), key=lambda call: call.started)
 
     def _end_calls(self) -> list[Call]:
-        calls, self._calls = list(self._calls), weakref.WeakSet()
+        calls, self.calls = list(self.calls), weakref.WeakSet()
         for call in calls:
             call.abandon()
         return calls
@@ -306,7 +299,11 @@ class Call:
         self._stats = stats
         if stats is not None:
             stats.open(self._record, sent.nbytes)
-        state.add(self)
+        with state.lock:
+            state.calls.add(self)
+            # Another thread may have closed or broken the group after this call's last check.
+            if state.closed or (state.broken is not None and not starting):
+                self.abandon()
 
     # --- for the threads that wait --------------------------------------------------------------------------------
 

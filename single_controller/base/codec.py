@@ -417,6 +417,7 @@ class CallMessage(NamedTuple):
         rows: rows of this rank's shard, padding included.
         real: rows of this rank's shard without padding.
         device: device to move the arguments' tensors to; None leaves them where they are.
+        concurrent: whether the method may run beside others.
     """
 
     method: str
@@ -428,13 +429,15 @@ class CallMessage(NamedTuple):
     rows: int | None = None
     real: int | None = None
     device: str | None = None
+    concurrent: bool = False
 
 
 def call_message(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) -> CallMessage:
     """The message for the ranks of one shard."""
     how = spec.registration
     joins, private = plan.join is Join.ROWS, how.inputs == "copy"
-    return CallMessage(spec.name, spec.role, collects, joins, private, plan.rows, shard.rows, shard.real, how.device)
+    rows = plan.rows, shard.rows, shard.real
+    return CallMessage(spec.name, spec.role, collects, joins, private, *rows, how.device, how.concurrent)
 
 
 BESIDE = 0

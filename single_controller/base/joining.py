@@ -71,15 +71,17 @@ class InlineResults:
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """See `CallResults.values`."""
-        return [self._value(self.results[k], private) for k in which]
-
-    def _value(self, result: RankResult, private: bool) -> Any:
-        encoded = result.value
-        if encoded is None:
-            return None
-        # Nobody else reads this value, so even a private one may stay in shared memory.
-        decode = encoded.decode_result if private else functools.partial(encoded.decode, private=False)
-        return decoded(self.label, result.rank, decode)
+        # Nobody else reads these values, so even a private one may stay in shared memory.
+        return [
+            None
+            if (encoded := self.results[k].value) is None
+            else decoded(
+                self.label,
+                self.results[k].rank,
+                encoded.decode_result if private else functools.partial(encoded.decode, private=False),
+            )
+            for k in which
+        ]
 
 
 def join_results(

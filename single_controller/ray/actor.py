@@ -32,7 +32,7 @@ from single_controller.ray.collectives import abort_collectives, end_collectives
 from single_controller.ray.control_server import Answer, ControlAddress, ControlServer
 from single_controller.ray.devices import hide_other_devices, own_devices
 from single_controller.ray.internals import AFTER, interface_of, name_lines, own_actor_id, resident_memory
-from single_controller.ray.lane_connection import LaneAddress
+from single_controller.ray.lane_handshake import LaneAddress
 from single_controller.ray.results import fetch, is_cancelled
 
 logger = logging.getLogger(__name__)
@@ -245,8 +245,7 @@ class RankActor:
         A call without arguments has no message: handling an argument costs Ray a tenth of an empty call. The name of
         the Ray task, which is the method's label, then says what to run.
         """
-        run = self._prepare_call(message, beside, keep=False)
-        returned: bytes | RankResult = self._in_order(lambda: run()[0].to_message(), after)
+        returned: bytes | RankResult = self._run(message, beside, after, keep=False)
         return returned
 
     @ray.method(num_returns=2)
@@ -254,17 +253,24 @@ class RankActor:
         self, message: bytes | None = None, *beside: Encoded, after: int = 0
     ) -> tuple[bytes | RankResult, Any]:
         """Run a call. The result stays in the store of this node until somebody asks for it."""
-        result, kept = self._in_order(self._prepare_call(message, beside, keep=True), after)
+        result, kept = self._run(message, beside, after, keep=True)
         if isinstance(kept, BaseException) and result.failure is not None:  # what ray.get(future.refs[0]) then raises
             kept = RayTaskError(result.failure.method, remote_traceback(kept), _picklable(kept))
         return result.to_message(), kept
 
-    def _prepare_call(self, message: bytes | None, beside: tuple[Encoded, ...], *, keep: bool) -> Callable[[], Any]:
+    def _run(self, message: bytes | None, beside: tuple[Encoded, ...], after: int, *, keep: bool) -> Any:
         received = time.time()
-        if message is None:
+        if message is not None:
+            call = decode_message(message, beside)
+        else:
             role, _, method = str(ray.get_runtime_context().get_task_name()).rpartition(".")
-            return lambda: self._executor.run(CallMessage(method, role or None), None, None, received, keep=keep)
-        return lambda: self._executor.run(*decode_message(message, beside), received, keep=keep)
+            call = CallMessage(method, role or None), None, None
+
+        def run() -> Any:
+            found = self._executor.run(*call, received, keep=keep)
+            return found if keep else found[0].to_message()
+
+        return run() if call[0].concurrent else self._in_order(run, after)
 
     def _run_message(self, number: int, message: bytes) -> bytes:
         """Run a call from the lane. Returns the encoded `RankResult`, or b"" if it is large: `_sc_fetch` gives it."""

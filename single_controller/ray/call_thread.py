@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from single_controller.ray.lane_connection import Connection, ConnectionLostError, Handshake, LaneAddress
+from single_controller.ray.lane import Connection
+from single_controller.ray.lane_handshake import Handshake, HandshakeError, LaneAddress
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,9 @@ class CallThread:
         self._is_cancelled = is_cancelled
         self._jobs = deque[_Job]()
         self._selector = selectors.DefaultSelector()
-        self._wake, woken = socket.socketpair()
-        self._selector.register(woken, selectors.EVENT_READ)
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._connection: Connection | None = None
         self._handshake: Handshake | None = None
         self._calls = deque[tuple[int, bytes]]()
@@ -117,16 +119,29 @@ class CallThread:
             return
         sock.settimeout(None)
         self._connection, self._handshake = Connection(sock), Handshake(address.token, key)
-        self._selector.register(self._connection, selectors.EVENT_READ)
+        self._selector.register(sock, selectors.EVENT_READ)
 
     def _serve(self) -> None:
         while self._ended is None:
             if self._jobs and (self._connection is None or self._jobs[0].after <= self._last):
                 self._run_job(self._jobs.popleft())
-            elif self._calls:
-                self._run_call(*self._calls.popleft())
-            else:
+                continue
+            if not self._calls:
                 self._take_what_arrives()
+                continue
+            number, message = self._calls.popleft()
+            try:
+                reply = self._run_message(number, message)
+                if self._connection is not None:
+                    # This may wait until the driver reads. It does so in the end: whoever waits for the call reads, or
+                    # else the monitor's thread.
+                    self._connection.send(number, reply)
+            except SystemExit as error:
+                self._ended = error
+                self._end(error)
+            except Exception as error:
+                self._drop(error)
+            self._last = number
 
     def _run_job(self, job: _Job) -> None:
         _thread.job = job
@@ -138,42 +153,28 @@ class CallThread:
             _thread.job = None
             job.done.set()
 
-    def _run_call(self, number: int, message: bytes) -> None:
-        connection = self._connection
-        try:
-            reply = self._run_message(number, message)
-            if connection is not None:
-                # This may wait until the driver reads. It always does in the end: whoever waits for the call reads, or
-                # else the monitor's thread.
-                connection.send(number, reply)
-        except SystemExit as error:
-            self._ended = error
-            self._end(error)
-        except Exception as error:
-            self._drop(error)
-        self._last = number
-
     def _take_what_arrives(self) -> None:
         for key, _ in self._selector.select():
-            if key.fileobj is not self._connection:
-                with contextlib.suppress(BlockingIOError):
-                    key.fileobj.recv(4096, socket.MSG_DONTWAIT)  # type: ignore[union-attr]
-                continue
             connection, handshake = self._connection, self._handshake
+            if connection is None or handshake is None or key.fileobj is not connection.sock:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                continue
             try:
-                connection.receive()
-                messages = deque(connection.take())
-                while handshake is not None and messages and not handshake.complete:
-                    handshake.step(connection, messages.popleft()[1])
-                self._calls += messages
-            except ConnectionLostError as error:
+                messages, connection.read = connection.receive()
+                for number, message in messages:
+                    if handshake.complete:
+                        self._calls.append((number, message))
+                    elif response := handshake.respond(message):
+                        connection.send(0, response)
+            except (OSError, HandshakeError) as error:
                 self._drop(error)
 
     def _drop(self, error: Exception | None = None) -> None:
         """Close the connection. Calls that have arrived are still run: the driver does not know that they are not."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._selector.unregister(connection)
+            self._selector.unregister(connection.sock)
             connection.close()
             if error is not None:
                 logger.debug("the connection to the driver is closed", exc_info=error)

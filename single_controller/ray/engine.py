@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import pickle
 import threading
 import time
@@ -34,12 +35,11 @@ from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.ray.actor import CONCURRENT, FETCH, Location, StartMessage, running_calls
 from single_controller.ray.contact import Contact
 from single_controller.ray.control_server import Answer, ask
-from single_controller.ray.internals import death_of, death_seconds, note_calls
+from single_controller.ray.internals import death_of, death_seconds, note_calls, ray_worker
 from single_controller.ray.lane import Lane, LaneToken
 from single_controller.ray.placement import remove_pools_of
 from single_controller.ray.pool_plan import StandbyPlan
 from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
-from single_controller.ray.runtime import session
 from single_controller.ray.slots import Slot
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,9 @@ class RayEngine(Engine):
             note_calls(rank.actor, peer.sent_directly)
         self.world_size = len(self.ranks)
         self._pool = pool
-        self._session = session()
+        self._pid = os.getpid()
+        self._ray = ray_worker()
+        self._connection = self._ray.core_worker
         self._methods: dict[tuple[int, str, str, bool], Any] = {}
         self._deaths: dict[int, str] = {}
         self._probing = threading.Lock()
@@ -170,7 +172,8 @@ class RayEngine(Engine):
     @property
     def connected(self) -> bool:
         """See `Engine.connected`."""
-        return session() == self._session
+        # Ray makes another object each time that this process connects.
+        return os.getpid() == self._pid and getattr(self._ray, "core_worker", None) is self._connection
 
     def host(self, rank: int) -> str:
         """The node's name and address."""
@@ -210,7 +213,14 @@ class RayEngine(Engine):
             prepared.append((rank, message, (*sendable_whole.beside, *shard.beside)))
             nbytes[rank] = sendable_whole.nbytes + shard.nbytes
         concurrent = spec.registration.concurrent
-        if self.lane is not None and not (future or concurrent) and self._all_take_calls(prepared):
+        if (
+            self.lane is not None
+            and not (future or concurrent)
+            and all(
+                not beside and (peer := self.peers[rank]).connection is not None and not peer.through_ray
+                for rank, _, beside in prepared
+            )
+        ):
             calls = {rank: (self.peers[rank], message) for rank, message, _ in prepared}
             return Sent({token: rank for token, rank in self.lane.send(calls).items()}, None, nbytes)
         tokens: dict[Token, int] = {}
@@ -218,7 +228,7 @@ class RayEngine(Engine):
         for rank, message, beside in prepared:  # nothing but sending: an error here leaves the ranks divided
             kept = future and rank in collecting
             # A call without arguments needs no message, which costs Ray a tenth of it: see `RankActor._sc_call`.
-            plain = not nbytes[rank] and rank in collecting
+            plain = not nbytes[rank] and rank in collecting and not concurrent
             try:
                 method = self._method(rank, spec, kept=kept)
                 after = 0 if concurrent or not self.peers else self.peers[rank].last_unanswered()
@@ -234,7 +244,7 @@ class RayEngine(Engine):
                 sent, values[rank] = sent
             tokens[sent] = rank
             if self.peers and not concurrent:
-                self.peers[rank].sent_through_ray(sent.binary())
+                self.peers[rank].through_ray[sent.binary()] = None
         if not future:
             return Sent(tokens, None, nbytes, waiting)
         refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}
@@ -260,7 +270,7 @@ class RayEngine(Engine):
                     self.peers[tokens[token]].ended_through_ray(cast(Any, token).binary(), ran=ran)
             return arrived
         end = time.monotonic() + timeout
-        self.lane.wait(list(on_lane), timeout)
+        self.lane.wait(on_lane, timeout)
         arrived = {
             token: RankResult.from_message(token.reply)
             for token in on_lane
@@ -271,7 +281,7 @@ class RayEngine(Engine):
             found = self._collect_refs({ref: on_lane[token] for ref, token in kept.items()}, end - time.monotonic())
             arrived |= {kept[ref]: result for ref, result in found.items()}
         lost = {rank: token for token, rank in on_lane.items() if token.lost is not None and token.reply is None}
-        late = {rank for token, rank in on_lane.items() if not token.ended}
+        late = {rank for token, rank in on_lane.items() if token.reply is None and token.lost is None}
         reasons: dict[int, str | None] = dict(self.deaths()) if late else {}
         reasons |= self.probe(lost) if lost else {}
         for token, rank in on_lane.items():
@@ -283,10 +293,6 @@ class RayEngine(Engine):
         if lost and not late and not arrived:  # suspects alone, for which nothing waits
             time.sleep(min(timeout, SUSPECT_SECONDS))
         return arrived
-
-    def _all_take_calls(self, prepared: Sequence[tuple[int, bytes, tuple[Any, ...]]]) -> bool:
-        """Whether a call can take the lane: its arguments are in its messages, and it keeps its place."""
-        return all(not beside and self.peers[rank].takes_calls for rank, _, beside in prepared)
 
     def _fetch(self, token: LaneToken, rank: int) -> Any:
         """Ray's reference to a large result, which the rank keeps: Ray must see who has references."""

@@ -21,6 +21,8 @@
   be set after its creation.
 - `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``. Replace it by public
   accessors.
+- `ray_worker` (``ray._private.worker.global_worker``): whether this process has the same connection as before, which is
+  asked in each call. Replace it by a public id of the connection.
 - `note_calls` (``ActorHandle._actor_method_call``): direct calls of a rank, which keep their place among the group's
   calls. Replace it when Ray tells how many tasks a process has sent to an actor.
 - `single_controller.ray.python_env.command` (``py_executable`` of a runtime_env is run by a shell): extends PYTHONPATH
@@ -173,9 +175,7 @@ RECORD_SECONDS = 5.0
 
 
 def _control_store() -> Any:
-    from ray._private.worker import global_worker
-
-    return cast(Any, global_worker).gcs_client
+    return ray_worker().gcs_client
 
 
 def write_record(key: str, value: bytes) -> None:
@@ -315,6 +315,13 @@ def note_calls(actor: Any, sent: Callable[[], int]) -> None:
 
     weak = weakref.ref(actor)
     actor._actor_method_call = noted
+
+
+def ray_worker() -> Any:
+    """Ray's state in this process. Its ``core_worker`` is the connection to a cluster, and missing without one."""
+    from ray._private.worker import global_worker
+
+    return global_worker
 
 
 def own_actor_id() -> bytes:

@@ -29,18 +29,16 @@ import queue
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from single_controller.ray.lane_connection import (
-    MAX_HANDSHAKE_BYTES,
-    Connection,
-    ConnectionLostError,
-    Handshake,
-    LaneAddress,
-)
+from single_controller.ray.lane_handshake import MAX_BYTES, Handshake, HandshakeError, LaneAddress
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +51,18 @@ ACCEPT_SECONDS = 5.0
 MAX_STRANGERS = 64
 """Connections, beyond those that are expected, that may be open before they have shown that they know the token."""
 
+MAX_MESSAGE_BYTES = 1 << 20
+"""More than any message has: see `single_controller.base.result.MAX_INLINE_BYTES`."""
+
+_HEADER = struct.Struct("<IQ")
+"""What each message begins with: the number of bytes that follow, and the number of the call."""
+
+_READ_BYTES = 1 << 18
+
+# A connection outlives an outage that Ray outlives, whose health checks take up to 65 s by default.
+_SILENCE_SECONDS = 120
+_PROBE_SECONDS = 15
+
 
 def lane_enabled() -> bool:
     """Whether the environment allows the lane. With Ray's TLS it does not: its messages are not encrypted."""
@@ -60,45 +70,134 @@ def lane_enabled() -> bool:
     return not off and os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true")
 
 
+class Connection:
+    """One end of a connection: numbered messages over TCP. One thread may send while another one receives.
+
+    Args:
+        sock: the socket. Its blocking mode stays as it is.
+        max_bytes: the most bytes that a message from the other side may have.
+
+    Attributes:
+        sock: the socket.
+        max_bytes: see above.
+        read: what was read, without the messages that were taken.
+        unsent: what the system has not taken yet; only of a non-blocking socket.
+    """
+
+    def __init__(self, sock: socket.socket, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.sock = sock
+        self.max_bytes = max_bytes
+        self.read = deque[bytes]()
+        self.unsent = bytearray()
+        with contextlib.suppress(OSError, AttributeError):  # an option that this system does not have
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_SECONDS // _PROBE_SECONDS - 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS)
+        _open.add(self)
+
+    def send(self, number: int, message: bytes) -> None:
+        """Send a message. A non-blocking socket may leave a part of it in ``unsent``.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        data = _HEADER.pack(len(message), number) + message
+        if self.unsent:
+            self.unsent += data
+            return
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            sent = self.sock.send(data)
+        if sent == len(data):
+            return
+        if self.sock.getblocking():
+            self.sock.sendall(memoryview(data)[sent:])
+        else:
+            self.unsent += memoryview(data)[sent:]
+
+    def receive(self) -> tuple[list[tuple[int, bytes]], deque[bytes]]:
+        """Read what has arrived.
+
+        Returns:
+            The messages, as (number, bytes), and what is to be assigned to ``read`` to take them. Until then, they are
+            returned again.
+
+        Raises:
+            OSError: the connection is lost, or carries something else than messages.
+        """
+        # Reading and keeping is one step of the interpreter, because `map` and `extend` are written in C: an exception
+        # that the handler of a signal raises, such as KeyboardInterrupt, comes before or after it.
+        with contextlib.suppress(BlockingIOError):
+            self.read.extend(map(self.sock.recv, (_READ_BYTES,)))
+        if self.read and not self.read[-1]:
+            raise ConnectionResetError("the other side has closed it")
+        data, start, messages = b"".join(self.read), 0, []
+        while start + _HEADER.size <= len(data):
+            nbytes, number = _HEADER.unpack_from(data, start)
+            if nbytes > self.max_bytes:
+                raise ConnectionAbortedError(
+                    f"{nbytes:,} bytes were announced; a message has {self.max_bytes:,} at most"
+                )
+            stop = start + _HEADER.size + nbytes
+            if stop > len(data):
+                break
+            messages.append((number, data[start + _HEADER.size : stop]))
+            start = stop
+        return messages, deque((data[start:],) if start < len(data) else ())
+
+    def close(self) -> None:
+        """Close the connection, also for forks of this process that have it too."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    # Without shutdown: the connection is the parent's. A fork that kept it would hide the parent's death from the peer.
+    for connection in list(_open):
+        connection.sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+@dataclass(eq=False, slots=True)
+class LaneCall:
+    """A call whose results are on their way.
+
+    Attributes:
+        left: how many ranks have not replied. After a KeyboardInterrupt in the leader it may be too large, and then the
+            thread that waits looks again later.
+        bell: rung when the last one has, or the thread that waits is to lead.
+    """
+
+    left: int
+    bell: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+
+
+@dataclass(eq=False, slots=True)
 class LaneToken:
     """Stands for the result of one rank. The leader fills it in, whichever thread waits for it.
 
     Attributes:
         number: number of the call on its connection.
+        call: the call.
         reply: what the rank has sent; empty if it keeps the result because it is large.
         lost: why no reply will come.
         ref: Ray's reference to a result that the rank keeps, once it was asked for.
     """
 
-    __slots__ = ("lost", "number", "ref", "reply", "waiter")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.reply: bytes | None = None
-        self.lost: str | None = None
-        self.ref: object = None
-        self.waiter: _Waiter | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is a reply, or will be none."""
-        return self.reply is not None or self.lost is not None
-
-
-class _Waiter:
-    """A thread that waits for some replies."""
-
-    def __init__(self, tokens: Sequence[LaneToken]) -> None:
-        self._tokens = tokens
-        self._first = 0  # all tokens before it have ended; another thread may set it back, which costs a look
-        self.bell = queue.SimpleQueue[None]()
-
-    def done(self) -> bool:
-        first = self._first
-        while first < len(self._tokens) and self._tokens[first].ended:
-            first += 1
-        self._first = first
-        return first == len(self._tokens)
+    number: int
+    call: LaneCall
+    reply: bytes | None = None
+    lost: str | None = None
+    ref: object = None
 
 
 class Peer:
@@ -109,8 +208,9 @@ class Peer:
         connection: None if it has none, or it was lost.
         sent: number of the last call that was sent on the connection.
         waiting: number -> token, of the calls that have not ended.
-        through_ray: the messages that were sent through Ray, in order, without those that have ended. Its values are
-            not used. Each operation on a dict is atomic, so there is no lock.
+        through_ray: the messages that were sent through Ray, in order, without those that are known to have ended. A
+            call that takes the lane meanwhile would overtake them. Its values are not used. Each operation on a dict
+            is atomic, so there is no lock.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -120,18 +220,9 @@ class Peer:
         self.waiting: dict[int, LaneToken] = {}
         self.through_ray: dict[object, None] = {}
 
-    @property
-    def takes_calls(self) -> bool:
-        """Whether a call on the lane keeps its place behind all messages that were sent before."""
-        return self.connection is not None and not self.through_ray
-
     def last_unanswered(self) -> int:
         """Number of the last call, if calls have not ended, and otherwise 0."""
-        return self.sent if any(not token.ended for token in list(self.waiting.values())) else 0
-
-    def sent_through_ray(self, message: object) -> None:
-        """Note a message, before or after it is sent, but before anything else is."""
-        self.through_ray[message] = None
+        return self.sent if any(token.reply is None for token in list(self.waiting.values())) else 0
 
     def sent_directly(self) -> int:
         """Note a direct call, of whose end nobody tells the group. Returns `last_unanswered`."""
@@ -161,7 +252,7 @@ class Lane:
         self._selector = selectors.DefaultSelector()
         self._leading = threading.Lock()
         self._changing = threading.RLock()  # reentrant: sending may find that a connection is lost
-        self._waiters: dict[_Waiter, None] = {}
+        self._followers: dict[LaneCall, None] = {}
         self._token = secrets.token_bytes(32)
         self._listener: socket.socket | None = None
 
@@ -209,11 +300,11 @@ class Lane:
                     connection, handshake = key.data
                     try:
                         if self._continue_handshake(connection, handshake, missing):
-                            selector.unregister(connection)
+                            selector.unregister(connection.sock)
                             self._adopt(missing.pop(handshake.key), connection)
-                    except ConnectionLostError as error:
+                    except (OSError, HandshakeError) as error:
                         refused.append(str(error))
-                        selector.unregister(connection)
+                        selector.unregister(connection.sock)
                         connection.close()
             for key in list(selector.get_map().values()):
                 if key.data is not None:
@@ -234,36 +325,37 @@ class Lane:
 
     @staticmethod
     def _begin_handshake(listener: socket.socket, selector: selectors.BaseSelector, token: bytes, limit: int) -> None:
-        with contextlib.suppress(OSError, ConnectionLostError):  # the other side has closed it, or open files run out
-            connection = Connection(listener.accept()[0], MAX_HANDSHAKE_BYTES)
+        with contextlib.suppress(OSError):  # the other side has closed it, or too many files are open
+            connection = Connection(listener.accept()[0], MAX_BYTES)
             if len(selector.get_map()) > limit:
                 connection.close()
                 return
             connection.sock.setblocking(False)
             handshake = Handshake(token)
-            selector.register(connection, selectors.EVENT_READ, (connection, handshake))
-            handshake.begin(connection)
+            selector.register(connection.sock, selectors.EVENT_READ, (connection, handshake))
+            connection.send(0, handshake.nonce)
 
     @staticmethod
     def _continue_handshake(connection: Connection, handshake: Handshake, missing: Mapping[bytes, Peer]) -> bool:
         """Take what has arrived. Returns whether the connection is that of a rank."""
-        connection.receive()
-        for _, message in connection.take():
-            handshake.step(connection, message)
+        messages, connection.read = connection.receive()
+        for _, message in messages:
+            connection.send(0, handshake.respond(message))
         if handshake.complete and handshake.key not in missing:
-            raise ConnectionLostError("it is not of a rank that is expected")
+            raise HandshakeError("it is not of a rank that is expected")
         return handshake.complete
 
     def _adopt(self, peer: Peer, connection: Connection) -> None:
         with self._changing:
             self._lose(peer, "the rank has opened another one")
+            connection.max_bytes = MAX_MESSAGE_BYTES
             peer.connection = connection
-            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._selector.register(connection.sock, selectors.EVENT_READ, peer)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def send(self, messages: Mapping[int, tuple[Peer, bytes]]) -> dict[LaneToken, int]:
-        """Send one call to ranks. A connection that is lost loses its result, which `wait` then says.
+        """Send one call to ranks. A rank whose connection is lost has a token that says so.
 
         Args:
             messages: rank -> its process, and what to send.
@@ -272,20 +364,25 @@ class Lane:
             token -> rank.
         """
         tokens: dict[LaneToken, int] = {}
+        call = LaneCall(len(messages))
         with self._changing:
             try:
                 for rank, (peer, message) in messages.items():
                     peer.sent += 1
-                    token = peer.waiting[peer.sent] = LaneToken(peer.sent)
+                    token = LaneToken(peer.sent, call)
                     tokens[token] = rank
                     connection = peer.connection
-                    if connection is None:  # since the engine has chosen the lane
-                        token.lost = "the connection was lost"
+                    if connection is None:  # it was lost since the engine has chosen the lane
+                        token.lost = "the call was not sent"
+                        call.left -= 1
                         continue
+                    peer.waiting[peer.sent] = token
                     try:
-                        if not connection.send(peer.sent, message):
-                            self._selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
-                    except ConnectionLostError as error:
+                        connection.send(peer.sent, message)
+                        if connection.unsent:
+                            both = selectors.EVENT_READ | selectors.EVENT_WRITE
+                            self._selector.modify(connection.sock, both, peer)
+                    except OSError as error:
                         self._lose(peer, str(error))
             except BaseException as error:  # KeyboardInterrupt: half a message may have been sent
                 for peer, _ in messages.values():
@@ -293,15 +390,13 @@ class Lane:
                 raise
         return tokens
 
-    def wait(self, tokens: Sequence[LaneToken], timeout: float) -> None:
-        """Wait until all these tokens have ended, at most ``timeout`` seconds."""
-        waiter, end = _Waiter(tokens), time.monotonic() + timeout
-        for token in tokens:
-            token.waiter = waiter
-        self._waiters[waiter] = None  # before it finds that another thread leads, so that it is told when that ends
+    def wait(self, tokens: Collection[LaneToken], timeout: float) -> None:
+        """Wait until all these tokens of one call have replies or are lost, at most ``timeout`` seconds."""
+        call, left, end = next(iter(tokens)).call, timeout, time.monotonic() + timeout
+        self._followers[call] = None  # before it finds that another thread leads, so that it is told when that ends
         try:
-            left, looked = timeout, False
-            while not waiter.done() and (left > 0 or not looked):
+            looked = False
+            while (left > 0 or not looked) and any(token.reply is None and token.lost is None for token in tokens):
                 looked = True
                 if self._leading.acquire(blocking=False):
                     try:
@@ -310,13 +405,13 @@ class Lane:
                         self._leading.release()
                 elif left > 0:
                     with contextlib.suppress(queue.Empty):
-                        waiter.bell.get(timeout=left)
+                        call.bell.get(timeout=left)
                 left = end - time.monotonic()
         finally:
-            self._waiters.pop(waiter, None)
-            if self._waiters and not self._leading.locked():  # somebody else must lead
-                for other in list(self._waiters):
-                    if not other.done():
+            self._followers.pop(call, None)
+            if self._followers and not self._leading.locked():  # somebody else must lead
+                for other in list(self._followers):
+                    if other.left > 0:
                         other.bell.put(None)
                         break
 
@@ -325,44 +420,46 @@ class Lane:
         self.peers(())
 
     def _take_what_arrives(self, timeout: float) -> None:
-        """The leader's work: wait for the connections, once."""
+        """The leader's work: wait for the connections, once, and give the replies to those that wait for them.
+
+        Wherever a KeyboardInterrupt comes in here, the next leader does the rest. To give a token the same reply again
+        changes nothing, and taking the messages from the connection is one assignment.
+        """
         for key, events in self._selector.select(timeout):
             peer: Peer = key.data
             connection = peer.connection
-            if connection is not key.fileobj or connection is None:
+            if connection is None or connection.sock is not key.fileobj:
                 continue  # lost meanwhile
             try:
                 if events & selectors.EVENT_WRITE:
                     self._flush(peer, connection)
-                if events & selectors.EVENT_READ:
-                    connection.receive()
-                    self._deliver(peer, connection)
-            except ConnectionLostError as error:
+                messages, rest = connection.receive()
+                for number, reply in messages:
+                    token = peer.waiting[number]
+                    if token.reply is None:
+                        token.reply = reply
+                        token.call.left -= 1
+                        if token.call.left <= 0:
+                            token.call.bell.put(None)
+                connection.read = rest
+                for number, _ in messages:
+                    peer.waiting.pop(number, None)
+            except KeyError as error:
+                self._lose(peer, f"a reply has come to call {error}, which was not sent")
+            except OSError as error:
                 self._lose(peer, str(error))
 
     def _flush(self, peer: Peer, connection: Connection) -> None:
         with self._changing:
             try:
-                if connection.flush():
-                    self._selector.modify(connection, selectors.EVENT_READ, peer)
+                del connection.unsent[: connection.sock.send(connection.unsent)]
+                if not connection.unsent:
+                    self._selector.modify(connection.sock, selectors.EVENT_READ, peer)
+            except BlockingIOError:
+                pass
             except BaseException as error:  # as in `send`
                 self._lose(peer, f"{type(error).__name__} while a message was being sent")
                 raise
-
-    def _deliver(self, peer: Peer, connection: Connection) -> None:
-        # Wherever a KeyboardInterrupt comes in here, the next leader does the rest: giving a token the same reply again
-        # changes nothing, and `consume` is one assignment.
-        messages = connection.messages()
-        for number, reply in messages:
-            token = peer.waiting.get(number)
-            if token is None:
-                raise ConnectionLostError(f"a reply to call {number} has come, which was not sent")
-            token.reply = reply
-            if token.waiter is not None and token.waiter.done():
-                token.waiter.bell.put(None)
-        connection.consume(messages)
-        for number, _ in messages:
-            peer.waiting.pop(number, None)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         with self._changing:
@@ -371,11 +468,13 @@ class Lane:
                 return
             # In this order: after a KeyboardInterrupt, whoever uses the connection next does the rest.
             for token in list(peer.waiting.values()):
-                token.lost = reason
-                if token.waiter is not None and token.waiter.done():
-                    token.waiter.bell.put(None)
+                if token.lost is None:
+                    token.lost = reason
+                    token.call.left -= 1
+                    if token.call.left <= 0:
+                        token.call.bell.put(None)
             with contextlib.suppress(KeyError):
-                self._selector.unregister(connection)
+                self._selector.unregister(connection.sock)
             connection.close()
             peer.waiting, peer.connection = {}, None
             logger.debug("%s: a connection of the lane was lost: %s", self._name, reason)

@@ -196,8 +196,9 @@ class TestOrder:
         assert all(log == logs[0] for log in logs)
 
     @pytest.mark.engines("ray")
-    def test_methods_run_on_the_main_thread(self, counters):
-        assert all(process["main_thread"] for process in counters.process())
+    def test_methods_run_on_the_main_thread_without_the_lane(self, engine):
+        with engine.group(RayClassWithInitArgs(Counter), lane=False) as group:
+            assert all(process["main_thread"] for process in group.process())
 
 
 DP2_TP2 = {"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1], "pp": [0, 0, 0, 0]}

@@ -11,7 +11,16 @@ from single_controller import RayClassWithInitArgs, RayWorkerGroup
 MOST_FUNCTIONS = 80
 MOST_FILES = 20
 
-WHEN_LATE = {"Call._check_deadlines", "Call.late", "Call._hosts", "ranks_text", "RayEngine.host", "Monitor.watch"}
+WHEN_LATE = {
+    "Call._check_deadlines",
+    "Call.late",
+    "Call._hosts",
+    "ranks_text",
+    "RayEngine.host",
+    "RayEngine.deaths",
+    "death_of",
+    "Monitor.watch",
+}
 """Functions that a call also passes through when its results are not ready at once, which depends on the machine."""
 
 FINALIZERS = {"_Mapped.__del__", "_Lease.__del__", "BufferPool.give_back"}
