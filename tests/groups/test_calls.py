@@ -15,6 +15,7 @@ from single_controller import (
     Broadcast,
     Dispatch,
     DispatchError,
+    RayClassWithInitArgs,
     WorkerError,
     WorkerFuture,
     register,
