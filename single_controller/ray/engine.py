@@ -56,6 +56,10 @@ send, the actor waits 30 s for the task's number, and then refuses all later tas
 ABORT_SECONDS = 1.0
 """Pause between two commands to abort collectives."""
 
+CALLS_AFTER_LARGE = 16
+"""Calls of a method that go through Ray after one whose result was large. On the lane, a large result costs a second
+call, which fetches it."""
+
 FORGET_SECONDS = 10.0
 """A suspect that nobody has asked about for this long, because its call was abandoned, is a new suspect next time."""
 
@@ -166,6 +170,8 @@ class RayEngine(Engine):
         self._deaths: dict[int, str] = {}
         self._probing = threading.Lock()
         self._suspects: dict[int, Contact] = {}
+        self._large: dict[str, int] = {}
+        """Method -> how many of its next calls go through Ray, because a result of it was large."""
         self.standbys: list[Standby] = []
         self.fresh: frozenset[int] = frozenset()
 
@@ -213,16 +219,19 @@ class RayEngine(Engine):
             prepared.append((rank, message, (*sendable_whole.beside, *shard.beside)))
             nbytes[rank] = sendable_whole.nbytes + shard.nbytes
         concurrent = spec.registration.concurrent
+        returns_much = self._large.get(spec.label, 0)
+        if returns_much:
+            self._large[spec.label] = returns_much - 1
         if (
             self.lane is not None
-            and not (future or concurrent)
+            and not (future or concurrent or returns_much)
             and all(
                 not beside and (peer := self.peers[rank]).connection is not None and not peer.through_ray
                 for rank, _, beside in prepared
             )
         ):
             calls = {rank: (self.peers[rank], message) for rank, message, _ in prepared}
-            return Sent({token: rank for token, rank in self.lane.send(calls).items()}, None, nbytes)
+            return Sent({token: rank for token, rank in self.lane.send(spec.label, calls).items()}, None, nbytes)
         tokens: dict[Token, int] = {}
         values: dict[int, ray.ObjectRef] = {}
         for rank, message, beside in prepared:  # nothing but sending: an error here leaves the ranks divided
@@ -297,7 +306,11 @@ class RayEngine(Engine):
     def _fetch(self, token: LaneToken, rank: int) -> Any:
         """Ray's reference to a large result, which the rank keeps: Ray must see who has references."""
         if token.ref is None:
-            token.ref = self.ranks[rank].actor._sc_fetch.options(concurrency_group=FETCH).remote(token.number)
+            self._large[token.call.label] = CALLS_AFTER_LARGE
+            key = (rank, FETCH, "", True)
+            if key not in self._methods:
+                self._methods[key] = self.ranks[rank].actor._sc_fetch.options(concurrency_group=FETCH)
+            token.ref = self._methods[key].remote(token.number)
         return token.ref
 
     def _collect_refs(

@@ -172,11 +172,13 @@ class LaneCall:
     """A call whose results are on their way.
 
     Attributes:
+        label: the method.
         left: how many ranks have not replied. After a KeyboardInterrupt in the leader it may be too large, and then the
             thread that waits looks again later.
         bell: rung when the last one has, or the thread that waits is to lead.
     """
 
+    label: str
     left: int
     bell: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
 
@@ -354,17 +356,18 @@ class Lane:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def send(self, messages: Mapping[int, tuple[Peer, bytes]]) -> dict[LaneToken, int]:
+    def send(self, label: str, messages: Mapping[int, tuple[Peer, bytes]]) -> dict[LaneToken, int]:
         """Send one call to ranks. A rank whose connection is lost has a token that says so.
 
         Args:
+            label: the method.
             messages: rank -> its process, and what to send.
 
         Returns:
             token -> rank.
         """
         tokens: dict[LaneToken, int] = {}
-        call = LaneCall(len(messages))
+        call = LaneCall(label, len(messages))
         with self._changing:
             try:
                 for rank, (peer, message) in messages.items():
