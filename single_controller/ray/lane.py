@@ -16,8 +16,8 @@ So neither side ever waits for a message of which nobody knows whether it comes.
 Threads: the driver has none for this. A thread that waits for a call becomes the leader, if there is none, and takes
 everything that arrives for any call. The others sleep until their call has ended, or they are to lead.
 
-Locks (order: see `single_controller.base.call`): ``_leading`` is held by the leader. ``_changing`` protects the
-connections and numbers of the peers, and what was not sent yet; it is acquired with ``_leading`` held, or without.
+Locks (order: see `single_controller.base.call`): ``_leading`` is held by the leader, while it waits too. ``_changing``
+protects the connections and numbers of the peers, and what was not sent yet.
 """
 
 from __future__ import annotations
