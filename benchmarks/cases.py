@@ -18,6 +18,7 @@ class Case:
         kind: the adapters' method that sets it up; contenders without that method are left out.
         parameters: keyword arguments of that method.
         reference: contender (and variant) that ratios refer to.
+        by_variant: whether ratios refer to the reference's variant of the same name, up to the first comma.
         together: whether all contenders are alive at the same time. With large data they are not: each round starts,
             warms up, measures and ends one contender after the other.
         repeats: timed runs per round; with ``together``, the number of short rounds per round.
@@ -29,6 +30,7 @@ class Case:
     kind: str
     parameters: dict[str, Any]
     reference: tuple[str, str | None] = ("memcpy", None)
+    by_variant: bool = False
     together: bool = False
     repeats: int = 5
     probes: tuple[str, ...] = ()
@@ -106,17 +108,7 @@ def all_cases(quick: bool = False) -> list[Case]:
         for torch in (False, True)
         for ranks in sizes
     ]
-    cases += [
-        Case(
-            f"empty-{ranks}",
-            f"empty call, N = {ranks}",
-            "empty",
-            {"ranks": ranks},
-            reference=("ray", None),
-            together=True,
-        )
-        for ranks in ((1, 2) if quick else (1, 2, 4, 8))
-    ]
+    cases += [_small_calls(ranks) for ranks in ((1, 4) if quick else (1, 2, 4, 8, 16, 32))]
     cases.append(
         Case(
             "plan",
@@ -128,3 +120,20 @@ def all_cases(quick: bool = False) -> list[Case]:
         )
     )
     return cases
+
+
+def host_cases() -> list[Case]:
+    """Return the cases on two hosts."""
+    return [_small_calls(ranks, " on two hosts") for ranks in (2, 4)]
+
+
+def _small_calls(ranks: int, where: str = "") -> Case:
+    return Case(
+        f"empty-{ranks}",
+        f"small calls, N = {ranks}{where}",
+        "small_calls",
+        {"ranks": ranks},
+        reference=("ray", None),
+        by_variant=True,
+        together=True,
+    )

@@ -44,12 +44,14 @@ class Call:
         finish: checks and releases the result of a run. Not timed.
         prove: a run before the timed ones that checks every byte. Not timed.
         times: number of repetitions inside ``run``; the measured seconds are divided by it.
+        ranks: number of ranks; the CPU time is divided by it and by ``times``.
     """
 
     run: Callable[[], Any]
     finish: Callable[[Any], None]
     prove: Callable[[], None] | None = None
     times: int = 1
+    ranks: int = 1
 
 
 class Session:
@@ -200,15 +202,16 @@ class _Server:
         start = time.monotonic()
         runs = 0
         while runs < least or (runs < 8 and time.monotonic() - start < seconds):
-            _timed(call)
+            timed(call)
             runs += 1
         return runs
 
-    def measure(self, variant: str, runs: int, seconds: float) -> list[float]:
-        """Return the seconds of each run. Stops early, but not before two runs, after ``seconds`` in total."""
-        taken: list[float] = []
-        while len(taken) < runs and (len(taken) < 2 or sum(taken) < seconds):
-            taken.append(_timed(self._calls[variant]))
+    def measure(self, variant: str, runs: int, seconds: float) -> list[tuple[float, float]]:
+        """Return the seconds and the CPU seconds of each run, see `timed`. Stops early, but not before two runs, after
+        ``seconds`` in total."""
+        taken: list[tuple[float, float]] = []
+        while len(taken) < runs and (len(taken) < 2 or sum(one[0] for one in taken) < seconds):
+            taken.append(timed(self._calls[variant]))
         return taken
 
     def probe(self, variant: str, probes: list[str]) -> dict[str, Any]:
@@ -217,7 +220,7 @@ class _Server:
         call = self._calls[variant]
         for probe in probes:
             if probe in self._probes:
-                for figure, value in self._probes[probe](lambda: _timed(call)).items():
+                for figure, value in self._probes[probe](lambda: timed(call)).items():
                     found[figure] = max(value, found.get(figure, value))
         return found
 
@@ -231,11 +234,12 @@ class _Server:
         gc.collect()
 
 
-def _timed(call: Call) -> float:
+def timed(call: Call) -> tuple[float, float]:
+    """Run a call. Returns its seconds, and the CPU seconds of all threads of this process per rank."""
     gc.collect()
     time.sleep(SETTLE)
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     result = call.run()
-    seconds = time.perf_counter() - start
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
     call.finish(result)
-    return seconds / call.times
+    return seconds / call.times, busy / call.times / call.ranks

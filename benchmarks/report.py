@@ -67,13 +67,18 @@ def as_markdown(run: dict[str, Any], cases: list[Case], results: list[Measured])
 
 def ratio(case: Case, found: Measured, results: list[Measured]) -> float | None:
     """Return a variant's median time as a multiple of the case's reference."""
-    reference = fastest(results, case.name, *case.reference)
+    contender, variant = case.reference
+    if case.by_variant:
+        variant = found.variant.split(",")[0]
+    reference = fastest(results, case.name, contender, variant)
     return median(found.seconds) / reference if reference and found.seconds else None
 
 
 def _row(case: Case, found: Measured, results: list[Measured], first: bool) -> str:
     name = TITLES[found.contender] + (f": {found.variant}" if found.variant else "")
     notes = [f"{words} {found.figures[key] / MB:.0f} MB" for key, words in _FIGURES.items() if key in found.figures]
+    if case.kind == "small_calls" and found.seconds:
+        notes.append(f"{1 / median(found.seconds):,.0f} calls/s, driver CPU {_seconds(median(found.cpu))} per rank")
     if found.error:
         notes.append(found.error)
     title = f"**{case.title}**" if first else ""

@@ -38,6 +38,7 @@ class Measured:
 
     Attributes:
         seconds: seconds of each timed run, in the order of the rounds.
+        cpu: CPU seconds of the contender's own process, the driver, in each timed run, per rank.
         figures: results of the probes, in bytes.
         error: why measurements are missing.
     """
@@ -46,6 +47,7 @@ class Measured:
     contender: str
     variant: str
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -145,7 +147,10 @@ class Rounds:
 
     def _measure(self, contender: Contender, case: Case, variant: str, runs: int) -> None:
         taken = self._ask(contender, case, variant, "measure", runs=runs, seconds=self._budget)
-        self._measured(case, contender, variant).seconds.extend(taken or [])
+        found = self._measured(case, contender, variant)
+        for seconds, cpu in taken or []:
+            found.seconds.append(seconds)
+            found.cpu.append(cpu)
 
     def _measured(self, case: Case, contender: Contender, variant: str) -> Measured:
         key = (case.name, contender.name, variant)

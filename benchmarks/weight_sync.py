@@ -27,24 +27,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.contenders.local_ray import probe_store
+from benchmarks.contenders.local_ray import CLUSTER, probe_store
 from benchmarks.machine import machine
 from benchmarks.sync_workers import Generating, Hand, Rollout, Sent, Shapes, Train
+from benchmarks.two_hosts import on_two_hosts
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 FRACTIONS = (0.0, 0.01, 0.03, 0.1, 1.0)
 AIM = 3.0
 MIB = 1 << 20
-HOSTS = Path(__file__).parents[1] / "tests/hosts"
-PORT = 6379
-LINK = ("rate", "1gbit", "burst", "256kb", "latency", "50ms")
+LINK = ("tbf", "rate", "1gbit", "burst", "256kb", "latency", "50ms")
 MODEL = {
     "model_type": "llama",
     "hidden_size": 768,
@@ -253,24 +251,8 @@ def proof(train: RayWorkerGroup, names: Sequence[str], interface: str, label: st
 
 def of_hosts(given: argparse.Namespace, arguments: list[str]) -> None:
     """The third table: start the hosts, and this program again on the first of them."""
-    sys.path[:0] = [str(HOSTS)]
-    from host_network import Network, missing
-
-    if (reason := missing()) is not None:
-        print(f"\nhosts: left out; {reason}")
-        return
-    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
-    with Network(2) as network:
-        for host in network.hosts:
-            host.run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *LINK)
-        network.start_ray(cpus=8, env=env, store=max(200, 3 * given.mb) * MIB)
-        head = network.hosts[0]
-        command = [sys.executable, "-m", "benchmarks.weight_sync", *arguments]
-        process = head.popen(command, {**env, "RAY_ADDRESS": f"{head.address}:{PORT}", "WEIGHT_SYNC_HOSTS": "1"})
-        try:
-            process.wait(given.timeout)
-        finally:
-            process.kill()
+    store = max(200, 3 * given.mb) * MIB
+    on_two_hosts("benchmarks.weight_sync", arguments, store=store, timeout=given.timeout, link=LINK)
 
 
 def between_hosts(given: argparse.Namespace) -> None:
@@ -388,8 +370,8 @@ def main() -> None:
             setattr(given, name, quick if given.quick else whole)
     given.dtypes = [getattr(torch, name) for name in given.dtypes]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if "WEIGHT_SYNC_HOSTS" in os.environ:
-        ray.init(log_to_driver=False)
+    if CLUSTER in os.environ:
+        ray.init(os.environ[CLUSTER], log_to_driver=False)
         between_hosts(given)
         return
     about = machine()

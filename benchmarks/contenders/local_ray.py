@@ -15,6 +15,8 @@ from typing import Any
 import ray
 
 STORE = 4 * 1024**3
+CLUSTER = "BENCHMARKS_CLUSTER"
+"""Environment variable with the address of the Ray cluster to connect to, instead of starting one."""
 PROBING = "BENCHMARKS_PROBING"
 """Environment variable of an untimed session, in which Ray reports the use of its object store more often."""
 _REPORT_OFTEN = {"raylet_report_resources_period_milliseconds": 10}
@@ -26,13 +28,16 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 class LocalRay:
-    """A context manager that starts Ray, shuts it down at the end, and removes its files."""
+    """A context manager that starts Ray, shuts it down at the end, and removes its files. See `CLUSTER`."""
 
     def __enter__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="rb", dir="/tmp")
+        if CLUSTER in os.environ:
+            ray.init(os.environ[CLUSTER], log_to_driver=False)
+            return
         ray.init(
             "local",
-            num_cpus=16,
+            num_cpus=80,
             num_gpus=0,
             include_dashboard=False,
             object_store_memory=STORE,

@@ -17,7 +17,7 @@ from monarch.actor import Actor, current_rank, endpoint, shutdown_context, this_
 
 from benchmarks import data
 from benchmarks.contenders.by_hand import forms, joined, tensor
-from benchmarks.contenders.processes import check_started, empty_calls
+from benchmarks.contenders.processes import check_started, in_flight, small_calls
 from benchmarks.protocol import Call, serve
 
 
@@ -36,8 +36,8 @@ class Small(Actor):
         return self.rank, os.getpid()
 
     @endpoint
-    def nothing(self):
-        return None
+    def take(self, payload=None, back=False):
+        return payload if back else None
 
 
 class Ranks(Actor):
@@ -160,10 +160,17 @@ class Monarch:
 
         yield {"": Call(run, finish)}
 
-    def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
-        """A call without arguments or results."""
+    def small_calls(self, ranks: int) -> Iterator[dict[str, Call]]:
+        """Calls without an argument or with a small one, and without a result."""
         with _mesh(Small, procs=ranks) as mesh:
-            yield empty_calls(lambda: list(mesh.nothing.call().get().values()), ranks)
+
+            def wait(sent):
+                return list(sent.get().values())
+
+            calls = small_calls(lambda *args: wait(mesh.take.call(*args)), ranks)
+            if ranks == 4:
+                calls["100 in flight"] = in_flight(mesh.take.call, wait, ranks)
+            yield calls
 
 
 @contextmanager

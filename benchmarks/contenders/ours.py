@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
+import ray
 import torch
 
 from benchmarks import data
 from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
-from benchmarks.contenders.processes import check_started, empty_calls
+from benchmarks.contenders.processes import check_started, in_flight, small_calls
 from benchmarks.protocol import Call, serve
 from dispatch import Layout, buffer_pool
 from dispatch.plan import plan_call
@@ -30,8 +32,8 @@ class Small(Worker):
         return self.rank, os.getpid()
 
     @register(Dispatch.ONE_TO_ALL)
-    def nothing(self):
-        return None
+    def take(self, payload=None, back=False):
+        return payload if back else None
 
 
 class SmallWithTorch(Small):
@@ -211,10 +213,22 @@ class Ours:
 
         yield {"": Call(run, finish)}
 
-    def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
-        """A call without arguments or results."""
-        with _group(Small, ranks) as group:
-            yield empty_calls(lambda: group.nothing(), ranks)
+    def small_calls(self, ranks: int) -> Iterator[dict[str, Call]]:
+        """Calls without an argument or with a small one, and without a result: on the lane, and on Ray alone."""
+        calls = {}
+        with ExitStack() as stack:
+            threads = stack.enter_context(ThreadPoolExecutor(100))
+            for suffix, lane in (("", True), (", no lane", False)):
+                group = stack.enter_context(_group(Small, ranks, lane=lane))
+                if len({rank.hostname for rank in group.plan().ranks}) < min(ranks, len(ray.nodes())):
+                    raise RuntimeError("the ranks are not spread over all hosts")
+                found = small_calls(group.take, ranks)
+                if ranks == 4:
+                    submit = functools.partial(threads.submit, group.take)
+                    found["100 in flight, threads"] = in_flight(submit, lambda call: call.result(), ranks)
+                    found["100 in flight, futures"] = in_flight(group.take.remote, lambda call: call.result(), ranks)
+                calls |= {name + suffix: call for name, call in found.items()}
+            yield calls
 
     def plan(self, sizes: list[int]) -> Iterator[dict[str, Call]]:
         """Plan one call for many ranks, dp x tp 8, in this process alone."""
@@ -243,9 +257,9 @@ def _pool_buffers(on):
 
 
 @contextmanager
-def _group(cls, ranks, *args):
-    with RayResourcePool([ranks], use_gpu=False) as pool:
-        yield RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args))
+def _group(cls, ranks, *args, **options):
+    with RayResourcePool([ranks], use_gpu=False, across_nodes=True, strategy="SPREAD") as pool:
+        yield RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args), **options)
 
 
 if __name__ == "__main__":

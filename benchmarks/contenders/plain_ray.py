@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks import data
 from benchmarks.contenders.by_hand import array, forms, joined
 from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
-from benchmarks.contenders.processes import check_started, empty_calls
+from benchmarks.contenders.processes import check_started, in_flight, small_calls
 from benchmarks.protocol import Call, serve
 
 
@@ -46,8 +47,8 @@ class Small:
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(self.rank), WORLD_SIZE=str(world_size))
         return self.where()
 
-    def nothing(self):
-        return None
+    def take(self, payload=None, back=False):
+        return payload if back else None
 
 
 @ray.remote(num_cpus=1)
@@ -177,15 +178,25 @@ class PlainRay:
 
         yield {"bare actors": Call(bare, finish), "ranks and address by hand": Call(by_hand, finish)}
 
-    def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
-        """A call without arguments or results."""
+    def small_calls(self, ranks: int) -> Iterator[dict[str, Call]]:
+        """Calls without an argument or with a small one, and without a result. Arguments travel in the calls: a put and
+        a reference take longer at these sizes."""
         with _actors(ranks, Small) as actors:
-            yield empty_calls(lambda: ray.get([actor.nothing.remote() for actor in actors]), ranks)
+
+            def send(*args):
+                return [actor.take.remote(*args) for actor in actors]
+
+            calls = small_calls(lambda *args: ray.get(send(*args)), ranks)
+            if ranks == 4:
+                calls["100 in flight"] = in_flight(send, ray.get, ranks)
+            yield calls
 
 
 @contextmanager
 def _actors(ranks, cls=Ranks):
-    actors = [cls.remote() for _ in range(ranks)]
+    nodes = [node["NodeID"] for node in ray.nodes()]
+    places = [NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=False) for rank in range(ranks)]
+    actors = [cls.options(scheduling_strategy=place).remote() for place in places]
     yield actors
     for actor in actors:
         ray.kill(actor)

@@ -1,11 +1,11 @@
-"""Helpers for the cases that all contenders share: starting processes, and empty calls."""
+"""Helpers for the cases that all contenders share: starting processes, and small calls."""
 
 from __future__ import annotations
 
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks import data
@@ -32,12 +32,40 @@ def check_started(where: Iterable[tuple[int, int]], ranks: int) -> None:
     data.same([rank for rank, _ in found], list(range(ranks)))
 
 
-def empty_calls(call: Callable[[], Any], ranks: int, times: int = 200) -> dict[str, Call]:
-    """Return a case that repeats a call without a result on all ranks, often enough to time it."""
+def small_calls(call: Callable[..., Sequence[Any]], ranks: int) -> dict[str, Call]:
+    """Return calls without an argument, and with one of 1, 16 and 64 kB for every rank, repeated to be timed.
+
+    Args:
+        call: calls a method on all ranks and waits for it. The method takes nothing, or ``bytes`` and whether to return
+            them; otherwise it returns None.
+        ranks: number of ranks.
+    """
+    times = max(25, min(200, 800 // ranks))
+
+    def case(payload: bytes) -> Call:
+        args = (payload,) if payload else ()
+
+        def run() -> Any:
+            for _ in range(times):
+                last = call(*args)
+            return last
+
+        def prove() -> None:
+            data.same(list(call(payload, True)), [payload] * ranks)
+
+        return Call(run, functools.partial(data.same, wanted=[None] * ranks), prove, times, ranks)
+
+    sizes = {"empty": 0, **{f"{size} kB": size * 1024 for size in (1, 16, 64)}}
+    return {name: case(os.urandom(size)) for name, size in sizes.items()}
+
+
+def in_flight(send: Callable[[], Any], wait: Callable[[Any], Any], ranks: int) -> Call:
+    """Return calls of which 100 are in flight at once: all are sent, then all are waited for, three times."""
 
     def run() -> Any:
-        for _ in range(times):
-            last = call()
+        for _ in range(3):
+            sent = [send() for _ in range(100)]
+            last = [wait(call) for call in sent]
         return last
 
-    return {"": Call(run, functools.partial(data.same, wanted=[None] * ranks), times=times)}
+    return Call(run, functools.partial(data.same, wanted=[[None] * ranks] * 100), times=300, ranks=ranks)

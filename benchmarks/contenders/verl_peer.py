@@ -15,7 +15,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 
 from benchmarks import data
 from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
-from benchmarks.contenders.processes import check_started, empty_calls
+from benchmarks.contenders.processes import check_started, in_flight, small_calls
 from benchmarks.protocol import Call, serve
 
 
@@ -28,7 +28,11 @@ class Small(Worker):
         return self.rank, os.getpid()
 
     @register(Dispatch.ONE_TO_ALL)
-    def nothing(self):
+    def take(self, payload=None, back=False):
+        return payload if back else None
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def take_later(self):
         return None
 
 
@@ -153,10 +157,17 @@ class Verl:
 
         yield {"": Call(run, finish)}
 
-    def empty(self, ranks: int) -> Iterator[dict[str, Call]]:
-        """A call without arguments or results."""
+    def small_calls(self, ranks: int) -> Iterator[dict[str, Call]]:
+        """Calls without an argument or with a small one, and without a result. Up to 16 ranks: verl's workers import
+        torch, and 32 of them beside the others need too much memory."""
+        if ranks > 16:
+            yield {}
+            return
         with _group(Small, ranks) as group:
-            yield empty_calls(lambda: group.nothing(), ranks)
+            calls = small_calls(group.take, ranks)
+            if ranks == 4:
+                calls["100 in flight"] = in_flight(group.take_later, ray.get, ranks)
+            yield calls
 
 
 def _make(cls, ranks, *args):
