@@ -111,6 +111,8 @@ class CallPlan:
 
 def split_arguments(arguments: dict[Parameter, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments from a dict by parameter."""
+    if not arguments:
+        return (), {}
     positions = sorted(key for key in arguments if isinstance(key, int))
     return tuple(arguments[p] for p in positions), {k: v for k, v in arguments.items() if isinstance(k, str)}
 

@@ -10,6 +10,7 @@ unless the reader asks for views.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import threading
@@ -446,7 +447,14 @@ BESIDE = 0
 
 def decode_message(data: bytes, beside: tuple[Encoded, ...]) -> tuple[CallMessage, Encoded | None, Encoded | None]:
     """Decode (message, whole arguments, shard); arguments that were sent separately are inserted."""
-    message, *arguments = pickle.loads(data)
-    rest = iter(beside)
-    whole, shard = (next(rest) if encoded == BESIDE else encoded for encoded in arguments)
+    message, whole, shard = _unpickle_again(data) if len(data) <= _SHORT_BYTES else pickle.loads(data)
+    if beside:
+        rest = iter(beside)
+        whole, shard = (next(rest) if encoded == BESIDE else encoded for encoded in (whole, shard))
     return message, whole, shard
+
+
+_SHORT_BYTES = 256
+"""Messages of this size are often the same as before. What they hold does not change, so it is kept."""
+
+_unpickle_again = functools.lru_cache(maxsize=64)(pickle.loads)

@@ -235,7 +235,7 @@ class Executor:
             raise RuntimeError("this worker has not been started")
         worker._prepare_thread()
         value = getattr(worker, method)(*args, **kwargs)
-        return self._await(worker, value) if inspect.isawaitable(value) else value
+        return self._await(worker, value) if value is not None and inspect.isawaitable(value) else value
 
     def failed(self, error: BaseException, method: str, role: str | None, *, alike: bool = False) -> RankResult:
         """The result of a call that raised. ``alike``: see `Failure`."""

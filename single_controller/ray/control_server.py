@@ -2,9 +2,9 @@
 
 A concurrency group of Ray's would do, but then Ray runs all methods of the actor in threads of its own, and without the
 lane user code has the process's main thread: for signal handlers, for example. So each worker listens on a port of its
-node's address. A client that knows the worker's key, which travels with its location inside Ray, sends a command and gets
-text. The request is one line: the key in hexadecimal, a space, the command. The answer is ``+`` or ``-``, for whether
-the command's handler succeeded, and then text up to the end of the connection.
+node's address. A client that knows the worker's key, which travels with its location inside Ray, sends a command and
+gets text. The request is one line: the key in hexadecimal, a space, the command. The answer is ``+`` or ``-``, for
+whether the command's handler succeeded, and then text up to the end of the connection.
 """
 
 from __future__ import annotations

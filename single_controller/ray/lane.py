@@ -57,7 +57,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 _HEADER = struct.Struct("<IQ")
 """What each message begins with: the number of bytes that follow, and the number of the call."""
 
-_READ_BYTES = 1 << 18
+_READ_SIZES = (1 << 16,)
 
 # A connection outlives an outage that Ray outlives, whose health checks take up to 65 s by default.
 _SILENCE_SECONDS = 120
@@ -89,6 +89,7 @@ class Connection:
         self.max_bytes = max_bytes
         self.read = deque[bytes]()
         self.unsent = bytearray()
+        self._recv, self._send = sock.recv, sock.send
         with contextlib.suppress(OSError, AttributeError):  # an option that this system does not have
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -108,15 +109,16 @@ class Connection:
         if self.unsent:
             self.unsent += data
             return
-        sent = 0
-        with contextlib.suppress(BlockingIOError):
-            sent = self.sock.send(data)
-        if sent == len(data):
-            return
-        if self.sock.getblocking():
-            self.sock.sendall(memoryview(data)[sent:])
-        else:
-            self.unsent += memoryview(data)[sent:]
+        try:
+            sent = self._send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent != len(data):
+            rest = memoryview(data)[sent:]
+            if self.sock.getblocking():
+                self.sock.sendall(rest)
+            else:
+                self.unsent += rest
 
     def receive(self) -> tuple[list[tuple[int, bytes]], deque[bytes]]:
         """Read what has arrived.
@@ -130,11 +132,14 @@ class Connection:
         """
         # Reading and keeping is one step of the interpreter, because `map` and `extend` are written in C: an exception
         # that the handler of a signal raises, such as KeyboardInterrupt, comes before or after it.
-        with contextlib.suppress(BlockingIOError):
-            self.read.extend(map(self.sock.recv, (_READ_BYTES,)))
-        if self.read and not self.read[-1]:
+        read = self.read
+        try:  # noqa: SIM105  (`suppress` would take longer than the rest)
+            read.extend(map(self._recv, _READ_SIZES))
+        except BlockingIOError:
+            pass
+        if read and not read[-1]:
             raise ConnectionResetError("the other side has closed it")
-        data, start, messages = b"".join(self.read), 0, []
+        data, start, messages = read[0] if len(read) == 1 else b"".join(read), 0, []
         while start + _HEADER.size <= len(data):
             nbytes, number = _HEADER.unpack_from(data, start)
             if nbytes > self.max_bytes:
