@@ -29,9 +29,10 @@ from single_controller.base.result import RankResult, remote_traceback
 from single_controller.base.worker import RankInfo
 from single_controller.ray.collectives import abort_collectives, end_collectives, listening_ports
 from single_controller.ray.control_server import Answer, ControlAddress, ControlServer
-from single_controller.ray.devices import hide_other_devices, own_devices
+from single_controller.ray.devices import own_devices
 from single_controller.ray.internals import interface_of, name_lines, resident_memory
 from single_controller.ray.results import fetch
+from single_controller.ray.worker_env import set_environment
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +162,9 @@ class RankActor:
 
     def _load(self, environment: dict[str, str], made: Encoded) -> Any:
         """Set the environment, and return the constructors."""
-        # First: importing the module of the user's class may import torch, which reads the environment.
-        hide_other_devices(own_devices(), environment)
         for variable, interface in interface_variables(self._address).items():
             os.environ.setdefault(variable, interface)
-        os.environ.update(environment)
+        set_environment(environment)
         try:
             constructors, batch_types = made.decode()
         except Exception as error:

@@ -214,7 +214,6 @@ def test_environment_by_role_and_machine(monkeypatch, tmp_path):
     library.touch()
     found = train_environment(read_args(megatron), use_gpu=True)
     assert found.process == {
-        **dict.fromkeys(NOSET, "1"),
         "LD_PRELOAD": str(library),
         "TMS_INIT_ENABLE": "1",
         "TMS_INIT_ENABLE_CPU_BACKUP": "1",
@@ -259,7 +258,7 @@ def test_logical_gpus_shares_and_initial_environment():
     assert [line for line in done.stdout.splitlines() if line.startswith("> ")] == [
         "> [['0'], ['1']] [['0'], ['1']] [0.4, 0.4]",
         "> [['0'], ['1']] [['0'], ['1']] [0.4, 0.4]",
-        "> {'LD_PRELOAD': ('libm.so.6', True), 'RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES': ('1', True), "
+        "> {'LD_PRELOAD': ('libm.so.6', True), 'RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES': ('1', False), "
         "'LATER': ('1', False), 'CUDA_VISIBLE_DEVICES': (None, False)}",
         "> True {'CPU': 1.0, 'GPU': 1.0}",
     ]
