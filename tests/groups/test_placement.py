@@ -122,7 +122,7 @@ def test_worker_with_noset_sees_the_devices_of_its_node():
                 for made, given in ((by_ray, {}), (placed(), {name: value})):
                     with RayWorkerGroup(pool, made, worker_env=given) as group:
                         (where,) = group.where()
-                        print(">", value, where["visible"], where["gpus"], group.said()[0]["devices"], group.index())
+                        print(">", value, where["visible"], where["gpus"], group.said()[0]["devices"], group.index()[0])
             with RayWorkerGroup(pool, placed(), worker_env={name: "1", "CUDA_VISIBLE_DEVICES": "7,5"}) as group:
                 print(">", group.where()[0]["visible"])
     """

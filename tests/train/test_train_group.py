@@ -182,7 +182,12 @@ def test_place_with_separate_and_colocated_roles(ray_cluster):
 def test_worker_environment(slots, monkeypatch):
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     args = {"train_env_vars": {"MINE": "1", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}}
-    names = ("NCCL_CUMEM_ENABLE", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "MINE", NOSET[0])
+    names = (
+        "NCCL_CUMEM_ENABLE",
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+        "MINE",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    )
     with group_of(args, 1, slots) as group:
         found = group.worker_group.variables(*names)[0]
         assert [found[name][0] for name in names] == ["0", "0", "1", "1"]
