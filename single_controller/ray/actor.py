@@ -30,10 +30,11 @@ from single_controller.base.worker import RankInfo
 from single_controller.ray.call_thread import CallThread
 from single_controller.ray.collectives import abort_collectives, end_collectives, listening_ports
 from single_controller.ray.control_server import Answer, ControlAddress, ControlServer
-from single_controller.ray.devices import hide_other_devices, own_devices
+from single_controller.ray.devices import own_devices
 from single_controller.ray.internals import AFTER, interface_of, name_lines, own_actor_id, resident_memory
 from single_controller.ray.lane_handshake import LaneAddress
 from single_controller.ray.results import fetch, is_cancelled
+from single_controller.ray.worker_env import set_environment
 
 logger = logging.getLogger(__name__)
 
@@ -175,11 +176,9 @@ class RankActor:
 
     def _load(self, environment: dict[str, str], made: Encoded) -> Any:
         """Set the environment, and return the constructors."""
-        # First: importing the module of the user's class may import torch, which reads the environment.
-        hide_other_devices(own_devices(), environment)
         for variable, interface in interface_variables(self._address).items():
             os.environ.setdefault(variable, interface)
-        os.environ.update(environment)
+        set_environment(environment)
         try:
             constructors, batch_types = made.decode()
         except Exception as error:

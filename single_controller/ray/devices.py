@@ -14,7 +14,19 @@ from typing import Any
 
 import ray
 
+from single_controller.ray.internals import device_lists_before
+
 _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+NOSET = {
+    f"RAY_EXPERIMENTAL_NOSET_{name}": name
+    for name in (
+        *("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "HIP_VISIBLE_DEVICES"),
+        *("NEURON_RT_VISIBLE_CORES", "ONEAPI_DEVICE_SELECTOR", "ROCR_VISIBLE_DEVICES"),
+    )
+}
+"""The switches whose effect `show_all_devices` has, and their lists. Not those of TPUs, for which Ray sets more than
+the list, and of ZE_AFFINITY_MASK, whose former value Ray does not keep."""
 
 
 def own_devices() -> tuple[str, ...]:
@@ -38,6 +50,26 @@ def hide_other_devices(devices: Sequence[str], given: Mapping[str, str]) -> None
     if devices or os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1").lower() in ("0", "false"):
         return
     os.environ.update({name: "" for name in _LISTS if name not in given})
+
+
+def show_all_devices(given: Mapping[str, str]) -> None:
+    """Restore the lists that Ray has set in this process although a variable of `NOSET` is true. Ray reads these when
+    it creates the actor, before ``given`` is in the environment.
+
+    Args:
+        given: variables that the user set.
+    """
+    lists = {NOSET[key] for key, value in given.items() if is_noset(key, value)}
+    for name, value in device_lists_before().items() if lists else ():
+        if name in lists and value is None:
+            os.environ.pop(name, None)
+        elif name in lists and value is not None:
+            os.environ[name] = value
+
+
+def is_noset(key: str, value: str) -> bool:
+    """Whether a variable tells Ray not to set a list that `show_all_devices` can restore."""
+    return key in NOSET and value.lower() in ("1", "true")
 
 
 def device_key(devices: Sequence[str]) -> tuple[Any, ...]:

@@ -17,6 +17,8 @@
 - `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`. Replace it
   by a public function of that kind.
 - `accelerator_names` (``ray._private.accelerators``): the resources whose units have ids. Replace it by a public list.
+- `device_lists_before` (``original_visible_accelerator_ids`` of Ray's worker): the lists of visible devices before Ray
+  set them. Replace it when an actor can have RAY_EXPERIMENTAL_NOSET_* without a runtime_env.
 - `name_lines` (the log monitor's marker): log lines with class and rank. Replace it when the log name of an actor can
   be set after its creation.
 - `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``. Replace it by public
@@ -249,6 +251,20 @@ def accelerator_names() -> frozenset[str]:
         return frozenset(get_all_accelerator_resource_names()) - {"GPU"}
     except ImportError:
         return _KNOWN_ACCELERATORS
+
+
+def device_lists_before() -> dict[str, str | None]:
+    """Variable -> the list of visible devices with which this process started; None if it was not set."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+    from ray._private.worker import global_worker
+
+    before = {}
+    for kind, ids in global_worker.original_visible_accelerator_ids.items():
+        manager = get_accelerator_manager_for_resource(kind)
+        name = None if manager is None else manager.get_visible_accelerator_ids_env_var()
+        if name is not None:
+            before[name] = None if ids is None else ",".join(ids)
+    return before
 
 
 def name_lines(name: str) -> None:

@@ -36,13 +36,9 @@ from single_controller.ray.pool import RayResourcePool
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes, session
 from single_controller.ray.slots import Slot, SlotLocation
+from single_controller.ray.worker_env import before_start
 
 logger = logging.getLogger(__name__)
-
-_BEFORE_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
-"""Prefixes of variables that only have an effect if they are set before the process starts; these need a
-runtime_env."""
-
 
 NAME_FREE_SECONDS = 10.0
 """How long a restart waits until Ray has freed the names of the workers that it ended."""
@@ -427,7 +423,7 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
 
 def _runtime_env(plan: StartPlan) -> dict[str, Any]:
     runtime_env = dict(plan.process.options.get("runtime_env") or {})
-    early = {key: value for key, value in plan.environment.items() if key.startswith(_BEFORE_START)}
+    early = {key: value for key, value in plan.environment.items() if before_start(key, value)}
     if early:
         runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **early}
     if plan.process.python is not None:

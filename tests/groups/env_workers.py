@@ -1,7 +1,13 @@
 """Workers of another Python environment, which alone has the module `only_there`."""
 
+import asyncio
+import contextlib
+import ctypes
 import os
 import sys
+import threading
+
+import ray
 
 import single_controller
 from single_controller import Dispatch, Worker, register
@@ -75,3 +81,21 @@ class Constructed(Worker):
     def __init__(self, python):
         super().__init__()
         self.python = python
+
+
+def stopped():
+    """What breakpoint() calls if PYTHONBREAKPOINT names it."""
+    return "stopped"
+
+
+class WithPythonVariables(InAnEnvironment):
+    @register(Dispatch.ONE_TO_ALL)
+    def effects(self):
+        with contextlib.closing(asyncio.new_event_loop()) as loop:
+            debug = loop.get_debug()
+        return ray.get_runtime_context().runtime_env, breakpoint(), debug, sys.dont_write_bytecode
+
+    @register(Dispatch.ONE_TO_ALL)
+    def crash(self):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        ctypes.string_at(0)

@@ -106,6 +106,31 @@ def test_devices_are_shared_ordered_and_reported():
     ]
 
 
+@clusters
+def test_worker_with_noset_sees_the_devices_of_its_node():
+    """Each time, the same with and without a runtime_env."""
+    out = run(
+        PREAMBLE
+        + """
+        name = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+        os.environ["CUDA_VISIBLE_DEVICES"] = "5,6,7"
+        ray.init("local", num_cpus=8, num_gpus=3, include_dashboard=False, log_to_driver=False)
+        with RayResourcePool([1]) as pool:
+            for value in ("1", "true", "0"):
+                by_ray = placed()
+                by_ray.update_options({"runtime_env": {"env_vars": {name: value}}})
+                for made, given in ((by_ray, {}), (placed(), {name: value})):
+                    with RayWorkerGroup(pool, made, worker_env=given) as group:
+                        (where,) = group.where()
+                        print(">", value, where["visible"], where["gpus"], group.said()[0]["devices"], group.index()[0])
+            with RayWorkerGroup(pool, placed(), worker_env={name: "1", "CUDA_VISIBLE_DEVICES": "7,5"}) as group:
+                print(">", group.where()[0]["visible"])
+    """
+    )
+    shown = [*["1 5,6,7 ['5'] ('5',) 0"] * 2, *["true 5,6,7 ['5'] ('5',) 0"] * 2, *["0 5 ['5'] ('5',) 0"] * 2, "7,5"]
+    assert out == [f"> {line}" for line in shown]
+
+
 CLUSTER = (
     PREAMBLE
     + """

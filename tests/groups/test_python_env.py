@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from env_workers import ONLY_THERE, Constructed, InAnEnvironment, InTheDriversEnvironment
+from env_workers import ONLY_THERE, Constructed, InAnEnvironment, InTheDriversEnvironment, WithPythonVariables
 
 import single_controller
 from single_controller import (
@@ -24,6 +24,7 @@ from single_controller import (
     RayWorkerGroup,
     ResultError,
     StartError,
+    WorkerDiedError,
     WorkerError,
     attach,
     colocate,
@@ -387,6 +388,22 @@ def test_pythonpath_of_worker_env(pool, python, tmp_path):
     path = f"{tmp_path}:${{PYTHONPATH}}"
     with RayWorkerGroup(pool[:1], made, worker_env={"PYTHONPATH": path}) as group:
         assert group.child("import of_worker_env, workers.rollout; print('found')") == ["found"]
+
+
+def test_python_variables_without_a_runtime_env(pool):
+    """Python reads these when it starts, but a runtime_env is not needed for them."""
+    switches = dict.fromkeys(("PYTHONASYNCIODEBUG", "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER"), "1")
+    given = {"PYTHONBREAKPOINT": "env_workers.stopped", "PYTHONUNBUFFERED": "1", **switches}
+    made = RayClassWithInitArgs(WithPythonVariables)
+    with RayWorkerGroup(pool[:1], made, worker_env=given) as group:
+        assert group.effects() == [({}, "stopped", True, True)]
+        child = "import faulthandler, sys; print(breakpoint(), sys.dont_write_bytecode, faulthandler.is_enabled())"
+        assert group.child(child) == ["stopped True True"]
+        pid = group.where()[0]["pid"]
+        with pytest.raises(WorkerDiedError):
+            group.crash()
+    (log,) = Path(ray._private.worker._global_node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
+    assert log.read_text().count("(most recent call first)") > 1  # without the variable, one thread: Ray's choice
 
 
 @more_starts

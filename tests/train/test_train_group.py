@@ -182,7 +182,12 @@ def test_place_with_separate_and_colocated_roles(ray_cluster):
 def test_worker_environment(slots, monkeypatch):
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     args = {"train_env_vars": {"MINE": "1", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}}
-    names = ("NCCL_CUMEM_ENABLE", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "MINE", NOSET[0])
+    names = (
+        "NCCL_CUMEM_ENABLE",
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+        "MINE",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    )
     with group_of(args, 1, slots) as group:
         found = group.worker_group.variables(*names)[0]
         assert [found[name][0] for name in names] == ["0", "0", "1", "1"]
@@ -214,7 +219,6 @@ def test_environment_by_role_and_machine(monkeypatch, tmp_path):
     library.touch()
     found = train_environment(read_args(megatron), use_gpu=True)
     assert found.process == {
-        **dict.fromkeys(NOSET, "1"),
         "LD_PRELOAD": str(library),
         "TMS_INIT_ENABLE": "1",
         "TMS_INIT_ENABLE_CPU_BACKUP": "1",
@@ -259,7 +263,7 @@ def test_logical_gpus_shares_and_initial_environment():
     assert [line for line in done.stdout.splitlines() if line.startswith("> ")] == [
         "> [['0'], ['1']] [['0'], ['1']] [0.4, 0.4]",
         "> [['0'], ['1']] [['0'], ['1']] [0.4, 0.4]",
-        "> {'LD_PRELOAD': ('libm.so.6', True), 'RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES': ('1', True), "
+        "> {'LD_PRELOAD': ('libm.so.6', True), 'RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES': ('1', False), "
         "'LATER': ('1', False), 'CUDA_VISIBLE_DEVICES': (None, False)}",
         "> True {'CPU': 1.0, 'GPU': 1.0}",
     ]

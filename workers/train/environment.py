@@ -9,26 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from single_controller.ray.devices import NOSET
 from workers.train.args import TrainArgsError
 
-NOSET = tuple(
-    f"RAY_EXPERIMENTAL_NOSET_{variable}"
-    for variable in (
-        "ASCEND_RT_VISIBLE_DEVICES",
-        "CUDA_VISIBLE_DEVICES",
-        "HABANA_VISIBLE_MODULES",
-        "HIP_VISIBLE_DEVICES",
-        "NEURON_RT_VISIBLE_CORES",
-        "ONEAPI_DEVICE_SELECTOR",
-        "ROCR_VISIBLE_DEVICES",
-        "TPU_VISIBLE_CHIPS",
-        "ZE_AFFINITY_MASK",
-    )
-)
-"""With these, Ray does not restrict the visible devices, so the processes of a node see each other's devices and can
-exchange weights without the host. `workers.device` finds the process's own device."""
-
-BEFORE_START = frozenset({*NOSET, "LD_PRELOAD", "LD_LIBRARY_PATH", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})
+BEFORE_START = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})
 """Variables that take effect only if they are set when the process starts."""
 
 
@@ -58,6 +42,8 @@ def train_environment(args: Any, use_gpu: bool) -> TrainEnvironment:
     variables = {
         "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"),
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+        # The processes of a node see each other's devices, and can exchange weights without the host. `workers.device`
+        # finds the process's own device.
         **dict.fromkeys(NOSET, "1"),
     }
     # Other processes cannot open memory that torch_memory_saver manages.
