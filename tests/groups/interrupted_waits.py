@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 
+from single_controller.base.group import WorkerGroup
 from single_controller.base.monitor import Monitor
 
 
@@ -21,8 +22,8 @@ class Interrupts:
 
     def _handle(self, _, frame):
         while self._armed and frame is not None:
-            # Elsewhere, an interrupt breaks the group: some ranks may have been sent the call.
-            if frame.f_code is Monitor.wait.__code__:
+            # While a call is being sent, it breaks the group. Before, while the layout is asked for, nothing is sent.
+            if frame.f_code is Monitor.wait.__code__ and frame.f_back.f_code is WorkerGroup._invoke.__code__:
                 self._armed = False
                 raise KeyboardInterrupt
             frame = frame.f_back

@@ -83,10 +83,12 @@ class Sender:
         seed: of the random choices.
         lost: references to objects that are lost.
         interrupts: raises KeyboardInterrupt in waits, only for the main thread.
+        references: whether to wait for references of Ray too, which the group does not end when it breaks.
     """
 
-    def __init__(self, group, name, seed, lost=(), interrupts=None):
+    def __init__(self, group, name, seed, lost=(), interrupts=None, references=True):
         self.group, self.name, self.lost, self.interrupts = group, name, lost, interrupts
+        self.references = references
         self.size = group.world_size
         self.rng = random.Random(f"{seed} {name}")
         self.number = 0
@@ -396,9 +398,9 @@ class Sender:
     def step(self):
         """Make a random call."""
         kind = self.rng.random()
-        if kind < 0.12:
+        if kind < 0.12 and self.references:
             return self.handle()
-        if kind < 0.17:
+        if kind < 0.17 and self.references:
             return self.execute()
         name = self.rng.choices(list(REQUESTS), list(REQUESTS.values()))[0]
         request = self.request(name)
