@@ -14,6 +14,7 @@ from statistics import median
 DEFAULT = 30
 
 BUDGETS: dict[str, int] = {
+    "tests/groups/test_call_order.py": 50,
     "tests/groups/test_calls.py": 50,
     "tests/groups/test_detached.py": 110,
     "tests/groups/test_failure.py": 130,
@@ -24,6 +25,7 @@ BUDGETS: dict[str, int] = {
     "tests/groups/test_other_clusters.py": 330,
     "tests/groups/test_pools.py": 90,
     "tests/groups/test_python_env.py": 40,
+    "tests/groups/test_random_calls.py": 100,
     "tests/groups/test_supervision.py": 100,
     "tests/groups/test_verl_calls.py": 120,
     "tests/hosts/test_hosts.py": 90,
