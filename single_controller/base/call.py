@@ -15,8 +15,8 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
    and must not acquire ``sending``.
 4. ``Monitor._changed`` protects the set of watched calls.
 5. Leaves: ``RayEngine._probing``, ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes,
-   ``LocalRank._lock``, ``LocalResults._lock`` and ``Lane._changing``. ``Lane._leading`` is only ever acquired without
-   waiting, with none of these locks but ``sending`` held, and ``Lane._changing`` is acquired under it.
+   ``LocalRank._lock``, ``LocalResults._lock``, ``Peer._noting`` and ``Lane._changing``. ``Lane._leading`` is only ever
+   acquired without waiting, with none of these locks but ``sending`` held, and ``Lane._changing`` is acquired under it.
 
 Outside this list: ``RewardRunner._turn`` comes before all of it, because a reward function may call groups.
 No thread ever waits for ``_brief_wait`` of `single_controller.base.future`.

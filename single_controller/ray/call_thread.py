@@ -7,7 +7,6 @@ other. Calls of methods with ``concurrent=True`` do not come here.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import socket
@@ -32,12 +31,15 @@ _thread = threading.local()
 
 
 class _Job:
-    """What Ray's thread has handed over."""
+    """What Ray's thread has handed over, and waits for."""
+
+    __slots__ = ("after", "cancelled", "error", "run", "running", "value")
 
     def __init__(self, run: Callable[[], Any], after: int) -> None:
         self.run = run
         self.after = after
-        self.done = threading.Event()
+        self.running = threading.Lock()  # not an Event, which would cost as much as the rest
+        self.running.acquire()
         self.cancelled = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -66,7 +68,6 @@ class CallThread:
         self._jobs = deque[_Job]()
         self._poll = select.poll()  # selectors would take as long as the rest of a small call
         self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
         self._poll.register(self._woken, select.POLLIN)
         self._connection: Connection | None = None
         self._handshake: Handshake | None = None
@@ -86,7 +87,7 @@ class CallThread:
         self._jobs.append(job)
         self._wake.send(b"\0")
         try:
-            while not job.done.wait(LOOK_SECONDS):
+            while not job.running.acquire(timeout=LOOK_SECONDS):
                 job.cancelled = job.cancelled or self._is_cancelled()
                 if self._ended is not None:
                     raise self._ended
@@ -151,14 +152,13 @@ class CallThread:
             job.error = error
         finally:
             _thread.job = None
-            job.done.set()
+            job.running.release()
 
     def _take_what_arrives(self) -> None:
         connection, handshake = self._connection, self._handshake
         for file, _ in self._poll.poll():
             if connection is None or handshake is None or file != connection.sock.fileno():
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
+                self._woken.recv(4096)
                 continue
             try:
                 messages, connection.read = connection.receive()

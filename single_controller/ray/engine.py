@@ -253,7 +253,7 @@ class RayEngine(Engine):
                 sent, values[rank] = sent
             tokens[sent] = rank
             if self.peers and not concurrent:
-                self.peers[rank].through_ray[sent.binary()] = None
+                self.peers[rank].sent_through_ray(sent.binary())
         if not future:
             return Sent(tokens, None, nbytes, waiting)
         refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}

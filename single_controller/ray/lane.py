@@ -33,7 +33,7 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -216,8 +216,9 @@ class Peer:
         sent: number of the last call that was sent on the connection.
         waiting: number -> token, of the calls that have not ended.
         through_ray: the messages that were sent through Ray, in order, without those that are known to have ended. A
-            call that takes the lane meanwhile would overtake them. Its values are not used. Each operation on a dict
-            is atomic, so there is no lock.
+            call that takes the lane meanwhile would overtake them. Its values are not used.
+
+    Lock: ``_noting`` protects ``through_ray``, to which any thread may add. It is a leaf.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -225,25 +226,30 @@ class Peer:
         self.connection: Connection | None = None
         self.sent = 0
         self.waiting: dict[int, LaneToken] = {}
-        self.through_ray: dict[object, None] = {}
+        self.through_ray: OrderedDict[object, None] = OrderedDict()
+        self._noting = threading.Lock()
 
     def last_unanswered(self) -> int:
         """Number of the last call, if calls have not ended, and otherwise 0."""
         return self.sent if any(token.reply is None for token in list(self.waiting.values())) else 0
 
+    def sent_through_ray(self, message: object) -> None:
+        """Note a message."""
+        with self._noting:
+            self.through_ray[message] = None
+
     def sent_directly(self) -> int:
         """Note a direct call, of whose end nobody tells the group. Returns `last_unanswered`."""
-        self.through_ray[object()] = None
+        self.sent_through_ray(object())
         return self.last_unanswered()
 
     def ended_through_ray(self, message: object, *, ran: bool) -> None:
         """Note the end of a message. If the rank ``ran`` it, all earlier ones have ended too."""
-        if message in self.through_ray:
-            for earlier in list(self.through_ray) if ran else ():
-                if earlier == message:
-                    break
-                self.through_ray.pop(earlier, None)
-            self.through_ray.pop(message, None)
+        with self._noting:
+            if message in self.through_ray:
+                while ran and next(iter(self.through_ray)) != message:
+                    self.through_ray.popitem(last=False)
+                del self.through_ray[message]
 
 
 class Lane:
