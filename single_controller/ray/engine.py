@@ -178,8 +178,11 @@ class RayEngine(Engine):
     @property
     def connected(self) -> bool:
         """See `Engine.connected`."""
-        # Ray makes another object each time that this process connects.
-        return os.getpid() == self._pid and getattr(self._ray, "core_worker", None) is self._connection
+        # Ray makes another core worker each time that this process connects, and drops it after it has disconnected.
+        worker = self._ray
+        return (
+            worker.connected and getattr(worker, "core_worker", None) is self._connection and os.getpid() == self._pid
+        )
 
     def host(self, rank: int) -> str:
         """The node's name and address."""
@@ -289,6 +292,8 @@ class RayEngine(Engine):
         if kept:
             found = self._collect_refs({ref: on_lane[token] for ref, token in kept.items()}, end - time.monotonic())
             arrived |= {kept[ref]: result for ref, result in found.items()}
+        if not self.connected:  # Ray was shut down, and asking it would start another one
+            return arrived
         lost = {rank: token for token, rank in on_lane.items() if token.lost is not None and token.reply is None}
         late = {rank for token, rank in on_lane.items() if token.reply is None and token.lost is None}
         reasons: dict[int, str | None] = dict(self.deaths()) if late else {}
