@@ -141,3 +141,31 @@ def test_one_thread_runs_all_ordinary_calls(ray_cluster, lane):
         ((constructor, now, main),) = threads
         assert constructor == now != asynchronous[rank]
         assert main is not lane
+
+
+def test_direct_calls_that_another_thread_sends_at_the_same_time(log, monkeypatch):
+    """Ray takes them behind a future of the group, before the group has noted the future."""
+    method = log._ray._method
+
+    def send_directly():
+        for seconds in (0.3, 0.0):
+            log.workers[0].note.remote("direct", seconds)
+
+    class Sending:
+        def __init__(self, rank, *args, **options):
+            self.rank, self.method = rank, method(rank, *args, **options)
+
+        def remote(self, *args, **options):
+            sent = self.method.remote(*args, **options)
+            if self.rank == 0:
+                thread = threading.Thread(target=send_directly)
+                thread.start()
+                thread.join()
+            return sent
+
+    monkeypatch.setattr(log._ray, "_method", Sending)
+    future = log.note.remote("future")
+    monkeypatch.undo()
+    future.result(timeout=30)
+    log.note("small")
+    assert log.new() == [["future", "direct", "direct", "small"], ["future", "small"]]
