@@ -1,6 +1,7 @@
 """Calls on one rank run in the order in which they were sent, whichever way each of them goes. All of a rank's ordinary
 calls run on one thread."""
 
+import socket
 import threading
 import time
 
@@ -76,9 +77,8 @@ def test_small_call_after_an_async_one(log):
     assert log.new() == [["async", "small", "async 2", "small 2"]] * 2
 
 
-@pytest.mark.parametrize("how", ["direct", "future", "small", "large"])
-def test_call_after_interrupted_ones(log, how):
-    """The first of them runs on the ranks, the second has not begun."""
+def interrupt_two(log):
+    """The first of two interrupted calls runs on the ranks, the second has not begun."""
     interrupts = Interrupts()
     try:
         for what, seconds in (("running", 0.4), ("queued", 0.0)):
@@ -86,6 +86,11 @@ def test_call_after_interrupted_ones(log, how):
                 log.note(what, seconds)
     finally:
         interrupts.close()
+
+
+@pytest.mark.parametrize("how", ["direct", "future", "small", "large"])
+def test_call_after_interrupted_ones(log, how):
+    interrupt_two(log)
     if how == "direct":
         ray.get([worker.note.remote("next") for worker in log.workers], timeout=30)
     elif how == "future":
@@ -169,3 +174,15 @@ def test_direct_calls_that_another_thread_sends_at_the_same_time(log, monkeypatc
     future.result(timeout=30)
     log.note("small")
     assert log.new() == [["future", "direct", "direct", "small"], ["future", "small"]]
+
+
+def test_call_after_the_connections_were_lost(ray_cluster, lane):
+    with RayResourcePool([2], use_gpu=False) as pool, start(pool, Log, lane) as log:
+        interrupt_two(log)
+        for peer in log._ray.peers:
+            peer.connection.sock.shutdown(socket.SHUT_RDWR)
+        end = time.monotonic() + 20
+        while any(peer.connection is not None for peer in log._ray.peers) and time.monotonic() < end:
+            time.sleep(0.02)  # until the monitor has found that they are
+        log.note("next")
+        assert log.read() == [["running", "queued", "next"]] * 2
