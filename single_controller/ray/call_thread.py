@@ -124,11 +124,15 @@ class CallThread:
 
     def _serve(self) -> None:
         while self._ended is None:
-            if self._jobs and (self._connection is None or self._jobs[0].after <= self._last):
-                self._run_job(self._jobs.popleft())
-                continue
+            if self._jobs:
+                # A driver that has lost the connection does not say which of the calls on it are unanswered. They come
+                # first: a call takes the lane only when all earlier ones through Ray have ended.
+                self._take_what_arrives(0)
             if not self._calls:
-                self._take_what_arrives()
+                if self._jobs and (self._connection is None or self._jobs[0].after <= self._last):
+                    self._run_job(self._jobs.popleft())
+                else:
+                    self._take_what_arrives(None)
                 continue
             number, message = self._calls.popleft()
             try:
@@ -154,9 +158,9 @@ class CallThread:
             _thread.job = None
             job.running.release()
 
-    def _take_what_arrives(self) -> None:
+    def _take_what_arrives(self, milliseconds: int | None) -> None:
         connection, handshake = self._connection, self._handshake
-        for file, _ in self._poll.poll():
+        for file, _ in self._poll.poll(milliseconds):
             if connection is None or handshake is None or file != connection.sock.fileno():
                 self._woken.recv(4096)
                 continue

@@ -160,7 +160,7 @@ class RayEngine(Engine):
         self.lane = lane
         self.peers = [] if lane is None else lane.peers([rank.actor._actor_id.binary() for rank in self.ranks])
         for rank, peer in zip(self.ranks, self.peers, strict=bool(self.peers)):
-            note_calls(rank.actor, peer.sent_directly)
+            note_calls(rank.actor, peer.sending_directly)
         self.world_size = len(self.ranks)
         self._pool = pool
         self._pid = os.getpid()
@@ -243,7 +243,9 @@ class RayEngine(Engine):
             plain = not nbytes[rank] and rank in collecting and not concurrent
             try:
                 method = self._method(rank, spec, kept=kept)
-                after = 0 if concurrent or not self.peers else self.peers[rank].last_unanswered()
+                after, place = 0, 0
+                if self.peers and not concurrent:
+                    after, place = self.peers[rank].last_unanswered(), next(self.peers[rank].numbers)
                 sent = method.remote(*(() if plain else (message, *beside)), **({"after": after} if after else {}))
             except Exception as error:
                 self.withdraw([waiting] if waiting is not None else [])
@@ -256,7 +258,7 @@ class RayEngine(Engine):
                 sent, values[rank] = sent
             tokens[sent] = rank
             if self.peers and not concurrent:
-                self.peers[rank].sent_through_ray(sent.binary())
+                self.peers[rank].sent_through_ray(sent.binary(), place)
         if not future:
             return Sent(tokens, None, nbytes, waiting)
         refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}

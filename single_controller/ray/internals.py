@@ -39,6 +39,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import ray
@@ -313,21 +314,22 @@ AFTER = "_sc_after"
 """Keyword argument that `note_calls` adds: number of the call on the lane behind which a direct call is to run."""
 
 
-def note_calls(actor: Any, sent: Callable[[], int]) -> None:
-    """Have a function called before each direct call, ``actor.m.remote()``, through this handle.
+def note_calls(actor: Any, sending: Callable[[], AbstractContextManager[int]]) -> None:
+    """Have each direct call, ``actor.m.remote()``, through this handle sent inside a context.
 
     Args:
         actor: the handle.
-        sent: called before the call is sent, in any thread. Returns the value of `AFTER`; 0 to send none.
+        sending: the context, entered in any thread. Gives the value of `AFTER`; 0 to send none.
     """
     call = type(actor)._actor_method_call
 
     def noted(method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        if not method_name.startswith("_sc_"):
-            after = sent()
+        if method_name.startswith("_sc_"):
+            return call(weak(), method_name, args, kwargs, **options)
+        with sending() as after:
             if after and not method_name.startswith("__ray"):
                 kwargs = {**(kwargs or {}), AFTER: after}
-        return call(weak(), method_name, args, kwargs, **options)
+            return call(weak(), method_name, args, kwargs, **options)
 
     weak = weakref.ref(actor)
     actor._actor_method_call = noted

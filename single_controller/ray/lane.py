@@ -23,6 +23,7 @@ protects the connections and numbers of the peers, and what was not sent yet.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -215,8 +216,11 @@ class Peer:
         connection: None if it has none, or it was lost.
         sent: number of the last call that was sent on the connection.
         waiting: number -> token, of the calls that have not ended.
-        through_ray: the messages that were sent through Ray, in order, without those that are known to have ended. A
-            call that takes the lane meanwhile would overtake them. Its values are not used.
+        through_ray: the messages that were sent through Ray, without those that are known to have ended, and a number
+            for each: if one has ended, those with a lower number have too. A call that takes the lane meanwhile would
+            overtake them.
+        numbers: draws these numbers: for a call of the group before it is sent, for a direct call afterwards. Two
+            threads may send one of each at once, so nobody knows which of them Ray takes first.
 
     Lock: ``_noting`` protects ``through_ray``, to which any thread may add. It is a leaf.
     """
@@ -226,30 +230,36 @@ class Peer:
         self.connection: Connection | None = None
         self.sent = 0
         self.waiting: dict[int, LaneToken] = {}
-        self.through_ray: OrderedDict[object, None] = OrderedDict()
+        self.through_ray: OrderedDict[object, int] = OrderedDict()
+        self.numbers = itertools.count()
         self._noting = threading.Lock()
 
     def last_unanswered(self) -> int:
         """Number of the last call, if calls have not ended, and otherwise 0."""
         return self.sent if any(token.reply is None for token in list(self.waiting.values())) else 0
 
-    def sent_through_ray(self, message: object) -> None:
+    def sent_through_ray(self, message: object, number: int) -> None:
         """Note a message."""
         with self._noting:
-            self.through_ray[message] = None
+            self.through_ray[message] = number
 
-    def sent_directly(self) -> int:
-        """Note a direct call, of whose end nobody tells the group. Returns `last_unanswered`."""
-        self.sent_through_ray(object())
-        return self.last_unanswered()
+    @contextmanager
+    def sending_directly(self) -> Iterator[int]:
+        """Note a direct call, which is sent inside. Nobody tells the group of its end. Gives `last_unanswered`."""
+        message = object()
+        self.sent_through_ray(message, next(self.numbers))
+        try:
+            yield self.last_unanswered()
+        finally:
+            self.sent_through_ray(message, next(self.numbers))
 
     def ended_through_ray(self, message: object, *, ran: bool) -> None:
         """Note the end of a message. If the rank ``ran`` it, all earlier ones have ended too."""
         with self._noting:
-            if message in self.through_ray:
-                while ran and next(iter(self.through_ray)) != message:
+            ended = self.through_ray.pop(message, None)
+            if ran and ended is not None:
+                while self.through_ray and next(iter(self.through_ray.values())) < ended:
                     self.through_ray.popitem(last=False)
-                del self.through_ray[message]
 
 
 class Lane:

@@ -1,6 +1,7 @@
 """Calls on one rank run in the order in which they were sent, whichever way each of them goes. All of a rank's ordinary
 calls run on one thread."""
 
+import socket
 import threading
 import time
 
@@ -76,15 +77,20 @@ def test_small_call_after_an_async_one(log):
     assert log.new() == [["async", "small", "async 2", "small 2"]] * 2
 
 
-@pytest.mark.parametrize("how", ["direct", "future", "small", "large"])
-def test_call_after_an_interrupted_one(log, how):
+def interrupt_two(log):
+    """The first of two interrupted calls runs on the ranks, the second has not begun."""
     interrupts = Interrupts()
     try:
-        with pytest.raises(KeyboardInterrupt), interrupts.after(0.05):
-            log.note("interrupted", 0.4)
+        for what, seconds in (("running", 0.4), ("queued", 0.0)):
+            with pytest.raises(KeyboardInterrupt), interrupts.after(0.05):
+                log.note(what, seconds)
     finally:
         interrupts.close()
-    begun = time.monotonic()
+
+
+@pytest.mark.parametrize("how", ["direct", "future", "small", "large"])
+def test_call_after_interrupted_ones(log, how):
+    interrupt_two(log)
     if how == "direct":
         ray.get([worker.note.remote("next") for worker in log.workers], timeout=30)
     elif how == "future":
@@ -92,10 +98,9 @@ def test_call_after_an_interrupted_one(log, how):
     elif how == "small":
         log.note("next")
     else:
-        log.note.remote("next" + "x" * 200_000).result(timeout=30)
-    assert time.monotonic() - begun > 0.1, "the next call did not wait for the interrupted one"
-    assert [[entry[:20] for entry in entries] for entries in log.new()] == [
-        ["interrupted", "next" + "x" * 16 * (how == "large")]
+        log.note("next" + "x" * 200_000)
+    assert [[entry[:7] for entry in entries] for entries in log.new()] == [
+        ["running", "queued", "next" + "xxx" * (how == "large")]
     ] * 2
     assert log.broken is None
 
@@ -141,3 +146,43 @@ def test_one_thread_runs_all_ordinary_calls(ray_cluster, lane):
         ((constructor, now, main),) = threads
         assert constructor == now != asynchronous[rank]
         assert main is not lane
+
+
+def test_direct_calls_that_another_thread_sends_at_the_same_time(log, monkeypatch):
+    """Ray takes them behind a future of the group, before the group has noted the future."""
+    method = log._ray._method
+
+    def send_directly():
+        for seconds in (0.3, 0.0):
+            log.workers[0].note.remote("direct", seconds)
+
+    class Sending:
+        def __init__(self, rank, *args, **options):
+            self.rank, self.method = rank, method(rank, *args, **options)
+
+        def remote(self, *args, **options):
+            sent = self.method.remote(*args, **options)
+            if self.rank == 0:
+                thread = threading.Thread(target=send_directly)
+                thread.start()
+                thread.join()
+            return sent
+
+    monkeypatch.setattr(log._ray, "_method", Sending)
+    future = log.note.remote("future")
+    monkeypatch.undo()
+    future.result(timeout=30)
+    log.note("small")
+    assert log.new() == [["future", "direct", "direct", "small"], ["future", "small"]]
+
+
+def test_call_after_the_connections_were_lost(ray_cluster, lane):
+    with RayResourcePool([2], use_gpu=False) as pool, start(pool, Log, lane) as log:
+        interrupt_two(log)
+        for peer in log._ray.peers:
+            peer.connection.sock.shutdown(socket.SHUT_RDWR)
+        end = time.monotonic() + 20
+        while any(peer.connection is not None for peer in log._ray.peers) and time.monotonic() < end:
+            time.sleep(0.02)  # until the monitor has found that they are
+        log.note("next")
+        assert log.read() == [["running", "queued", "next"]] * 2

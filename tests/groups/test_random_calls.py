@@ -6,6 +6,7 @@ A failure shows the seed. RANDOM_CALLS_SEED=... repeats the choices, though not 
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -49,6 +50,15 @@ def interrupts():
     made = Interrupts()
     yield made
     made.close()
+
+
+@pytest.fixture
+def frequent_switches():
+    """Threads alternate fifty times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
 
 
 def in_threads(functions):
@@ -95,6 +105,7 @@ def make_calls(group, count, senders, seed):
 @on_lane_and_without
 @pytest.mark.parametrize(("ranks", "threads"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.timeout(400 if depth.full else 120)
+@pytest.mark.usefixtures("frequent_switches")
 def test_results_and_order(ray_cluster, lost, interrupts, ranks, threads, lane):
     count = 6700 if depth.full else 250
     seed = new_seed()
