@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from single_controller.ray.lane import Connection
+from single_controller.ray.lane import LOST, Connection
 from single_controller.ray.lane_handshake import Handshake, HandshakeError, LaneAddress
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class CallThread:
 
         Args:
             function: what to run. What it raises is raised here.
-            after: number of the call from the lane that comes before it; 0 for none.
+            after: number of the call from the lane that comes before it; 0 for none; or `LOST`.
         """
         job = _Job(function, after)
         self._jobs.append(job)
@@ -105,8 +105,7 @@ class CallThread:
             address: where the driver listens.
             key: Ray's id of this actor.
         """
-        self._drop()
-        self._calls.clear()  # the driver has given them up
+        self._give_up()
         self._last = 0
         try:
             sock = socket.create_connection(address[:2], DIAL_SECONDS)
@@ -125,8 +124,8 @@ class CallThread:
     def _serve(self) -> None:
         while self._ended is None:
             if self._jobs:
-                # A driver that has lost the connection does not say which of the calls on it are unanswered. They come
-                # first: a call takes the lane only when all earlier ones through Ray have ended.
+                # Calls on the lane that are here come first: a call takes the lane only when all earlier ones through
+                # Ray have ended. A driver that has lost the connection no longer knows which calls are unanswered.
                 self._take_what_arrives(0)
             if not self._calls:
                 if self._jobs and (self._connection is None or self._jobs[0].after <= self._last):
@@ -149,6 +148,8 @@ class CallThread:
             self._last = number
 
     def _run_job(self, job: _Job) -> None:
+        if job.after == LOST:
+            self._give_up()
         _thread.job = job
         try:
             job.value = job.run()
@@ -173,6 +174,11 @@ class CallThread:
                         connection.send(0, response)
             except (OSError, HandshakeError) as error:
                 self._drop(error)
+
+    def _give_up(self) -> None:
+        """Close the connection, and forget the calls that have arrived: the driver has given them up."""
+        self._drop()
+        self._calls.clear()
 
     def _drop(self, error: Exception | None = None) -> None:
         """Close the connection. Calls that have arrived are still run: the driver does not know that they are not."""

@@ -52,6 +52,10 @@ ACCEPT_SECONDS = 5.0
 MAX_STRANGERS = 64
 """Connections, beyond those that are expected, that may be open before they have shown that they know the token."""
 
+LOST = -1
+"""Stands for the number of a call, in a message through Ray: the driver has lost the connection, and given up all calls
+on it. Those that have not begun must not run after this message."""
+
 MAX_MESSAGE_BYTES = 1 << 20
 """More than any message has: see `single_controller.base.result.MAX_INLINE_BYTES`."""
 
@@ -59,6 +63,7 @@ _HEADER = struct.Struct("<IQ")
 """What each message begins with: the number of bytes that follow, and the number of the call."""
 
 _READ_SIZES = (1 << 16,)
+_NOT_BLOCKING, _ACQUIRED = (False,), [True]
 
 # A connection outlives an outage that Ray outlives, whose health checks take up to 65 s by default.
 _SILENCE_SECONDS = 120
@@ -235,7 +240,9 @@ class Peer:
         self._noting = threading.Lock()
 
     def last_unanswered(self) -> int:
-        """Number of the last call, if calls have not ended, and otherwise 0."""
+        """Number of the last call, if calls have not ended, and otherwise 0. `LOST` if the connection was lost."""
+        if self.connection is None and self.sent:
+            return LOST
         return self.sent if any(token.reply is None for token in list(self.waiting.values())) else 0
 
     def sent_through_ray(self, message: object, number: int) -> None:
@@ -276,6 +283,7 @@ class Lane:
         self._leading = threading.Lock()
         self._changing = threading.RLock()  # reentrant: sending may find that a connection is lost
         self._followers: dict[LaneCall, None] = {}
+        self._unfinished = False  # whether a leader was interrupted, and may have read what it has not given out
         self._token = secrets.token_bytes(32)
         self._listener: socket.socket | None = None
 
@@ -422,12 +430,15 @@ class Lane:
             looked = False
             while (left > 0 or not looked) and any(token.reply is None and token.lost is None for token in tokens):
                 looked = True
-                if self._leading.acquire(blocking=False):
-                    try:
+                leads: list[bool] = []
+                try:
+                    leads.extend(map(self._leading.acquire, _NOT_BLOCKING))  # one step: see `Connection.receive`
+                    if leads[0]:
                         self._take_what_arrives(max(left, 0.0))
-                    finally:
+                finally:
+                    if leads == _ACQUIRED:
                         self._leading.release()
-                elif left > 0:
+                if not leads[0] and left > 0:
                     with contextlib.suppress(queue.Empty):
                         call.bell.get(timeout=left)
                 left = end - time.monotonic()
@@ -449,10 +460,13 @@ class Lane:
         Wherever a KeyboardInterrupt comes in here, the next leader does the rest. To give a token the same reply again
         changes nothing, and taking the messages from the connection is one assignment.
         """
-        for key, events in self._selector.select(timeout):
-            peer: Peer = key.data
-            connection = peer.connection
-            if connection is None or connection.sock is not key.fileobj:
+        if self._unfinished:  # a connection from which everything was read is not ready
+            ready = [(peer, peer.connection, selectors.EVENT_READ) for peer in list(self._peers.values())]
+        else:
+            ready = [(key.data, key.data.connection, events) for key, events in self._selector.select(timeout)]
+        self._unfinished = True
+        for peer, connection, events in ready:
+            if connection is None:
                 continue  # lost meanwhile
             try:
                 if events & selectors.EVENT_WRITE:
@@ -472,6 +486,7 @@ class Lane:
                 self._lose(peer, f"a reply has come to call {error}, which was not sent")
             except OSError as error:
                 self._lose(peer, str(error))
+        self._unfinished = False
 
     def _flush(self, peer: Peer, connection: Connection) -> None:
         with self._changing:
