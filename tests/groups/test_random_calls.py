@@ -29,7 +29,8 @@ from single_controller import (
 TOLD = 5.0
 """Seconds within which every sender must be told that a rank has died."""
 
-on_lane_and_without = pytest.mark.parametrize("lane", [True, False], ids=["lane", "no-lane"])
+LANES = {"lane": True, "no-lane": False} if depth.full else {"lane": True}
+on_lane_and_without = pytest.mark.parametrize("lane", LANES.values(), ids=LANES)
 
 
 def start(pool, cls, lane, **options):
