@@ -9,7 +9,7 @@ Order. Ray keeps the order of the messages that go through Ray, and TCP of those
 - A rank's connection is not used while messages through Ray may not have ended there (`Peer.through_ray`). Once Ray has
   delivered the result of one of them, all earlier ones have ended.
 - A message through Ray that is sent while calls on the lane are unanswered has the number of the last one
-  (`Peer.last_unanswered`), and the rank runs it after that.
+  (`Peer.last_unanswered`), and the rank runs it after that. Once the connection is lost, it has `LOST` instead.
 
 So neither side ever waits for a message of which nobody knows whether it comes.
 

@@ -23,7 +23,7 @@ from lane_workers import OnLane
 from replace_workers import Lone
 from test_failure import in_fork, wait_until, within
 from test_lane_connections import Dialing, closed, header
-from test_random_calls import on_lane_and_without
+from test_random_calls import needs_lane, on_lane_and_without
 
 from single_controller import (
     RayClassWithInitArgs,
@@ -37,10 +37,7 @@ from single_controller import (
 )
 from single_controller.ray.lane import Lane, lane_enabled
 
-pytestmark = [
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(not lane_enabled(), reason="the lane is switched off by SINGLE_CONTROLLER_LANE"),
-]
+pytestmark = [pytest.mark.timeout(90), needs_lane]
 
 
 @pytest.fixture(scope="module")

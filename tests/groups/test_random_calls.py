@@ -24,11 +24,15 @@ from single_controller import (
     RayWorkerGroup,
     WorkerDiedError,
 )
+from single_controller.ray.lane import lane_enabled
 
 TOLD = 5.0
 """Seconds within which every sender must be told that a rank has died."""
 
-on_lane_and_without = pytest.mark.parametrize("lane", [True, False], ids=["lane", "no-lane"])
+needs_lane = pytest.mark.skipif(not lane_enabled(), reason="the lane is switched off by SINGLE_CONTROLLER_LANE")
+on_lane_and_without = pytest.mark.parametrize(
+    "lane", [pytest.param(True, marks=needs_lane, id="lane"), pytest.param(False, id="no-lane")]
+)
 
 
 def start(pool, cls, lane, **options):
