@@ -19,6 +19,7 @@ BUDGETS: dict[str, int] = {
     "tests/groups/test_detached.py": 110,
     "tests/groups/test_failure.py": 130,
     "tests/groups/test_futures.py": 120,
+    "tests/groups/test_lane.py": 80,
     "tests/groups/test_leaves_nothing.py": 60,
     "tests/groups/test_local.py": 30,
     "tests/groups/test_memory.py": 40,

@@ -176,7 +176,7 @@ class CallThread:
                 self._drop(error)
 
     def _give_up(self) -> None:
-        """Close the connection, and forget the calls that have arrived: the driver has given them up."""
+        """Close the connection, so that nothing arrives on it any more: the driver has given up what was to come."""
         self._drop()
         self._calls.clear()
 

@@ -9,7 +9,7 @@ Order. Ray keeps the order of the messages that go through Ray, and TCP of those
 - A rank's connection is not used while messages through Ray may not have ended there (`Peer.through_ray`). Once Ray has
   delivered the result of one of them, all earlier ones have ended.
 - A message through Ray that is sent while calls on the lane are unanswered has the number of the last one
-  (`Peer.last_unanswered`), and the rank runs it after that.
+  (`Peer.last_unanswered`), and the rank runs it after that. Once the connection is lost, it has `LOST` instead.
 
 So neither side ever waits for a message of which nobody knows whether it comes.
 
@@ -49,12 +49,12 @@ VARIABLE = "SINGLE_CONTROLLER_LANE"
 ACCEPT_SECONDS = 5.0
 """How long ranks that have started may take to connect."""
 
-MAX_STRANGERS = 64
-"""Connections, beyond those that are expected, that may be open before they have shown that they know the token."""
+MAX_STRANGERS = 512
+"""Connections, beyond those that are expected, that may be open before they have shown that they know the token. With
+more, the oldest is closed: a rank shows it at once."""
 
 LOST = -1
-"""Stands for the number of a call, in a message through Ray: the driver has lost the connection, and given up all calls
-on it. Those that have not begun must not run after this message."""
+"""Number in a message through Ray that tells the rank that the driver has given up all calls on the connection."""
 
 MAX_MESSAGE_BYTES = 1 << 20
 """More than any message has: see `single_controller.base.result.MAX_INLINE_BYTES`."""
@@ -62,8 +62,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 _HEADER = struct.Struct("<IQ")
 """What each message begins with: the number of bytes that follow, and the number of the call."""
 
-_READ_SIZES = (1 << 16,)
-_NOT_BLOCKING, _ACQUIRED = (False,), [True]
+_INCOMPLETE = "it did not complete the handshake"
 
 # A connection outlives an outage that Ray outlives, whose health checks take up to 65 s by default.
 _SILENCE_SECONDS = 120
@@ -140,7 +139,7 @@ class Connection:
         # that the handler of a signal raises, such as KeyboardInterrupt, comes before or after it.
         read = self.read
         try:  # noqa: SIM105  (`suppress` would take longer than the rest)
-            read.extend(map(self._recv, _READ_SIZES))
+            read.extend(map(self._recv, (1 << 16,)))
         except BlockingIOError:
             pass
         if read and not read[-1]:
@@ -240,10 +239,9 @@ class Peer:
         self._noting = threading.Lock()
 
     def last_unanswered(self) -> int:
-        """Number of the last call, if calls have not ended, and otherwise 0. `LOST` if the connection was lost."""
-        if self.connection is None and self.sent:
-            return LOST
-        return self.sent if any(token.reply is None for token in list(self.waiting.values())) else 0
+        """Number of the last call, if calls have not ended, and otherwise 0; `LOST` if the connection was lost."""
+        unanswered = any(token.reply is None for token in list(self.waiting.values()))
+        return LOST if self.connection is None and self.sent else self.sent if unanswered else 0
 
     def sent_through_ray(self, message: object, number: int) -> None:
         """Note a message."""
@@ -277,13 +275,12 @@ class Lane:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name, self._selector = name, selectors.DefaultSelector()
         self._peers: dict[bytes, Peer] = {}
-        self._selector = selectors.DefaultSelector()
         self._leading = threading.Lock()
         self._changing = threading.RLock()  # reentrant: sending may find that a connection is lost
         self._followers: dict[LaneCall, None] = {}
-        self._unfinished = False  # whether a leader was interrupted, and may have read what it has not given out
+        self._unfinished = False  # whether a leader was interrupted, and may not have given out what it has read
         self._token = secrets.token_bytes(32)
         self._listener: socket.socket | None = None
 
@@ -319,14 +316,13 @@ class Lane:
         if listener is None:
             return
         missing = {peer.key: peer for peer in expected}
-        refused: list[str] = []
-        end = time.monotonic() + seconds
+        refused, end = list[str](), time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             while missing and (left := end - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     if key.data is None:
-                        self._begin_handshake(listener, selector, self._token, len(missing) + MAX_STRANGERS)
+                        self._begin_handshake(listener, selector, self._token)
                         continue
                     connection, handshake = key.data
                     try:
@@ -337,12 +333,17 @@ class Lane:
                         refused.append(str(error))
                         selector.unregister(connection.sock)
                         connection.close()
-            for key in list(selector.get_map().values()):
-                if key.data is not None:
-                    refused.append("it did not complete the handshake")
-                    key.data[0].close()
+                if len(selector.get_map()) > 1 + len(missing) + MAX_STRANGERS:
+                    oldest = list(selector.get_map().values())[1]
+                    refused.append(_INCOMPLETE)
+                    selector.unregister(oldest.fileobj)
+                    oldest.data[0].close()
+            for key in list(selector.get_map().values())[1:]:
+                refused.append(_INCOMPLETE)
+                key.data[0].close()
         if refused:
-            logger.warning("%s: refused %d connections: %s", self._name, len(refused), "; ".join(sorted(set(refused))))
+            reasons = "; ".join(sorted(set(refused))[:4])
+            logger.warning("%s: refused %d connections: %s", self._name, len(refused), reasons)
         if missing:
             logger.warning(
                 "%s: %d of %d ranks did not connect to the driver at port %d of %s within %g s, so calls on them go "
@@ -355,15 +356,11 @@ class Lane:
             )
 
     @staticmethod
-    def _begin_handshake(listener: socket.socket, selector: selectors.BaseSelector, token: bytes, limit: int) -> None:
+    def _begin_handshake(listener: socket.socket, selector: selectors.BaseSelector, token: bytes) -> None:
         with contextlib.suppress(OSError):  # the other side has closed it, or too many files are open
             connection = Connection(listener.accept()[0], MAX_BYTES)
-            if len(selector.get_map()) > limit:
-                connection.close()
-                return
             connection.sock.setblocking(False)
-            handshake = Handshake(token)
-            selector.register(connection.sock, selectors.EVENT_READ, (connection, handshake))
+            selector.register(connection.sock, selectors.EVENT_READ, (connection, handshake := Handshake(token)))
             connection.send(0, handshake.nonce)
 
     @staticmethod
@@ -432,11 +429,11 @@ class Lane:
                 looked = True
                 leads: list[bool] = []
                 try:
-                    leads.extend(map(self._leading.acquire, _NOT_BLOCKING))  # one step: see `Connection.receive`
+                    leads.extend(map(self._leading.acquire, (False,)))  # one step: see `Connection.receive`
                     if leads[0]:
                         self._take_what_arrives(max(left, 0.0))
                 finally:
-                    if leads == _ACQUIRED:
+                    if leads == [True]:
                         self._leading.release()
                 if not leads[0] and left > 0:
                     with contextlib.suppress(queue.Empty):

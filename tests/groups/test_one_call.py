@@ -5,8 +5,11 @@ import re
 import pytest
 import torch
 from hops import ROOT, Traced, Tracer
+from test_random_calls import needs_lane
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
+
+pytestmark = needs_lane  # the page describes a call on the lane
 
 MOST_FUNCTIONS = 80
 MOST_FILES = 20

@@ -25,12 +25,14 @@ from single_controller import (
     RayWorkerGroup,
     WorkerDiedError,
 )
+from single_controller.ray.lane import lane_enabled
 
 TOLD = 5.0
 """Seconds within which every sender must be told that a rank has died."""
 
-LANES = {"lane": True, "no-lane": False} if depth.full else {"lane": True}
-on_lane_and_without = pytest.mark.parametrize("lane", LANES.values(), ids=LANES)
+needs_lane = pytest.mark.skipif(not lane_enabled(), reason="the lane is switched off by SINGLE_CONTROLLER_LANE")
+WAYS = [pytest.param(True, marks=needs_lane, id="lane"), pytest.param(False, id="no-lane")]
+on_lane_and_without = pytest.mark.parametrize("lane", WAYS if depth.full or not lane_enabled() else WAYS[:1])
 
 
 def start(pool, cls, lane, **options):

@@ -41,6 +41,7 @@ def doomed():
 def group(healthy):
     """A group on all three hosts, in a process group."""
     healthy.driver.do("group = on(3, OnHost); group.join(timeout=60)")
+    assert on_lane(healthy.driver) == 3
     yield
     healthy.driver.do("group.close(); group.resource_pool.close()")
 
@@ -51,6 +52,11 @@ def interrupt(network, name, after=1.0):
     network.cut(name)
     time.sleep(OUTAGE)
     network.heal(name)
+
+
+def on_lane(driver):
+    """How many ranks of a driver's group have a connection for small calls."""
+    return driver.do("sum(peer.connection is not None for peer in group._engine.peers)")
 
 
 def show(fault, outcome):
@@ -75,6 +81,32 @@ def test_outage_during_a_call(healthy, group):
     show("cut for 5 s in a call", outcome)
     assert outcome.value == [1, 1, 1], outcome.trace
     assert healthy.driver.do("group.count()") == [2, 2, 2]
+    assert on_lane(healthy.driver) == 3  # the connections have survived, and nothing was lost on them
+
+
+def test_outage_while_threads_call(healthy, group):
+    """Many calls are in flight, and begin, while the link is cut. Each runs once, in the order of its thread."""
+    healthy.driver.tell(
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        end = time.time() + 9
+        def run(_):
+            found = []
+            while time.time() < end:
+                found.append(group.count(seconds=0.01))
+            return found
+        with ThreadPoolExecutor(4) as threads:
+            each = list(threads.map(run, range(4)))
+        counts = sorted(tuple(found) for of in each for found in of)
+        [len(counts), counts == [(k, k, k) for k in range(1, len(counts) + 1)], all(of == sorted(of) for of in each)]
+        """
+    )
+    interrupt(healthy.network, "h2")
+    outcome = healthy.driver.hear()
+    show("cut for 5 s while 4 threads call", outcome)
+    assert outcome.error is None, outcome.trace
+    count, once, in_order = outcome.value
+    assert count > 20 and once and in_order and on_lane(healthy.driver) == 3
 
 
 def test_outage_during_a_collective(healthy, group):
@@ -95,6 +127,20 @@ def test_reset_connections_during_a_collective(healthy, group):
     show("connections reset in a collective", outcome)
     assert outcome.error in ("WorkerError", "ResultLostError") and outcome.seconds < 10, outcome.trace
     assert healthy.driver.do("group.alive()") == [True] * 3
+
+
+def test_reset_connection_of_the_lane_is_told_and_opened_again(healthy, group):
+    """Ray heals its own connections by itself."""
+    healthy.driver.tell("group.count(seconds=2.0)")
+    time.sleep(1)
+    healthy.network.reset("h1", "h2")
+    outcome = healthy.driver.hear()
+    show("connections reset in a call", outcome)
+    assert (outcome.error, outcome.facts.get("rank")) == ("ResultLostError", 1), outcome.trace
+    assert healthy.driver.do("[group.count() for _ in range(3)]") == [[k] * 3 for k in (2, 3, 4)]
+    assert on_lane(healthy.driver) == 2
+    healthy.driver.do("group.restart()")
+    assert on_lane(healthy.driver) == 3 and healthy.driver.do("group.ping()") == [0, 1, 2]
 
 
 # --- deaths -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def two_hosts():
 def test_reset_connection_loses_a_result_and_not_the_group(two_hosts):
     """Ray reports it like a dead host: the actor is "unavailable"."""
     driver, network = two_hosts.driver, two_hosts.network
+    assert driver.do("[peer.connection is not None for peer in group._engine.peers]") == [True, True]
     driver.tell("group.count(seconds=2.0)")
     time.sleep(1)
     network.reset("h1", "h2")
