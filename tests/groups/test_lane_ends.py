@@ -326,7 +326,7 @@ class TestCallThread:
         assert driver.ran == ["1", "2", "after 2"]
 
     def test_calls_that_were_given_up_with_their_connection_never_overtake_later_ones(self, driver):
-        """The driver has told that 1 to 4 are lost. What it sends then is later, and 4, which comes later, is not run."""
+        """The driver has told that 1 to 4 are lost. What it sends then is later, and what comes after it is not run."""
         connection = driver.accept()
         connection.send(1, b"1")
         wait_until(lambda: driver.calls._calls or not driver.go_on.is_set())
