@@ -262,7 +262,7 @@ def test_error_names_the_failing_engine(train, rollout, transport, tmp_path):
     rollout.configure(fail_at="norm.weight", rank=1)
     fails(train, 13, r"rollout rank 1: ToyEngine could not load .* no room for it")
     assert rollout.current_weight_version()[1] is None
-    noticed = rollout.ask("heard")[1]
+    noticed = when_heard(rollout)[1]
     assert all(end - noticed < TOLD for _, end in train.times())
     rollout.configure()
     train.update(14)
