@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import depth
 import pytest
 import ray
 from group_workers import Log
@@ -105,7 +106,7 @@ def test_call_after_interrupted_ones(log, how):
     assert log.broken is None
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("direct", [False, True] if depth.full else [False])
 @pytest.mark.parametrize("make", [failing, lambda: lost_references(1)[0]], ids=["failed", "lost"])
 def test_small_call_after_one_whose_argument_never_comes(log, make, direct):
     argument = make()

@@ -110,7 +110,7 @@ def make_calls(group, count, senders, seed):
 @pytest.mark.timeout(400 if depth.full else 120)
 @pytest.mark.usefixtures("frequent_switches")
 def test_results_and_order(ray_cluster, lost, interrupts, ranks, threads, lane):
-    count = 6700 if depth.full else 250
+    count = 6700 if depth.full else 200
     seed = new_seed()
     with RayResourcePool([ranks], use_gpu=False) as pool, start(pool, ConcurrentJournal, lane) as group:
         with no_hang(group, 360 if depth.full else 80):

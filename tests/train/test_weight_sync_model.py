@@ -98,7 +98,19 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+SOON_FOUND = [
+    "an agreement without the failed key",
+    "waiting for one group of receivers after the other",
+    "a receiver that tries to connect for as long as an update may take",
+]
+LATER_FOUND = [
+    pytest.param(name, marks=pytest.mark.full("mistakes that the model of weight sync finds after seconds"))
+    for name in MUTATIONS
+    if name not in SOON_FOUND
+]
+
+
+@pytest.mark.parametrize("mutation", [*SOON_FOUND, *LATER_FOUND])
 def test_the_model_finds_mistakes(mutation):
     """With the steps that lead to them."""
     with pytest.raises(Violation) as found:
