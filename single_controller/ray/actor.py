@@ -282,10 +282,9 @@ class RankActor:
             self._kept[number] = ray.put(result)
             return b""
         except Exception as error:  # the store is full, for example
-            failed = self._executor.failed(error, call[0].method, call[0].role)
-            message_or_result = failed.to_message()
-            if isinstance(message_or_result, bytes):
-                return message_or_result
+            failed = self._executor.failed(error, call[0].method, call[0].role).to_message()
+            if isinstance(failed, bytes):
+                return failed
             raise
 
     def _sc_fetch(self, number: int) -> list[ray.ObjectRef]:

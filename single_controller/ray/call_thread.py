@@ -98,8 +98,8 @@ class CallThread:
             del job  # its error's traceback refers to this frame
 
     def dial(self, address: LaneAddress, key: bytes) -> None:
-        """Connect to the driver, in place of any earlier connection. Called on the call thread. Whoever connects only
-        later completes the handshake, so the constructors need not wait for the driver.
+        """Connect to the driver, in place of any earlier connection. Called on the call thread. The handshake follows
+        when the driver accepts, after the constructors, so they do not wait for it.
 
         Args:
             address: where the driver listens.

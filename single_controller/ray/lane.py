@@ -244,9 +244,10 @@ class Peer:
         return LOST if self.connection is None and self.sent else self.sent if unanswered else 0
 
     def sent_through_ray(self, message: object, number: int) -> None:
-        """Note a message."""
+        """Note a message, or that it has another number, behind the others."""
         with self._noting:
             self.through_ray[message] = number
+            self.through_ray.move_to_end(message)
 
     @contextmanager
     def sending_directly(self) -> Iterator[int]:
