@@ -36,8 +36,8 @@ class Member(Worker):
     def on_membership_change(self, generation):
         self.history.append(f"generation {generation}")
         if self.folder is not None:
-            try:  # only the first rank to come here, once
-                (Path(self.folder) / "die").unlink()
+            try:  # once
+                (Path(self.folder) / f"die-{self.rank}").unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             except FileNotFoundError:
                 pass

@@ -98,7 +98,7 @@ def test_policy_shrinks_at_the_next_call(four):
 
 def test_two_deaths_and_another_while_the_group_shrinks(four, folder):
     before = four.me()
-    (folder / "die").touch()
+    (folder / "die-1").touch()
     kill(four, 1, 3)
     with pytest.raises(WorkerDiedError):
         four.total()

@@ -106,14 +106,15 @@ def test_call_that_had_not_begun_is_not_run_by_the_survivors(members):
     assert not any("late" in history for history in check_replaced(members, before, {1}))
 
 
-def test_another_death_while_ranks_are_replaced(members, folder):
+@pytest.mark.parametrize("second", [1, 3], ids=["survivor", "replacement"])
+def test_another_death_while_ranks_are_replaced(members, folder, second):
     before = members.me()
     die(members, kill=3)
-    (folder / "die").touch()
+    (folder / f"die-{second}").touch()
     with within(20):
         replaced = members.replace()
-    assert len(replaced) == 2 and 3 in replaced
-    check_replaced(members, before, set(replaced))
+    assert set(replaced) == {second, 3}
+    check_replaced(members, before, {second, 3})
 
 
 def test_dead_standby_is_no_obstacle_and_is_started_again(members):

@@ -51,7 +51,7 @@ class Group:
         return self._kill(self._loop, after=self.rng.uniform(0, 0.3), ready=False)
 
     def rank_and_another_while_it_is_replaced(self):
-        (self.folder / "die").touch()
+        (self.folder / f"die-{self.rng.randrange(RANKS)}").touch()
         return self._kill(self._loop, after=self.rng.uniform(0, 0.3), more=1)
 
     def two_ranks(self):
