@@ -101,6 +101,7 @@ def _new_store(worker: Worker, timeout: datetime.timedelta) -> TCPStore:
             if time.monotonic() < end:
                 time.sleep(STORE_POLL_SECONDS)
                 continue
+            # At the deadline TCPStore tries once, so that the error is torch's and names the address.
         try:
             store = TCPStore(*address, is_master=False, timeout=STORE_CONNECT_TIME, **options)
             store.set_timeout(timeout)
@@ -129,16 +130,17 @@ def _unless_leaving(worker: Worker, join: Callable[[], None]) -> None:
         except BaseException as error:
             errors.append(error)
 
+    # A daemon: a worker that exits must not wait for a thread that was left to itself.
     thread = threading.Thread(target=run, name="rendezvous", daemon=True)
     thread.start()
     left_at: float | None = None
     while thread.is_alive():
         thread.join(JOIN_POLL_SECONDS)
-        if worker._leaving:
+        if worker._leaving:  # set by another thread of the worker; a bool needs no lock
             left_at = left_at or time.monotonic()
             if time.monotonic() - left_at > LEAVE_SECONDS:
                 raise _left(worker)
-    if errors:
+    if errors:  # read without a lock: the thread that appends has ended
         raise errors[0]
 
 

@@ -94,7 +94,7 @@ class Registration:
     def __init__(
         self, state: GroupState, takeover: weakref.WeakMethod[Callable[[], bytes | None]], key: str | None = None
     ) -> None:
-        self._state = weakref.ref(state)
+        self._state = weakref.ref(state)  # a write that waits in the background must not keep the workers alive
         self._takeover = takeover
         self._key = key or uuid.uuid4().hex
         self._session = session()
@@ -111,12 +111,14 @@ class Registration:
         try:
             # What is written is read under this lock, so that an older state never replaces a newer one.
             with self._writing:
+                # The workers ended with their Ray session, so a session that was started later must not get the record.
                 if self._session is None or session() != self._session:
                     return
                 if state is None or state.closed or not isinstance(engine, RayEngine):
                     delete(self._key)
                     return
                 takeover = self._takeover()
+                # Before the record: a process that finds the group may take it over at once.
                 if takeover is not None and (left := takeover()) is not None:
                     internals.write_record(TAKEOVER + self._key, left)
                 internals.write_record(_PREFIX + self._key, pickle.dumps(_record(state, engine)))

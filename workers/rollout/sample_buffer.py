@@ -246,7 +246,7 @@ class SampleBuffer:
                     if left is not None and left <= 0:
                         states = ", ".join(f"{count} {state}" for state, count in self._states().items())
                         raise TimeoutError(f"batch {self.batches} is not complete after {timeout} s; groups: {states}")
-                    self._changed.wait(left)
+                    self._changed.wait(left)  # without the lock, so other threads may put or fail
             finally:
                 self._counts["wait_seconds"] += time.monotonic() - began
             groups = {number: self._groups.pop(number) for number in chosen}
@@ -338,6 +338,7 @@ class SampleBuffer:
             trained = self.batches if trained is None else trained
             if not self.batches - min(1, len(self._taken)) <= trained <= self.batches:
                 raise ValueError(f"state_dict(trained={trained}): {self.batches} batches were taken")
+            # Copies, because the groups themselves change as soon as the lock is released.
             groups = {} if trained == self.batches else dict.fromkeys(self._taken[-1].numbers, Group())
             groups |= {n: Group() if one.state == "in flight" else copy.copy(one) for n, one in self._groups.items()}
             state: dict[str, Any] = {"groups_per_batch": self.groups_per_batch, "batches": trained}
