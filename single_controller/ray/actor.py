@@ -31,7 +31,7 @@ from single_controller.ray.call_thread import CallThread
 from single_controller.ray.collectives import abort_collectives, end_collectives, listening_ports
 from single_controller.ray.control_server import Answer, ControlAddress, ControlServer
 from single_controller.ray.devices import own_devices
-from single_controller.ray.internals import AFTER, interface_of, name_lines, own_actor_id, resident_memory
+from single_controller.ray.internals import AFTER, exit_process, interface_of, name_lines, own_actor_id, resident_memory
 from single_controller.ray.lane_handshake import LaneAddress
 from single_controller.ray.results import fetch, is_cancelled
 from single_controller.ray.worker_env import set_environment
@@ -137,7 +137,7 @@ class RankActor:
                 "replicas": self._replicas,
             },
         )
-        self._calls = CallThread(self._run_message, self._end, is_cancelled) if self._has_lane else None
+        self._calls = CallThread(self._run_message, exit_process, is_cancelled) if self._has_lane else None
         self._kept: dict[int, ray.ObjectRef] = {}
         self._held_port: socket.socket | None = None
         self._own_ports = listening_ports()  # of Ray and of the control server
@@ -290,14 +290,6 @@ class RankActor:
     def _sc_fetch(self, number: int) -> list[ray.ObjectRef]:
         """The reference to a large result of a call from the lane, in a list, so that Ray does not resolve it."""
         return [self._kept.pop(number)]
-
-    def _end(self, error: SystemExit) -> None:
-        """End the process, because a call from the lane has raised SystemExit. Only Ray's thread can, in a task."""
-        self._exit = error
-        ray.get_runtime_context().current_actor._sc_exit.remote()
-
-    def _sc_exit(self) -> None:
-        raise self._exit
 
     def _sc_locate_arguments(self, encoded: Encoded) -> Any:
         """Locate the deferred arguments of a call for all its ranks. See `Executor.locate_arguments`."""

@@ -25,6 +25,8 @@
   accessors.
 - `ray_worker` (``ray._private.worker.global_worker``): whether this process has the same connection as before, which is
   asked in each call. Replace it by a public id of the connection.
+- `exit_process` (``drain_and_exit_worker`` of Ray's core worker): ends an actor's process from a thread that runs no
+  task of Ray. Replace it when ``ray.actor.exit_actor`` does that.
 - `note_calls` (``ActorHandle._actor_method_call``): direct calls of a rank, which keep their place among the group's
   calls. Replace it when Ray tells how many tasks a process has sent to an actor.
 - `single_controller.ray.python_env.command` (``py_executable`` of a runtime_env is run by a shell): extends PYTHONPATH
@@ -345,6 +347,19 @@ def ray_worker() -> Any:
 def own_actor_id() -> bytes:
     """Ray's id of the actor in this process, 16 bytes."""
     return bytes.fromhex(ray.get_runtime_context().get_actor_id() or "")
+
+
+def exit_process(error: SystemExit) -> None:
+    """End this actor's process as Ray does after a task that has raised this. The calling thread runs no task of Ray.
+
+    The actor must not call itself instead, for a task that raises this: Ray waits for the calls that a process has sent
+    before it lets it end, for 1.5 s or, if another thread of Ray has begun to end it meanwhile, for ever.
+    """
+    worker = ray_worker().core_worker
+    if worker.get_current_actor_should_exit():
+        return  # `ray.actor.exit_actor` was called, and Ray's main loop looks for that many times per second
+    kind, words = ("intentional_system_exit", "by an user request") if error.code == 0 else ("system", "unexpectedly")
+    worker.drain_and_exit_worker(kind, f"Worker exits {words}. Worker exits with an exit code {error.code}.".encode())
 
 
 def declared_class(cls: Any) -> tuple[Any, dict[str, Any]]:

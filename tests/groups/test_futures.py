@@ -60,14 +60,15 @@ def test_await(counters):
 
 @pytest.mark.alone
 @overlapping
-def test_await_costs_little_more_than_a_blocking_call(counters):
-    """The waits of the two kinds alternate, so a slow machine slows both. benchmarks/ measures the ratio itself."""
+def test_await_costs_little_more_than_a_blocking_wait(counters):
+    """Both calls return futures, so they go the same way. The waits of the two kinds alternate, so a slow machine slows
+    both."""
 
     async def main():
         blocking, awaited = [], []
         for _ in range(20):
             begin = time.perf_counter()
-            counters.add(0)
+            counters.add.remote(0).result()
             middle = time.perf_counter()
             await counters.add.remote(0)
             blocking.append(middle - begin)
@@ -75,7 +76,7 @@ def test_await_costs_little_more_than_a_blocking_call(counters):
         return statistics.median(blocking), statistics.median(awaited)
 
     blocking, awaited = asyncio.run(main())
-    assert awaited < 5 * blocking, f"{awaited * 1e3:.1f} ms against {blocking * 1e3:.1f} ms"
+    assert awaited < 3 * blocking, f"{awaited * 1e3:.1f} ms against {blocking * 1e3:.1f} ms"
 
 
 @pytest.mark.ray_when_full

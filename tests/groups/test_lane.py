@@ -301,7 +301,7 @@ class TestSameSemantics:
             interrupts.close()
         assert group.count() == [before + 2] * 2
 
-    @pytest.mark.parametrize("how", ["kill -9", "sys.exit", "exit_actor"])
+    @pytest.mark.parametrize("how", ["kill -9", "sys.exit(3)", "sys.exit(0)", "exit_actor"])
     def test_ends_of_processes_are_told_alike(self, groups, how):
         told = {}
         for lane, group in groups.items():
