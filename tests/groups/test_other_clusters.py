@@ -52,9 +52,13 @@ def test_ray_shutdown_with_a_call_nobody_waited_for(last):
     assert out == ["> alive"]
 
 
-def test_group_after_ray_shutdown():
+def test_group_and_results_after_ray_shutdown():
+    """The results are in the memory of the former store."""
     out = run("""
+        import torch
         with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, counter()) as group:
+            with RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter()) as closed:
+                results = closed.echo(torch.ones(1 << 20))
             future = group.add.remote(0)
             ray.shutdown()
             for call in (lambda: group.add(0), future.result, lambda: group.workers[0]):
@@ -62,6 +66,8 @@ def test_group_after_ray_shutdown():
                     call()
                 except GroupBrokenError as error:
                     print("> broken:", "was shut down" in str(error), ray.is_initialized())
+            results[0].fill_(3)
+            print("> results:", [float(result.mean()) for result in results])
             ray.init("local", num_cpus=4, include_dashboard=False)
             try:
                 group.add(0)
@@ -76,6 +82,7 @@ def test_group_after_ray_shutdown():
     assert out == [
         "> broken: True False",
         "> broken: True False",
+        "> results: [3.0, 1.0]",
         "> broken in the next Ray",
         "> the pool is gone",
         "> closed without a word",
@@ -174,21 +181,6 @@ def test_logical_gpus_are_shared_and_ordered():
         "> again: [0, 1, 2, 3]",
         "> refused: True",
     ]
-
-
-def test_results_outlive_their_group_and_ray():
-    """They are in the store's memory."""
-    out = run("""
-        import torch
-        pool = RayResourcePool([2], use_gpu=False)
-        group = RayWorkerGroup(pool, counter())
-        results = group.echo(torch.ones(1 << 20))
-        pool.close()
-        ray.shutdown()
-        results[0].fill_(3)
-        print(">", [float(result.mean()) for result in results])
-    """)
-    assert out == ["> [3.0, 1.0]"]
 
 
 @pytest.mark.full("a payload larger than the store, which Ray spills to disk")
