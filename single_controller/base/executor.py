@@ -237,11 +237,15 @@ class Executor:
         value = getattr(worker, method)(*args, **kwargs)
         return self._await(worker, value) if value is not None and inspect.isawaitable(value) else value
 
-    def failed(self, error: BaseException, method: str, role: str | None, *, alike: bool = False) -> RankResult:
-        """The result of a call that raised. ``alike``: see `Failure`."""
+    def failed(
+        self, error: BaseException, method: str, role: str | None, *, alike: bool = False, lost: str | None = None
+    ) -> RankResult:
+        """The result of a call that raised, or whose result is lost: ``lost`` says why. ``alike``: see `Failure`."""
         rank = -1 if self.info is None else self.info.rank
         failure = Failure.of(error, rank, self._host, method, role, in_process=self._in_process)
         failure.alike = alike
+        if lost is not None:
+            failure.lost, failure.message = True, lost
         worker = self.workers.get(role)
         return RankResult(rank, 0 if worker is None else worker._report().version, failure=failure)
 

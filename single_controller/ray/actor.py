@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from dispatch.batch import register_batch_type, user_batch_types
 from single_controller.base.codec import CallMessage, Encoded, decode_message, encode
@@ -33,7 +33,7 @@ from single_controller.ray.control_server import Answer, ControlAddress, Control
 from single_controller.ray.devices import own_devices
 from single_controller.ray.internals import AFTER, exit_process, interface_of, name_lines, own_actor_id, resident_memory
 from single_controller.ray.lane_handshake import LaneAddress
-from single_controller.ray.results import fetch, is_cancelled
+from single_controller.ray.results import fetch, is_cancelled, what_is_lost
 from single_controller.ray.worker_env import set_environment
 
 logger = logging.getLogger(__name__)
@@ -281,8 +281,8 @@ class RankActor:
             # Now, because the next call may change the memory that the result refers to.
             self._kept[number] = ray.put(result)
             return b""
-        except Exception as error:  # the store is full, for example
-            failed = self._executor.failed(error, call[0].method, call[0].role).to_message()
+        except RayError as error:  # the store and the disk are full, for example
+            failed = self._executor.failed(error, call[0].method, call[0].role, lost=what_is_lost(error)).to_message()
             if isinstance(failed, bytes):
                 return failed
             raise
