@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+import ray.cloudpickle
+from ray.actor import ActorHandle
 from ray.exceptions import (
     ActorUnavailableError,
     ObjectStoreFullError,
@@ -25,12 +27,25 @@ from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, ResultError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.base.codec import Encoded, KeptResult, add_reference_types, decoded, keep_encoded
+from single_controller.base.codec import (
+    Encoded,
+    KeptResult,
+    add_reference_types,
+    decoded,
+    keep_encoded,
+    use_pickler,
+)
 from single_controller.base.errors import CallTimeoutError, ResultLostError, WorkerDiedError
 from single_controller.base.joining import CallResults, Located, locate
 from single_controller.base.result import RankResult
 from single_controller.ray.call_thread import current_job_cancelled
 from single_controller.ray.internals import exit_detail
+
+# Here, because drivers and ranks both import this module. Ray has its own copy of cloudpickle. With another one, a
+# class of __main__ that a user also sends through Ray itself would arrive as two distinct classes. Ray must see the
+# references in a message to count them: reading one that it has not seen may never end.
+use_pickler(ray.cloudpickle.CloudPickler)
+add_reference_types(ray.ObjectRef, ActorHandle)
 
 MAX_WAIT_SECONDS = 0.5
 """The longest wait for results before this process looks whether some rank has failed, or the wait is in vain."""

@@ -9,17 +9,9 @@ import os
 from dataclasses import dataclass
 
 import ray
-import ray.cloudpickle
-from ray.actor import ActorHandle
 
-from single_controller.base import codec
 from single_controller.base.errors import ForkedProcessError
 from single_controller.ray.internals import death_seconds, free_resources
-
-# Ray has its own copy of cloudpickle. With another one, a class of __main__ that a user also sends through Ray itself
-# would arrive as two distinct classes. Ray must see the references in a message to count them.
-codec.use_pickler(ray.cloudpickle.CloudPickler)
-codec.add_reference_types(ray.ObjectRef, ActorHandle)
 
 logger = logging.getLogger(__name__)
 

@@ -248,7 +248,7 @@ class TestSameSemantics:
     def test_results_of_all_kinds(self, group, lane):
         assert group.large(7) == [bytes([7, rank]) * 2**19 for rank in range(2)]
         refs = group.reference()
-        assert ray.get([one["ref"] for one in refs]) == [("stored", 0), ("stored", 1)]
+        assert ray.get([one["ref"] for one in refs], timeout=30) == [("stored", 0), ("stored", 1)]
         with pytest.raises(WorkerError, match=r"unpicklable\(\).*lock") as caught:
             group.unpicklable()
         assert caught.value.cause_type == "TypeError"

@@ -59,6 +59,9 @@ def test_group_and_results_after_ray_shutdown():
         with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, counter()) as group:
             with RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter()) as closed:
                 results = closed.echo(torch.ones(1 << 20))
+                refs = closed.execute_with_func_generator(lambda worker: [ray.put(worker.rank)])
+                # These ranks have imported no more than a rank needs, unlike those that the other tests fork.
+                print("> references:", [ray.get(ref, timeout=30) for [ref] in refs])
             future = group.add.remote(0)
             ray.shutdown()
             for call in (lambda: group.add(0), future.result, lambda: group.workers[0]):
@@ -80,6 +83,7 @@ def test_group_and_results_after_ray_shutdown():
         print("> closed without a word")
     """)
     assert out == [
+        "> references: [0, 1]",
         "> broken: True False",
         "> broken: True False",
         "> results: [3.0, 1.0]",
