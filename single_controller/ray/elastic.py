@@ -346,6 +346,8 @@ class ElasticGroup(WorkerGroup):
         plan, before = self._owned_plan(), self._ray
         encoded = plan.process.encode()
         generation, collectives = self.generation + 1, self._collectives
+        if collectives:  # now, because those that stay must not run the calls that they have while processes start
+            before.ask("leave", sorted(set(range(self.world_size)) - set(chosen)), MAX_STACK_SECONDS)
         # Set at once, here and below: whatever fails from here on, the group has these actors.
         self._state.engine = fill(plan, before, chosen, encoded, generation, collectives=collectives)
         self._keep_standbys()

@@ -22,6 +22,7 @@ from single_controller import (
     SingleControllerError,
     WorkerDiedError,
 )
+from single_controller.ray import elastic
 from single_controller.ray.collectives import end_collectives
 from workers.distributed import initialize_distributed
 
@@ -93,9 +94,15 @@ def test_death_of_which_nothing_is_known_yet_is_found(members):
     check_replaced(members, before, {1})
 
 
-def test_call_that_had_not_begun_is_not_run_by_the_survivors(members):
+def test_call_that_had_not_begun_is_not_run_by_the_survivors(members, monkeypatch):
+    def slow(*args, **kwargs):
+        time.sleep(2.0)
+        return fill(*args, **kwargs)
+
     before = members.me()
-    dying = members.sleep_on.remote([0, 2, 3], 2.0, kill=1)
+    fill = elastic.fill
+    monkeypatch.setattr(elastic, "fill", slow)  # the survivors have slept long before the new process is there
+    dying = members.sleep_on.remote([0, 2, 3], 1.5, kill=1)
     waiting = [members.note.remote("late") for _ in range(3)]
     with pytest.raises(WorkerDiedError):
         dying.result(10)
