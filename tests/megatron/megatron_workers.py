@@ -132,6 +132,13 @@ class Lab(Modes, MegatronLMWorker):
         return self.where()
 
     @register(Dispatch.ONE_TO_ALL)
+    def have_tp(self, tp):
+        """`set_up`, unless an earlier test of the file has left just these process groups. It saves half a second."""
+        sizes = {"dp": self.world_size // tp, "cp": 1, "tp": tp, "pp": 1}
+        if not parallel_state.is_initialized() or self.where()[1] != sizes:
+            self.set_up(tp)
+
+    @register(Dispatch.ONE_TO_ALL)
     def set_up_by_hand(self, **options):
         """Initialize with megatron's own functions. Returns `where`."""
         self.tear_down()

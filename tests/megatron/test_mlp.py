@@ -36,7 +36,7 @@ def state_of(layer):
 
 def parallel(group, reference, config, tp=4, **megatron_config):
     """The parallel layer on the group's ranks, with the reference's weights."""
-    group.set_up(tp)
+    group.have_tp(tp)
     group.make_layer({"hidden_act": "silu", **config}, **megatron_config)
     group.run(load, state_of(reference))
 
@@ -118,7 +118,7 @@ class TestAgainstTheDenseLayer:
         """540 MB of weights, stored once and read in place by all ranks."""
         config = {"hidden_size": 4096, "intermediate_size": 11008}
         reference = dense(**config)
-        four.set_up(4)
+        four.have_tp(4)
         four.make_layer(config)
         four.run_on_views(load, reference.state_dict())
         x = torch.randn(64, 2, 4096)
@@ -213,7 +213,7 @@ class TestRejected:
         ],
     )
     def test_invalid_config(self, four, config, told):
-        four.set_up(4)
+        four.have_tp(4)
         with pytest.raises(WorkerError, match=told) as caught:
             four.make_layer(config)
         assert isinstance(caught.value.__cause__, ValueError)
@@ -227,7 +227,7 @@ class TestRejected:
         """Hugging Face's and megatron's own config classes work; unsupported combinations are rejected there too."""
         from megatron.core import ModelParallelConfig
 
-        four.set_up(4)
+        four.have_tp(4)
         hf = hf_config(**SMALL)
         four.run(layer_from, hf, ModelParallelConfig(tensor_model_parallel_size=4, use_cpu_initialization=True))
         assert [y.shape for y in four.run_layer([torch.ones(2, 8)])] == [(2, 8)]
