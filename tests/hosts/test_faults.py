@@ -149,7 +149,7 @@ def test_reset_connection_of_the_lane_is_told_and_opened_again(healthy, group):
 def test_killed_rank(healthy, group):
     healthy.driver.tell("group.all_reduce(1, absent=0)")
     time.sleep(1)
-    healthy.host("h2").kill(having="ray::all_reduce")  # the title of its process during the call
+    healthy.host("h2").kill(having="ray::OnHost")
     outcome = healthy.driver.hear()
     show("a rank killed", outcome)
     assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
