@@ -39,7 +39,8 @@ def hung(pool):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="hung_") as group:
         group.pids = group.pid()
         group.hang_in_c_on.remote(2, [1])
-        wait_until(lambda: [bool(rank.running) for rank in group.status(0.2).ranks[:2]] == [False, True])
+        # Rank 2 still answers in the moments between the beginning of its call and the C function.
+        wait_until(lambda: [rank.running and len(rank.running) for rank in group.status(0.6).ranks] == [(), 1, None, ()])
         yield group
 
 
