@@ -234,7 +234,8 @@ class RayEngine(Engine):
             )
         ):
             calls = {rank: (self.peers[rank], message) for rank, message, _ in prepared}
-            return Sent({token: rank for token, rank in self.lane.send(spec.label, calls).items()}, None, nbytes)
+            if on_lane := self.lane.send(spec.label, calls):
+                return Sent({token: rank for token, rank in on_lane.items()}, None, nbytes)
         tokens: dict[Token, int] = {}
         values: dict[int, ray.ObjectRef] = {}
         for rank, message, beside in prepared:  # nothing but sending: an error here leaves the ranks divided

@@ -38,6 +38,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 from single_controller.ray.lane_handshake import MAX_BYTES, Handshake, HandshakeError, LaneAddress
 
@@ -384,28 +385,31 @@ class Lane:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def send(self, label: str, messages: Mapping[int, tuple[Peer, bytes]]) -> dict[LaneToken, int]:
-        """Send one call to ranks. A rank whose connection is lost has a token that says so.
+        """Send one call to ranks, unless the connection to one of them is lost.
 
         Args:
             label: the method.
             messages: rank -> its process, and what to send.
 
         Returns:
-            token -> rank.
+            token -> rank; empty if nothing was sent.
         """
         tokens: dict[LaneToken, int] = {}
         call = LaneCall(label, len(messages))
         with self._changing:
+            # A rank that has no call, and gets none from another thread now, sends nothing: its connection has ended.
+            idle = [peer for peer, _ in messages.values() if not peer.waiting]
+            for key, _ in self._selector.select(0) if idle else ():
+                if key.data in idle:
+                    self._lose(key.data, "it has ended, or something has arrived on it, between calls")
+            if any(peer.connection is None for peer, _ in messages.values()):
+                return {}
             try:
                 for rank, (peer, message) in messages.items():
+                    connection = cast(Connection, peer.connection)
                     peer.sent += 1
                     token = LaneToken(peer.sent, call)
                     tokens[token] = rank
-                    connection = peer.connection
-                    if connection is None:  # it was lost since the engine has chosen the lane
-                        token.lost = "the call was not sent"
-                        call.left -= 1
-                        continue
                     peer.waiting[peer.sent] = token
                     try:
                         connection.send(peer.sent, message)

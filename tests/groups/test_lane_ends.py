@@ -211,22 +211,28 @@ class TestBadRanks:
             good, lost = first
             assert good.reply == b"good" and lost.reply is None and told in lost.lost
             assert peer.connection is None and not peer.waiting
-            (token,) = lane.send("method", {1: (peer, b"call")})
-            assert token.lost == "the call was not sent"
+            assert lane.send("method", {0: (fakes[0].peer, b"call"), 1: (peer, b"call")}) == {}
             tokens, wanted = call(lane, fakes, "again")
             wait_for(lane, tokens)
             assert {token: token.reply for token in tokens} == wanted
             bad.close()
 
-    def test_second_reply_to_a_call_loses_the_connection(self):
-        with lane_of(1) as (lane, fakes):
+    @pytest.mark.parametrize("how", ["another reply", "end"])
+    def test_what_arrives_between_calls_loses_the_connection(self, how):
+        """Before the next call is sent, so that it can go another way."""
+        with lane_of(2) as (lane, fakes):
             tokens, wanted = call(lane, fakes, "call")
             wait_for(lane, tokens)
-            fakes[0].sock.sendall(header(2, 1) + b"no")
-            again, _ = call(lane, fakes, "again")
-            wait_for(lane, again)
+            if how == "end":
+                fakes[0].sock.shutdown(socket.SHUT_RDWR)
+            else:
+                fakes[0].sock.sendall(header(2, 1) + b"no")
+            assert lane.send("method", {rank: (fake.peer, b"call") for rank, fake in enumerate(fakes)}) == {}
             assert {token: token.reply for token in tokens} == wanted
-            assert [token.lost for token in again] == ["a reply has come to call 1, which was not sent"]
+            assert [bool(fake.peer.connection) for fake in fakes] == [False, True]
+            again, wanted = call(lane, fakes[1:], "again")
+            wait_for(lane, again)
+            assert {token: token.reply for token in again} == wanted
 
 
 class FakeDriver:

@@ -20,6 +20,15 @@ def two_hosts():
         yield made
 
 
+def test_reset_connection_between_calls_loses_nothing(two_hosts):
+    driver, network = two_hosts.driver, two_hosts.network
+    assert driver.do("group.count()") == [1, 1]
+    network.reset("h1", "h2")
+    assert driver.do("[group.count() for _ in range(3)]") == [[2, 2], [3, 3], [4, 4]]
+    assert driver.do("[peer.connection is not None for peer in group._engine.peers]") == [True, False]
+    driver.do("group.restart()")
+
+
 def test_reset_connection_loses_a_result_and_not_the_group(two_hosts):
     """Ray reports it like a dead host: the actor is "unavailable"."""
     driver, network = two_hosts.driver, two_hosts.network
