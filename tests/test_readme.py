@@ -79,8 +79,12 @@ def test_python_blocks_run_and_give_the_documented_results(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_chinese_readme_has_the_same_code():
-    assert FENCE.findall(CHINESE.read_text()) == FENCE.findall(README.read_text())
+def test_chinese_readme_has_the_same_code_links_and_figures():
+    english, chinese = README.read_text(), CHINESE.read_text()
+    assert FENCE.findall(chinese) == FENCE.findall(english)
+    assert set(LINK.findall(chinese)) - {README.name} == set(LINK.findall(english)) - {CHINESE.name}
+    figures = re.compile(r"\d+\.\d+(?:\.\d+)?")
+    assert set(figures.findall(FENCE.sub("", chinese))) == set(figures.findall(FENCE.sub("", english)))
 
 
 def test_readme_is_short():
