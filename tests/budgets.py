@@ -16,6 +16,7 @@ DEFAULT = 30
 BUDGETS: dict[str, int] = {
     "tests/groups/test_call_order.py": 50,
     "tests/groups/test_calls.py": 50,
+    "tests/groups/test_crossings.py": 90,
     "tests/groups/test_detached.py": 110,
     "tests/groups/test_failure.py": 130,
     "tests/groups/test_futures.py": 120,

@@ -28,6 +28,7 @@ them while it holds ``sending``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -38,7 +39,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dispatch.errors import SingleControllerError
+from dispatch.errors import ResultError, SingleControllerError
 from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
@@ -49,6 +50,8 @@ from single_controller.base.errors import (
     GroupBrokenError,
     GroupClosedError,
     WorkerDiedError,
+    WorkerError,
+    hosts_text,
     ranks_text,
 )
 from single_controller.base.joining import CallResults, InlineResults, join_results
@@ -392,6 +395,8 @@ class Call:
             self._mark_reported(self._results.values())
             # A copy: an exception keeps its traceback, which refers to every caller that has waited, and their batches.
             error = copy.copy(self.error)
+            if isinstance(error, WorkerError) and self._source is None:
+                error.results = self._returned()
             raise error from self.error.__cause__
         begun = time.perf_counter()
         results = [self._results[rank] for rank in self._collecting]
@@ -406,6 +411,17 @@ class Call:
         if self._stats is not None:
             self._stats.add_join(self._record, time.perf_counter() - begun)
         return value
+
+    def _returned(self) -> dict[int, Any]:
+        """rank -> value, of the collecting ranks that have returned one which can be decoded here."""
+        with self._lock:
+            arrived = {rank: self._results[rank] for rank in self._collecting if rank in self._results}
+        values = {}
+        for rank, result in arrived.items():
+            if result.failure is None and result.died is None and not result.empty:
+                with contextlib.suppress(ResultError):  # the error of the call matters more
+                    values[rank] = InlineResults(self.label, [result]).values([0], private=True)[0]
+        return values
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call a short function once the call has an outcome, in any thread, possibly under the state's lock. `discard`
@@ -638,8 +654,7 @@ class Call:
             callback()
 
     def _hosts(self, ranks: Sequence[int]) -> str:
-        hosts = list(dict.fromkeys(self.engine.host(rank) for rank in ranks))
-        return "; ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+        return hosts_text([self.engine.host(rank) for rank in ranks])
 
     def rank_results(self) -> Mapping[int, RankResult]:
         """The results by rank; only for a call that succeeded."""

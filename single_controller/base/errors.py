@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from dispatch.errors import ResultError, SingleControllerError
 
@@ -40,12 +40,17 @@ class _RankError(SingleControllerError):
 class WorkerError(_RankError):
     """A method raised on a rank. The message names the first cause, with the remote traceback below.
 
-    ``__cause__`` is the exception itself, if it could be sent to the driver.
+    ``__cause__`` is the exception itself, if it could be sent to the driver. The error is then an instance of that
+    exception's class too, so ``except KeyError`` catches a KeyError of a method. Not so for classes that cannot be
+    subclassed, this library's errors about a call, StopIteration, and exceptions such as KeyboardInterrupt that do not
+    derive from Exception. Attributes of the exception are on ``__cause__``.
 
     Attributes:
         cause_type: qualified name of the exception's type.
         remote_traceback: the traceback on the worker, as text.
         ranks: all ranks that are known to have failed with the same cause.
+        results: rank -> value, of the collecting ranks that had returned when a blocking call failed. Empty for the
+            error of a future, whose ``refs`` give the values, and for a constructor.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class WorkerError(_RankError):
         self.cause_type = cause_type
         self.remote_traceback = remote_traceback
         self.ranks = tuple(ranks)
+        self.results: Mapping[int, Any] = {}
 
 
 class StartError(WorkerError):
@@ -188,3 +194,15 @@ def ranks_text(ranks: Sequence[int], limit: int = 16) -> str:
                 return f"ranks {', '.join(shown[:limit])} and more, {len(ranks)} in all"
             begin = end
     return f"ranks {', '.join(shown)}"
+
+
+def hosts_text(hosts: Sequence[str], limit: int = 4) -> str:
+    """Hosts as text, each once.
+
+    Args:
+        hosts: the hosts, in any number.
+        limit: how many are listed.
+    """
+    distinct = list(dict.fromkeys(hosts))
+    more = f" and {len(distinct) - limit} more" if len(distinct) > limit else ""
+    return "; ".join(distinct[:limit]) + more

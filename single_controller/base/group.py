@@ -579,12 +579,13 @@ class WorkerGroup(CallsByName, Closing):
     def __getattr__(self, name: str) -> Any:
         # Only for names that are not found otherwise. The RemoteMethod is not stored: a cycle would keep a dropped
         # group.
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        table = self._tables.get(self._role)
+        # Via `vars`: unpickling and copying look names up before a group has any field.
+        table = vars(self).get("_tables", {}).get(vars(self).get("_role"))
         spec = None if table is None else table.registered.get(name)
         if spec is not None:
             return RemoteMethod(spec, self._invoke)
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self._role_group(name) if self._role is None and name in self._tables else self._method(name)
 
     def __dir__(self) -> list[str]:
@@ -645,6 +646,10 @@ class RoleGroup(WorkerGroup):
     def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
         """Watch the processes, which all roles share. See `WorkerGroup.watch`."""
         return self._whole.watch(on_death, interval)
+
+    def _recover(self) -> None:
+        """See `WorkerGroup._recover`. All roles share the processes."""
+        self._whole._recover()
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (hasattr(type(self._whole), name) or name in vars(self._whole)):

@@ -63,10 +63,20 @@ class Monitor:
         with self._changed:
             self._watched.add(call)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
-                self._thread.start()
+                self._start()
             elif self._resting:
                 self._changed.notify_all()
+
+    def _start(self) -> None:
+        """Start the thread. The caller holds ``_changed``. Without a thread, whoever waits for a call still drives it,
+        and the next `watch` tries again: an error here would hide a call that the ranks are running."""
+        thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process has as many threads as it may have
+            logger.warning("no thread could be started to look at calls that nobody waits for", exc_info=True)
+        else:
+            self._thread = thread
 
     def forget(self, calls: Iterable[Call]) -> None:
         """Release calls that have ended. Afterwards the monitor's thread has no reference to them.

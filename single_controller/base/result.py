@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import dispatch
 from dispatch.errors import ResultError, SingleControllerError
@@ -169,6 +171,7 @@ class Failure:
             ranks=ranks,
         )
         error.role = self.role
+        error = catchable_as(error, type(cause))
         error.__cause__ = cause
         return error
 
@@ -176,6 +179,54 @@ class Failure:
     def _what(self) -> tuple[str, str]:
         """What two failures with the same cause have in common: numbers in their messages may differ."""
         return self.cause_type, _NUMBERS.sub("", self.message)
+
+
+def catchable_as(error: WorkerError, kind: Any) -> WorkerError:
+    """The error, as an instance of an exception's class too, or unchanged if no class can derive from both."""
+    try:
+        if not issubclass(kind, Exception) or issubclass(kind, (StopIteration, StopAsyncIteration)):
+            return error  # a generator or an asyncio.Future would turn a StopIteration into a RuntimeError
+        if kind.__module__.partition(".")[0] in ("dispatch", "single_controller"):
+            return error  # it is about a call that the method made, and must not be taken for one about this call
+        ours: Any = type(error)
+        both = _derived_from(ours, kind)
+        # The first built-in class knows how to make an instance. No __init__ runs: the exception's own may need
+        # arguments that nobody here has.
+        builtin: Any = next(base for base in both.__mro__ if base.__module__ == "builtins")
+        made: WorkerError = builtin.__new__(both, *error.args)
+        made.args = error.args
+        vars(made).update(vars(error))
+        return made
+    except Exception:  # a class that cannot be subclassed, or refuses to be
+        logger.debug("no error can be an instance of %r too", kind, exc_info=True)
+        return error
+
+
+@functools.lru_cache(maxsize=256)
+def _derived_from(ours: Any, kind: Any) -> Any:
+    def __reduce__(self: WorkerError) -> Any:
+        return _unpickled, (ours, encode(kind), self.args, vars(self))
+
+    members = {
+        "__module__": ours.__module__,
+        "__qualname__": ours.__qualname__,
+        "__doc__": ours.__doc__,
+        "__init__": lambda self, *args, **kwargs: None,
+        "__str__": Exception.__str__,  # some classes make their text of attributes that are missing here
+        "__repr__": Exception.__repr__,
+        "__reduce__": __reduce__,
+    }
+    metaclass: Any = type(kind)  # its own, if the class has one
+    return metaclass(ours.__name__, (ours, kind), members)
+
+
+def _unpickled(ours: type[WorkerError], kind: Encoded, args: tuple[Any, ...], fields: dict[str, Any]) -> WorkerError:
+    error = ours(*args)
+    vars(error).update(fields)
+    try:
+        return catchable_as(error, kind.decode())
+    except Exception:  # the process does not have the class
+        return error
 
 
 def _encoded_chain(error: BaseException) -> list[Encoded]:

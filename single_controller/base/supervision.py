@@ -18,7 +18,7 @@ from single_controller.base.call import Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.closing import Closing
 from single_controller.base.engine import Engine
-from single_controller.base.errors import WorkerDiedError
+from single_controller.base.errors import WorkerDiedError, hosts_text, ranks_text
 from single_controller.base.methods import CallOptions
 
 logger = logging.getLogger(__name__)
@@ -245,9 +245,8 @@ class Watcher(Closing):
         if not dead or engine.ended or state.restarting or state.closed or state.engine is not engine:
             return None
         self._reported.update((restarts, rank) for rank in dead)
-        hosts = "; ".join(dict.fromkeys(engine.host(rank) for rank in dead))
-        which = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}"
-        message = f"{which} died ({hosts}): {deaths[dead[0]]}"
+        hosts = hosts_text([engine.host(rank) for rank in dead])
+        message = f"{ranks_text(dead)} died ({hosts}): {deaths[dead[0]]}"
         state.break_(message, dead)
         return WorkerDiedError(message, rank=dead[0], host=engine.host(dead[0]), ranks=dead)
 

@@ -198,8 +198,8 @@ class RankActor:
         return self._in_order(lambda: self._join(message, made, master, leave))
 
     def _join(self, message: StartMessage, made: Encoded, master: tuple[str, int], leave: bool) -> bytes | RankResult:
+        self._kept.clear()  # the driver has ended all calls of which results are left
         if self._calls is not None and message.lane is not None:
-            self._kept.clear()
             self._calls.dial(message.lane, own_actor_id())
         name_lines(f"{type(self).__name__} rank {message.rank}")
         numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)

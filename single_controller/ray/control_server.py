@@ -56,11 +56,13 @@ class Answer(NamedTuple):
 
     Attributes:
         text: what the command's handler returned, or why there is no answer.
-        ok: whether it is the handler's.
+        ok: whether the handler succeeded.
+        told: whether the rank has answered at all. If not, it may do so later.
     """
 
     text: str
     ok: bool = True
+    told: bool = True
 
 
 class ControlServer:
@@ -141,7 +143,7 @@ def ask(addresses: Mapping[int, ControlAddress], command: str, seconds: float) -
 
 def _ask(server: ControlAddress, command: str, seconds: float) -> Answer:
     if not server.port:
-        return Answer(f"unknown: its process cannot listen on {server.address}", ok=False)
+        return Answer(f"unknown: its process cannot listen on {server.address}", ok=False, told=False)
     end = time.monotonic() + seconds
     try:
         with socket.create_connection((server.address, server.port), seconds) as connection:
@@ -152,12 +154,14 @@ def _ask(server: ControlAddress, command: str, seconds: float) -> Answer:
             f"unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds the GIL. Run "
             f"`py-spy dump --native --pid {server.pid}` on its host to see more",
             ok=False,
+            told=False,
         )
     except OSError as error:
-        return Answer(f"unknown: port {server.port} of {server.address} cannot be reached: {error}", ok=False)
+        told = f"unknown: port {server.port} of {server.address} cannot be reached: {error}"
+        return Answer(told, ok=False, told=False)
     if not answer:
         told = f"unknown: port {server.port} of {server.address} sends nothing; another process may have it now"
-        return Answer(told, ok=False)
+        return Answer(told, ok=False, told=False)
     return Answer(answer[1:], ok=answer[0] == "+")
 
 

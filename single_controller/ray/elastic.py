@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import weakref
 from collections import Counter
@@ -26,7 +27,14 @@ from single_controller.base.background import background
 from single_controller.base.call import DEATH_SHOWS_SECONDS, MAX_PROBED, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.engine import MAX_STACK_SECONDS, Sent
-from single_controller.base.errors import GroupBrokenError, PlacementError, StartError, WorkerDiedError
+from single_controller.base.errors import (
+    CallTimeoutError,
+    GroupBrokenError,
+    PlacementError,
+    StartError,
+    WorkerDiedError,
+    ranks_text,
+)
 from single_controller.base.group import WorkerGroup
 from single_controller.base.methods import CallOptions
 from single_controller.base.monitor import FIRST_WAIT_SECONDS, monitor
@@ -121,9 +129,10 @@ class ElasticGroup(WorkerGroup):
             CallTimeoutError, SingleControllerError: as `replace`.
         """
         numbers, dropped = list(range(self.world_size)), list[int]()  # numbers: by rank, the one that it had
+        end = time.monotonic() + check_seconds("timeout", timeout)
 
         def prepare(dead: tuple[int, ...]) -> Callable[[float], None]:
-            kept = self._in_complete_replicas(set(range(self.world_size)) - set(dead) - self._find_dead())
+            kept = self._in_complete_replicas(set(range(self.world_size)) - set(dead) - self._find_dead(end), end)
 
             def drop(seconds: float) -> None:
                 dropped.extend(set(numbers) - {numbers[rank] for rank in kept})
@@ -170,7 +179,7 @@ class ElasticGroup(WorkerGroup):
             self._check()
             engine = self._ray
             slots = vacant_slots(plan, engine)
-            recruits = recruit(plan, engine, slots[: self._number_to_add(count, len(slots))], encoded)
+            recruits = recruit(plan, engine, slots[: self._number_to_add(count, len(slots), end)], encoded)
         if not recruits:
             return ()
         try:
@@ -251,7 +260,7 @@ class ElasticGroup(WorkerGroup):
             for tries in reversed(range(TRIES)):
                 dead = {*more, *self._state.dead, *self._engine.deaths()}
                 if not dead and self.broken is None:
-                    dead |= self._find_dead()
+                    dead |= self._find_dead(end)
                 if not dead and self.broken is None:
                     return
                 change = prepare(tuple(sorted(dead)))
@@ -300,11 +309,13 @@ class ElasticGroup(WorkerGroup):
             if not ray.wait([one.prepared], timeout=0)[0]:
                 one.prepared.future().add_done_callback(partial(when_prepared, one))
 
-    def _find_dead(self) -> set[int]:
+    def _find_dead(self, until: float = math.inf) -> set[int]:
         """The ranks that have died, also those of which Ray does not know yet: an error on another rank, which a death
-        has caused, may arrive earlier than the news of the death."""
+        has caused, may arrive earlier than the news of the death. Ranks of which nothing is known ``until`` then, by
+        the monotonic clock, are not among them."""
         engine, dead = self._engine, set[int]()
-        unknown, end = set(range(self.world_size)), time.monotonic() + max(DEATH_SHOWS_SECONDS, engine.death_seconds)
+        unknown = set(range(self.world_size))
+        end = min(until, time.monotonic() + max(DEATH_SHOWS_SECONDS, engine.death_seconds))
         while unknown and time.monotonic() < end:
             known = {**engine.probe(sorted(unknown)[:MAX_PROBED]), **engine.deaths()}
             dead |= {rank for rank, reason in known.items() if reason is not None}
@@ -312,17 +323,31 @@ class ElasticGroup(WorkerGroup):
             time.sleep(FIRST_WAIT_SECONDS if unknown else 0.0)
         return dead
 
-    def _replicas(self, ranks: Collection[int]) -> dict[int, list[tuple[int, int]]]:
-        """`Worker.dp_replica` of each rank, by role; empty for a process whose constructors have not run."""
-        found = {}
-        for rank, answer in self._ray.ask("replicas", ranks, MAX_STACK_SECONDS).items():
-            if not answer.ok:
-                raise GroupBrokenError(f"{self.name} cannot change its size: rank {rank}: {answer.text}")
-            found[rank] = [(number, count) for number, count in json.loads(answer.text)]
+    def _replicas(self, ranks: Collection[int], end: float) -> dict[int, list[tuple[int, int]]]:
+        """`Worker.dp_replica` of each rank, by role; empty for a process whose constructors have not run. Ranks that
+        have died meanwhile are missing. A rank that does not answer is asked again until ``end``, by the monotonic
+        clock: its host may be busy, and to take it for dead would end it."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        while unknown := sorted(set(ranks) - found.keys() - self._engine.deaths().keys()):
+            text = "there was no time to ask it"
+            for rank, answer in self._ray.ask("replicas", unknown, MAX_STACK_SECONDS).items():
+                if answer.ok:
+                    found[rank] = [(number, count) for number, count in json.loads(answer.text)]
+                elif answer.told:
+                    raise GroupBrokenError(f"{self.name} cannot change its size: rank {rank}: {answer.text}")
+                else:
+                    text = answer.text
+            late = [rank for rank in unknown if rank not in found]
+            if late and time.monotonic() >= end:
+                raise CallTimeoutError(
+                    f"{self.name} cannot change its size: {ranks_text(late)} did not say to which data-parallel "
+                    f"replica they belong: {text}. Pass a longer timeout, or these ranks as the ones to drop",
+                    ranks=late,
+                )
         return found
 
-    def _in_complete_replicas(self, living: Collection[int]) -> list[int]:
-        kept = complete_replicas(self._replicas(living), self.world_size)
+    def _in_complete_replicas(self, living: Collection[int], end: float) -> list[int]:
+        kept = complete_replicas(self._replicas(living, end), self.world_size)
         if not kept:
             raise GroupBrokenError(
                 f"{self.name} cannot go on without the ranks that have died: each of its data-parallel replicas has "
@@ -330,8 +355,10 @@ class ElasticGroup(WorkerGroup):
             )
         return kept
 
-    def _number_to_add(self, count: int | None, vacant: int) -> int:
-        (first,) = self._replicas([0]).values()
+    def _number_to_add(self, count: int | None, vacant: int, end: float) -> int:
+        first = self._replicas([0], end).get(0)
+        if first is None:
+            raise GroupBrokenError(f"{self.name} cannot grow: rank 0 has died. {self._state.advice}")
         size = self.world_size // min(replicas for _, replicas in first)
         if count is None:
             return vacant - vacant % size

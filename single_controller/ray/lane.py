@@ -485,9 +485,9 @@ class Lane:
                 for number, _ in messages:
                     peer.waiting.pop(number, None)
             except KeyError as error:
-                self._lose(peer, f"a reply has come to call {error}, which was not sent")
+                self._lose(peer, f"a reply has come to call {error}, which was not sent", connection)
             except OSError as error:
-                self._lose(peer, str(error))
+                self._lose(peer, str(error), connection)
         self._unfinished = False
 
     def _flush(self, peer: Peer, connection: Connection) -> None:
@@ -502,10 +502,12 @@ class Lane:
                 self._lose(peer, f"{type(error).__name__} while a message was being sent")
                 raise
 
-    def _lose(self, peer: Peer, reason: str) -> None:
+    def _lose(self, peer: Peer, reason: str, which: Connection | None = None) -> None:
+        """Give up the connection to a rank. ``which``: only if it still is this one, because the rank may have opened
+        another since the leader took it."""
         with self._changing:
             connection = peer.connection
-            if connection is None:
+            if connection is None or which not in (None, connection):
                 return
             # In this order: after a KeyboardInterrupt, whoever uses the connection next does the rest.
             for token in list(peer.waiting.values()):

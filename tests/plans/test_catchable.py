@@ -1,0 +1,71 @@
+"""An error of a worker's method is an instance of the method's own exception class too."""
+
+import copy
+import pickle
+import subprocess
+
+import pytest
+
+from single_controller import StartError, WorkerError
+from single_controller.base.result import catchable_as
+
+
+class Odd(Exception):
+    def __init__(self, code, *, reason):
+        super().__init__(code)
+        self.reason = reason
+
+    def __str__(self):
+        return self.reason.upper()
+
+
+class OddNew(OSError):
+    def __new__(cls, first, second):
+        return super().__new__(cls, first, second)
+
+
+class Slotted(LookupError):
+    __slots__ = ("where",)
+
+
+class Sealed(ValueError):
+    def __init_subclass__(cls, **options):
+        raise TypeError("Sealed cannot be subclassed")
+
+
+SUBCLASSED = [
+    *(ValueError, KeyError, OSError, FileNotFoundError, UnicodeDecodeError, SyntaxError, ImportError, TimeoutError),
+    *(subprocess.CalledProcessError, Odd, OddNew, Slotted),
+]
+LEFT_ALONE = [Sealed, ExceptionGroup, StopIteration, StopAsyncIteration, KeyboardInterrupt, SystemExit, WorkerError]
+
+
+@pytest.mark.parametrize("base", [WorkerError, StartError])
+@pytest.mark.parametrize("kind", [*SUBCLASSED, *LEFT_ALONE], ids=lambda kind: kind.__name__)
+def test_error_is_of_both_classes_wherever_that_is_possible(kind, base):
+    plain = base("work() raised on rank 3", rank=3, host="a", method="work", cause_type="K", ranks=[3, 4])
+    plain.add_note("a note")
+    error = catchable_as(plain, kind)
+    for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert isinstance(one, base) and isinstance(one, kind) == (kind in SUBCLASSED or issubclass(base, kind))
+        assert str(one) == "work() raised on rank 3" and one.args == (str(one),) and type(one).__name__ == base.__name__
+        assert (one.rank, one.host, one.method, one.cause_type, one.ranks) == (3, "a", "work", "K", (3, 4))
+        assert one.__notes__ == ["a note"]
+
+
+def test_process_that_lacks_the_class_gets_a_plain_error():
+    script = """
+import sys
+from single_controller.base.result import catchable_as
+from single_controller import WorkerError
+import types, pickle
+module = types.ModuleType("only_here")
+sys.modules["only_here"] = module
+exec("class Local(Exception): pass", vars(module))
+sys.stdout.buffer.write(pickle.dumps(catchable_as(WorkerError("text", rank=1), module.Local)))
+"""
+    import sys
+
+    sent = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60).stdout
+    error = pickle.loads(sent)
+    assert type(error) is WorkerError and str(error) == "text" and error.rank == 1
