@@ -122,11 +122,17 @@ class CallThread:
         self._poll.register(sock, select.POLLIN)
 
     def _serve(self) -> None:
+        had_turn = False  # whether the last thing that ran was a job, although calls were here
         while self._ended is None:
             if self._jobs:
                 # Calls on the lane that are here come first: a call takes the lane only when all earlier ones through
                 # Ray have ended. A driver that has lost the connection no longer knows which calls are unanswered.
                 self._take_what_arrives(0)
+            if self._jobs and self._calls and not had_turn and self._may_overtake(self._jobs[0]):
+                had_turn = True
+                self._run_job(self._jobs.popleft())
+                continue
+            had_turn = False
             if not self._calls:
                 if self._jobs and (self._connection is None or self._jobs[0].after <= self._last):
                     self._run_job(self._jobs.popleft())
@@ -146,6 +152,12 @@ class CallThread:
             except Exception as error:
                 self._drop(error)
             self._last = number
+
+    def _may_overtake(self, job: _Job) -> bool:
+        """Whether a job may run before calls that have arrived. The group's driver sends none while a message of its
+        own through Ray may be pending, so these were sent after the job has ended, or the job comes from another
+        process, which would otherwise wait for as long as several threads of the driver keep calling."""
+        return self._connection is not None and 0 <= job.after <= self._last
 
     def _run_job(self, job: _Job) -> None:
         if job.after == LOST:

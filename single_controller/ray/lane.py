@@ -65,7 +65,9 @@ _HEADER = struct.Struct("<IQ")
 
 _INCOMPLETE = "it did not complete the handshake"
 
-# A connection outlives an outage that Ray outlives, whose health checks take up to 65 s by default.
+# A connection outlives an outage that Ray outlives, whose health checks take up to 65 s by default. There is no
+# TCP_USER_TIMEOUT: it also counts the time in which the other side does not read, because it runs a long method or is
+# stopped.
 _SILENCE_SECONDS = 120
 _PROBE_SECONDS = 15
 
@@ -102,7 +104,6 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_SECONDS // _PROBE_SECONDS - 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS)
         _open.add(self)
 
     def send(self, number: int, message: bytes) -> None:

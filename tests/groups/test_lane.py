@@ -401,3 +401,25 @@ def test_group_made_while_the_environment_switches_it_off(slots, monkeypatch):
         RayWorkerGroup(pool, RayClassWithInitArgs(Lone), lane=True) as group,
     ):
         assert group.add(1) == [1] and group._engine.lane is None
+
+
+def test_other_process_is_served_while_threads_of_the_driver_keep_calling(group):
+    """Its calls come through Ray."""
+    over = threading.Event()
+
+    def keep_calling():
+        while not over.is_set():
+            group.count(0.02)
+
+    with ThreadPoolExecutor(8) as threads:
+        calling = [threads.submit(keep_calling) for _ in range(8)]
+        try:
+            time.sleep(0.3)
+            actor = ray.get_actor(group.worker_names[0])  # as in another process: the group does not know of this call
+            with within(3):
+                for value in range(5):
+                    assert ray.get(actor.echo.remote(value), timeout=10) == value
+        finally:
+            over.set()
+        for one in calling:
+            one.result()

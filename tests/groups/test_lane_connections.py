@@ -15,6 +15,7 @@ from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from single_controller.ray import lane
 from single_controller.ray.lane import Connection, Lane
 from single_controller.ray.lane_handshake import Handshake, HandshakeError
 
@@ -43,6 +44,32 @@ def wait_until(condition, seconds=10):
     while not condition():
         assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("silent", [6.0])
+def test_connection_outlives_a_side_that_does_not_read(monkeypatch, silent):
+    """A rank reads between methods only, and a stopped driver not at all. The limit of silence is far shorter here."""
+    monkeypatch.setattr(lane, "_SILENCE_SECONDS", 2)
+    monkeypatch.setattr(lane, "_PROBE_SECONDS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        ours = Connection(socket.create_connection(listener.getsockname()))
+        theirs = Connection(listener.accept()[0])
+    ours.sock.setblocking(False)
+    calls = [bytes([number]) * 64_000 for number in range(100)]
+    for number, call in enumerate(calls):
+        ours.send(number, call)
+    assert ours.unsent, "the window is closed"
+    time.sleep(silent)
+    received = []
+    while len(received) < len(calls):
+        with contextlib.suppress(BlockingIOError):
+            del ours.unsent[: ours.sock.send(ours.unsent)]
+        messages, theirs.read = theirs.receive()
+        received += messages
+    assert received == list(enumerate(calls))
+    ours.close()
+    theirs.close()
 
 
 class TestHandshake:
