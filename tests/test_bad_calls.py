@@ -1402,7 +1402,11 @@ def _make_ready(then, stage):
 
 
 def _is_documented(error, kind):
-    return type(error) is kind if issubclass(kind, SingleControllerError) else isinstance(error, kind)
+    if not issubclass(kind, SingleControllerError):
+        return isinstance(error, kind)
+    # The error of a method is also of the method's exception class: the documented class comes first in its order.
+    named = (base for base in type(error).__mro__ if getattr(sys.modules[base.__module__], base.__name__, None) is base)
+    return next(named) is kind
 
 
 def _show(error):
