@@ -188,6 +188,8 @@ def catchable_as(error: WorkerError, kind: Any) -> WorkerError:
             return error  # a generator or an asyncio.Future would turn a StopIteration into a RuntimeError
         if kind.__module__.partition(".")[0] in ("dispatch", "single_controller"):
             return error  # it is about a call that the method made, and must not be taken for one about this call
+        if hasattr(kind, "__getattr__"):
+            return error  # Ray's task errors, for example, look up fields there that nobody has set here
         ours: Any = type(error)
         both = _derived_from(ours, kind)
         # The first built-in class knows how to make an instance. No __init__ runs: the exception's own may need
