@@ -19,6 +19,8 @@ from workers.rollout.engine import SamplingParams
 from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.manager import RolloutManager
 from workers.rollout.stream import RolloutStream
+from workers.train.rollout_link import RolloutLink
+from workers.weight_sync import WeightSyncError
 
 B, SAMPLES = 4, 3
 HOW = SamplingParams(12, temperature=0.8, stop_token_ids=(0, 1, 2))
@@ -153,6 +155,89 @@ def test_weights_that_are_never_updated(group):
             data = stream.take(30)
             assert data["group_ids"][::SAMPLES].tolist() == list(range(rollout_id * B, rollout_id * B + B))
             assert data["max_weight_versions"].unique().tolist() == [0]
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("mode", ["wait", "interrupt"])
+def test_update_is_given_up_in_time_while_an_exchange_hangs(group, monkeypatch, mode):
+    """And can be repeated, when it goes on. No group is lost."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    goes_on.set()
+    exchange = Toy.exchange
+
+    def hanging(self, orders):
+        if not goes_on.is_set():
+            hangs.set()
+            assert goes_on.wait(30)
+        return exchange(self, orders)
+
+    monkeypatch.setattr(Toy, "exchange", hanging)
+    manager = managed(group)
+    found = []
+    with streaming(manager, max_staleness=1, mode=mode) as stream:
+        update(stream, manager, 1)
+        found += stream.take(30)["group_ids"][::SAMPLES].tolist()
+        goes_on.clear()
+        try:
+            assert hangs.wait(10)
+            for _ in range(2):
+                began = time.monotonic()
+                with (
+                    pytest.raises(WeightSyncError, match=r"within 0.2 s.*exchange\(\) of the workers has not returned"),
+                    RolloutLink(manager, lambda: 1, 0.2).updating(),
+                ):
+                    raise AssertionError("the update began")
+                assert time.monotonic() - began < 5
+        finally:
+            goes_on.set()
+        for version in (2, 3):
+            update(stream, manager, version)
+            data = stream.take(30)
+            check_log_probs(data)
+            found += data["group_ids"][::SAMPLES].tolist()
+    assert found == list(range(3 * B))
+
+
+@pytest.mark.timeout(40)
+def test_stream_whose_exchange_hangs_can_be_closed(group, monkeypatch):
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hanging(self, orders):
+        hangs.set()
+        assert goes_on.wait(30)
+        return exchange(self, orders)
+
+    exchange = Toy.exchange
+    monkeypatch.setattr(Toy, "exchange", hanging)
+    monkeypatch.setattr("workers.rollout.stream.CLOSE_SECONDS", 0.1)
+    manager = managed(group)
+    stream = RolloutStream(manager, prompts, SampleBuffer(B))
+    try:
+        assert hangs.wait(10)
+        with pytest.raises(WeightSyncError, match="has not returned"), stream.updating(0.1):
+            raise AssertionError("the update began")
+        stream.close()
+        assert manager.stream is None
+    finally:
+        goes_on.set()
+    stream._thread.join(10)
+    assert not stream._thread.is_alive()
+
+
+@pytest.mark.timeout(40)
+def test_update_is_given_up_in_time_while_requests_run(group):
+    manager = managed(group, LONG)
+    with streaming(manager) as stream:
+        update(stream, manager, 1)
+        group.set_delay([0.05, 0.05])  # a group takes three seconds
+        while not any(worker.running for worker in group.execute_all_sync("load_of_engine")):
+            time.sleep(0.01)
+        with (
+            pytest.raises(WeightSyncError, match=r"within 0.5 s.*requests that are running .*update_mode='interrupt'"),
+            stream.updating(0.5),
+        ):
+            raise AssertionError("the update began")
+        assert stream.take(30)["group_ids"][::SAMPLES].tolist() == list(range(B))
 
 
 def test_slow_worker_gets_fewer_groups(group):

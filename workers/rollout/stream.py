@@ -5,8 +5,9 @@ Threads: "rollout-stream" runs the router: it gives groups to the workers, one a
 `RolloutStream.close` ends it; so does an error, which `RolloutStream.take` raises. The rewards of a finished group are
 computed in the threads of the manager's reward runner, which then put the group into the buffer. A worker that died is
 replaced in a thread of `workers.rollout.recovery`.
-Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_idle``, ``_ended``, ``_closed`` and
-``_stuck``. It is a leaf; the buffer has a lock of its own. Everything else belongs to the router's thread.
+Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_idle``, ``_reported``, ``_ended``,
+``_closed`` and ``_stuck``. It is a leaf; the buffer has a lock of its own. Everything else belongs to the router's
+thread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from workers.rollout.exchange import Report
 from workers.rollout.manager import RolloutManager
 from workers.rollout.router import Generated, Prompts, Router, load, store
 from workers.rollout.sample_buffer import SampleBuffer
+from workers.weight_sync.protocol import TimeUpError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -103,6 +105,8 @@ class RolloutStream(Closing):
         self._changed = threading.Condition()
         self._pauses = 0
         self._idle = False
+        self._reported = False
+        """Whether all workers have reported since the update was announced."""
         self._ended = False
         self._closed = False
         self._stuck: dict[int, int | None] | None = None
@@ -212,24 +216,51 @@ class RolloutStream(Closing):
         refresh()  # and so `updating`, which waits for the router: no lock is held here
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self, timeout: float | None = None) -> Iterator[None]:
         """Inside, the workers' weights can be updated. With ``update_mode="wait"`` no worker generates for the stream.
         With "interrupt" they go on, until their engines load the weights. Afterwards the stream goes on with the
-        workers that have ``manager.weight_version``; if that is None, with those whose weights were never updated."""
+        workers that have ``manager.weight_version``; if that is None, with those whose weights were never updated.
+
+        Args:
+            timeout: seconds to wait until the update can begin, or None. `RayTrainGroup.update_weights` passes
+                ``update_weights_timeout_minutes``.
+
+        Raises:
+            WeightSyncError: the time has passed. Nothing was updated, and the stream goes on as before.
+        """
         with self._changed:
             self._pauses += 1
             self._changed.notify_all()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._idle or self._ended)
+                if not self._changed.wait_for(lambda: self._idle or self._ended, timeout):
+                    raise self._late(timeout)
             yield
             self.buffer.set_version(self._manager.weight_version or 0)
         finally:
             with self._changed:
                 self._pauses -= 1
-                self._idle = False
+                self._idle = self._reported = False
                 self._stuck = None  # until the workers have reported again
                 self._changed.notify_all()
+
+    def _late(self, timeout: float | None) -> TimeUpError:
+        if self._reported:
+            why = (
+                "requests that are running have not ended. Use update_mode='interrupt' (update_weights_mode), which "
+                "does not wait for them, or raise the limit"
+            )
+        else:
+            why = (
+                "a call of exchange() of the workers has not returned. Either a worker hangs, or the function of the "
+                "prompts does, or workers are being restarted. With timeout= of RolloutManager, workers that hang are "
+                "restarted"
+            )
+        return TimeUpError(
+            f"the rollout stream was not ready for an update of the weights within {timeout:g} s, the time limit of an "
+            f"update (update_weights_timeout_minutes, or timeout= of updating()): {why}. The workers keep their "
+            "weights, and the update can be repeated"
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return what happened since the last call; see `SampleBuffer.metrics`. ``rollout/restarts``: how often workers
@@ -306,6 +337,7 @@ class RolloutStream(Closing):
         with self._changed:
             if updating and self._pauses:
                 # All have reported since the update was announced: it will not be the first to meet a death.
+                self._reported = True
                 self._idle = self._update_mode == "interrupt" or not self._router.running
                 self._changed.notify_all()
             elif not self._pauses and version is not None:

@@ -29,6 +29,7 @@ from workers.train.shared_rollout import SharedRollout
 from workers.train.takeover import common_position, find_left
 from workers.train.worker import TrainWorker
 from workers.weight_sync import SyncReport, WeightSyncError
+from workers.weight_sync.protocol import TimeUpError
 
 logger = logging.getLogger(__name__)
 
@@ -298,6 +299,8 @@ class RayTrainGroup(TrainGroupLife):
         Raises:
             WorkerError: the update failed, with a `WeightSyncError` as its cause. Rollout workers that have kept the
                 version before are still in use.
+            WeightSyncError: the manager did not answer, or its stream did not pause, within the time limit. Nothing was
+                sent.
         """
         if verify not in (None, "fingerprint", "full", "none"):
             raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or 'none'")
@@ -307,6 +310,8 @@ class RayTrainGroup(TrainGroupLife):
             try:
                 self._send(workers, version, verify)
                 break
+            except TimeUpError:  # of the stream: another try would take as long again
+                raise
             except SingleControllerError as error:
                 if not left or workers.broken or self._rollout is None or not self._rollout.recovers:
                     raise

@@ -19,8 +19,8 @@ class RolloutLink:
         manager: see `RayTrainGroup.set_rollout_manager`.
         refresh: a function that sends the current weights to all rollout workers. It becomes the ``refresh`` of a
             manager in this process whose own is None.
-        timeout: seconds that each call to a manager that is a Ray actor may take. It may be busy in its constructor or
-            in `generate`.
+        timeout: seconds that each call to a manager that is a Ray actor may take, which may be busy in its constructor
+            or in `generate`; and that the manager's stream may take to pause.
     """
 
     def __init__(self, manager: Any, refresh: Callable[[], Any], timeout: float) -> None:
@@ -65,8 +65,13 @@ class RolloutLink:
         return self._stream is not None and (self.outdated or not all(self.manager.group.alive()))
 
     def updating(self) -> AbstractContextManager[None]:
-        """Inside, the manager's stream is paused, if it has one in this process."""
-        paused: AbstractContextManager[None] = nullcontext() if self._stream is None else self._stream.updating()
+        """Inside, the manager's stream is paused, if it has one in this process.
+
+        Raises:
+            WeightSyncError: when entered: it was not paused in time.
+        """
+        stream = self._stream
+        paused: AbstractContextManager[None] = nullcontext() if stream is None else stream.updating(self._timeout)
         return paused
 
     def rewind(self, rollout_id: int) -> None:
