@@ -25,12 +25,12 @@ import torch
 
 from single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
 from workers import RolloutManager, RolloutWorker, SamplingParams
-from workers.rollout.requests import Request, RequestEngine
-from workers.rollout.sample_buffer import SampleBuffer
-from workers.rollout.stream import RolloutStream
-from workers.train.advantages import group_advantages
-from workers.train.corrections import PRESETS, correct
-from workers.train.losses import ppo_clip
+from workers.algorithms.advantages import group_advantages
+from workers.algorithms.corrections import PRESETS, correct
+from workers.algorithms.losses import ppo_clip
+from workers.rollout.engines.request_engine import Request, RequestEngine
+from workers.rollout.stream.rollout_stream import RolloutStream
+from workers.rollout.stream.sample_buffer import SampleBuffer
 
 VOCABULARY, GOOD, STOP = 16, 7, 0
 WORKERS, SLOTS = 2, 16

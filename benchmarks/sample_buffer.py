@@ -14,7 +14,7 @@ import time
 import numpy as np
 import ray
 
-from workers.rollout.sample_buffer import SampleBuffer
+from workers.rollout.stream.sample_buffer import SampleBuffer
 
 SAMPLES, TOKENS = 8, 1024
 STORE_BYTES = 1_000_000_000

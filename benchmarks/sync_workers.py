@@ -18,10 +18,10 @@ import torch
 from single_controller import Dispatch, Worker, register
 from workers import HFEngine, SamplingParams
 from workers.distributed import initialize_distributed
-from workers.rollout.engine import RolloutEngine
+from workers.rollout.engines.rollout_engine import RolloutEngine
 from workers.weight_sync import WeightReceiver, WeightSender
-from workers.weight_sync.plan import Box
 from workers.weight_sync.shards import Shard
+from workers.weight_sync.weight_plan import Box
 
 Shapes = dict[str, tuple[int, ...]]
 

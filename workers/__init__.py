@@ -11,43 +11,43 @@ from typing import TYPE_CHECKING
 from dispatch.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from workers.fsdp.train_model import FSDPTrainModel
-    from workers.fsdp.worker import FSDPTrainWorker
+    from workers.algorithms.registry import register_advantage, register_policy_loss
+    from workers.data.rollout_data import RolloutDataError
+    from workers.fsdp.fsdp_model import FSDPTrainModel
+    from workers.fsdp.fsdp_worker import FSDPTrainWorker
+    from workers.hf_files import ModelFilesError
     from workers.lora import LoraSettings
     from workers.megatron.config import init_model_parallel_config, transformer_config
-    from workers.megatron.lm import MegatronLMWorker
+    from workers.megatron.lm_worker import MegatronLMWorker
+    from workers.megatron.megatron_model import MegatronTrainModel
+    from workers.megatron.megatron_train_worker import MegatronTrainWorker
+    from workers.megatron.megatron_worker import MegatronWorker
     from workers.megatron.mlp import ParallelLlamaMLP
-    from workers.megatron.train_model import MegatronTrainModel
-    from workers.megatron.train_worker import MegatronTrainWorker
-    from workers.megatron.worker import MegatronWorker
-    from workers.rollout.engine import Completion, EngineLoad, RolloutEngine, SamplingParams
-    from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
+    from workers.recovery.weight_backup import BackupError, WeightBackup
+    from workers.rollout.engines.hf_engine import HFEngine
+    from workers.rollout.engines.http_engine import HTTPEngine
+    from workers.rollout.engines.request_engine import RequestEngine
+    from workers.rollout.engines.rollout_engine import Completion, EngineLoad, RolloutEngine, SamplingParams
+    from workers.rollout.engines.vllm_engine import VLLMEngine
     from workers.rollout.evaluation import evaluate
-    from workers.rollout.hf_engine import HFEngine
-    from workers.rollout.http_engine import HTTPEngine
-    from workers.rollout.manager import RolloutManager
-    from workers.rollout.requests import RequestEngine
-    from workers.rollout.reward_calls import Sample
-    from workers.rollout.rewards import RewardRunner
-    from workers.rollout.sample_buffer import SampleBuffer
-    from workers.rollout.stream import RolloutStream
-    from workers.rollout.vllm_engine import VLLMEngine
-    from workers.rollout.worker import RolloutWorker
+    from workers.rollout.rewards.reward_calls import Sample
+    from workers.rollout.rewards.reward_runner import RewardRunner
+    from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
+    from workers.rollout.rollout_manager import RolloutManager
+    from workers.rollout.rollout_worker import RolloutWorker
+    from workers.rollout.stream.rollout_stream import RolloutStream
+    from workers.rollout.stream.sample_buffer import SampleBuffer
     from workers.train.args import TrainArgs, TrainArgsError, read_args
     from workers.train.checkpoints import CheckpointError
-    from workers.train.group import RayTrainGroup
     from workers.train.hf_export import export_hf
-    from workers.train.hf_files import ModelFilesError
-    from workers.train.model import TrainModel
-    from workers.train.placement import RolePlacement, place
-    from workers.train.registry import register_advantage, register_policy_loss
-    from workers.train.rollout_data import RolloutDataError
+    from workers.train.role_placement import RolePlacement, place
     from workers.train.tracking import RunLog
-    from workers.train.weight_backup import BackupError, WeightBackup
-    from workers.train.worker import TrainWorker, own_rows
-    from workers.weight_sync.protocol import WeightSyncError
-    from workers.weight_sync.receiver import WeightReceiver
-    from workers.weight_sync.sender import WeightSender
+    from workers.train.train_group import RayTrainGroup
+    from workers.train.train_model import TrainModel
+    from workers.train.train_worker import TrainWorker, own_rows
+    from workers.weight_sync.sync_protocol import WeightSyncError
+    from workers.weight_sync.weight_receiver import WeightReceiver
+    from workers.weight_sync.weight_sender import WeightSender
 
 __all__ = [
     "BackupError",
@@ -103,55 +103,55 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "workers.rollout.engine",
-    "BackupError": "workers.train.weight_backup",
+    "Completion": "workers.rollout.engines.rollout_engine",
+    "BackupError": "workers.recovery.weight_backup",
     "CheckpointError": "workers.train.checkpoints",
-    "EngineLoad": "workers.rollout.engine",
-    "FSDPTrainModel": "workers.fsdp.train_model",
-    "FSDPTrainWorker": "workers.fsdp.worker",
-    "HFEngine": "workers.rollout.hf_engine",
-    "HTTPEngine": "workers.rollout.http_engine",
+    "EngineLoad": "workers.rollout.engines.rollout_engine",
+    "FSDPTrainModel": "workers.fsdp.fsdp_model",
+    "FSDPTrainWorker": "workers.fsdp.fsdp_worker",
+    "HFEngine": "workers.rollout.engines.hf_engine",
+    "HTTPEngine": "workers.rollout.engines.http_engine",
     "LoraSettings": "workers.lora",
-    "MegatronLMWorker": "workers.megatron.lm",
-    "MegatronTrainModel": "workers.megatron.train_model",
-    "MegatronTrainWorker": "workers.megatron.train_worker",
-    "MegatronWorker": "workers.megatron.worker",
-    "ModelFilesError": "workers.train.hf_files",
+    "MegatronLMWorker": "workers.megatron.lm_worker",
+    "MegatronTrainModel": "workers.megatron.megatron_model",
+    "MegatronTrainWorker": "workers.megatron.megatron_train_worker",
+    "MegatronWorker": "workers.megatron.megatron_worker",
+    "ModelFilesError": "workers.hf_files",
     "ParallelLlamaMLP": "workers.megatron.mlp",
-    "PromptError": "workers.rollout.errors",
-    "RayTrainGroup": "workers.train.group",
-    "RequestEngine": "workers.rollout.requests",
-    "RewardError": "workers.rollout.errors",
-    "RewardRunner": "workers.rollout.rewards",
-    "RolePlacement": "workers.train.placement",
-    "RolloutDataError": "workers.train.rollout_data",
-    "RolloutEngine": "workers.rollout.engine",
-    "RolloutError": "workers.rollout.errors",
-    "RolloutManager": "workers.rollout.manager",
-    "RolloutStream": "workers.rollout.stream",
-    "RolloutWorker": "workers.rollout.worker",
+    "PromptError": "workers.rollout.rollout_errors",
+    "RayTrainGroup": "workers.train.train_group",
+    "RequestEngine": "workers.rollout.engines.request_engine",
+    "RewardError": "workers.rollout.rollout_errors",
+    "RewardRunner": "workers.rollout.rewards.reward_runner",
+    "RolePlacement": "workers.train.role_placement",
+    "RolloutDataError": "workers.data.rollout_data",
+    "RolloutEngine": "workers.rollout.engines.rollout_engine",
+    "RolloutError": "workers.rollout.rollout_errors",
+    "RolloutManager": "workers.rollout.rollout_manager",
+    "RolloutStream": "workers.rollout.stream.rollout_stream",
+    "RolloutWorker": "workers.rollout.rollout_worker",
     "RunLog": "workers.train.tracking",
-    "SampleBuffer": "workers.rollout.sample_buffer",
-    "Sample": "workers.rollout.reward_calls",
-    "SamplingParams": "workers.rollout.engine",
+    "SampleBuffer": "workers.rollout.stream.sample_buffer",
+    "Sample": "workers.rollout.rewards.reward_calls",
+    "SamplingParams": "workers.rollout.engines.rollout_engine",
     "TrainArgs": "workers.train.args",
     "TrainArgsError": "workers.train.args",
-    "TrainModel": "workers.train.model",
-    "TrainWorker": "workers.train.worker",
-    "VLLMEngine": "workers.rollout.vllm_engine",
-    "WeightBackup": "workers.train.weight_backup",
-    "WeightReceiver": "workers.weight_sync.receiver",
-    "WeightSender": "workers.weight_sync.sender",
-    "WeightSyncError": "workers.weight_sync.protocol",
-    "WeightVersionError": "workers.rollout.errors",
+    "TrainModel": "workers.train.train_model",
+    "TrainWorker": "workers.train.train_worker",
+    "VLLMEngine": "workers.rollout.engines.vllm_engine",
+    "WeightBackup": "workers.recovery.weight_backup",
+    "WeightReceiver": "workers.weight_sync.weight_receiver",
+    "WeightSender": "workers.weight_sync.weight_sender",
+    "WeightSyncError": "workers.weight_sync.sync_protocol",
+    "WeightVersionError": "workers.rollout.rollout_errors",
     "evaluate": "workers.rollout.evaluation",
     "export_hf": "workers.train.hf_export",
     "init_model_parallel_config": "workers.megatron.config",
-    "own_rows": "workers.train.worker",
-    "place": "workers.train.placement",
+    "own_rows": "workers.train.train_worker",
+    "place": "workers.train.role_placement",
     "read_args": "workers.train.args",
-    "register_advantage": "workers.train.registry",
-    "register_policy_loss": "workers.train.registry",
+    "register_advantage": "workers.algorithms.registry",
+    "register_policy_loss": "workers.algorithms.registry",
     "transformer_config": "workers.megatron.config",
 }
 

@@ -6,10 +6,10 @@ from lm_configs import LLAMA, SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from workers import MegatronLMWorker, transformer_config
-from workers.megatron.lm import checked_batch
-from workers.megatron.optimizer import AdamOptions
-from workers.megatron.weights import check_state_dict, hf_shapes
-from workers.train.micro_batches import cut_by_tokens
+from workers.data.micro_batches import cut_by_tokens
+from workers.megatron.hf_weights import check_state_dict, hf_shapes
+from workers.megatron.lm_worker import checked_batch
+from workers.megatron.megatron_optimizer import AdamOptions
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from megatron.core import parallel_state
 from shard_helpers import read_shards
 
-from workers.megatron.train_model import MegatronTrainModel
+from workers.device_memory import DeviceMemory
+from workers.megatron.megatron_model import MegatronTrainModel
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
-from workers.train.device_memory import DeviceMemory
 from workers.train.hf_export import export_hf
 
 

@@ -22,9 +22,9 @@ import torch
 
 from single_controller import Dispatch, Worker, register
 from workers import HFEngine, block_transport
-from workers.fsdp.worker import FSDPTrainWorker
-from workers.rollout.engine import RolloutEngine
-from workers.train.weight_backup import live_tensors
+from workers.fsdp.fsdp_worker import FSDPTrainWorker
+from workers.recovery.weight_backup import live_tensors
+from workers.rollout.engines.rollout_engine import RolloutEngine
 from workers.weight_sync import WeightReceiver, WeightSender
 from workers.weight_sync.shards import Shard
 

@@ -40,7 +40,7 @@ from workers import (
     place,
     read_args,
 )
-from workers.fsdp.worker import FSDPTrainWorker
+from workers.fsdp.fsdp_worker import FSDPTrainWorker
 
 VOCABULARY = 32
 DIGITS, FIRST_DIGIT = 3, 16

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rollout_helpers import plain_log_probs, plain_model
 
-from workers.rollout.engine import EngineLoad, RolloutEngine, SamplingParams
-from workers.rollout.errors import PromptError, RolloutError
+from workers.rollout.engines.rollout_engine import EngineLoad, RolloutEngine, SamplingParams
+from workers.rollout.rollout_errors import PromptError, RolloutError
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4], [6, 6], [2, 9, 17], [31]]
 SEEDS = list(range(10, 18))

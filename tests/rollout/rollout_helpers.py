@@ -11,14 +11,15 @@ from plain_train_workers import Plain
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from single_controller import Dispatch, register
-from workers.rollout.engine import Completion, RolloutEngine
-from workers.rollout.errors import RolloutError
-from workers.rollout.requests import RequestEngine
-from workers.rollout.sampler import truncated
-from workers.rollout.worker import RolloutWorker
-from workers.weight_sync import WeightSender, peer
+from workers.rollout.engines.request_engine import RequestEngine
+from workers.rollout.engines.rollout_engine import Completion, RolloutEngine
+from workers.rollout.engines.sampler import truncated
+from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.rollout_worker import RolloutWorker
+from workers.weight_sync import WeightSender
 from workers.weight_sync.pieces import WHOLE, Payload, PieceSpec
-from workers.weight_sync.plan import whole
+from workers.weight_sync.transports import peer_weights as peer
+from workers.weight_sync.weight_plan import whole
 
 peer.BUCKET_BYTES = int(os.environ.get("BUCKET_BYTES", peer.BUCKET_BYTES))
 

@@ -14,10 +14,10 @@ from single_controller import (
     WorkerDiedError,
     WorkerError,
 )
-from workers.rollout.engine import SamplingParams
-from workers.rollout.errors import PromptError, RolloutError
-from workers.rollout.exchange import Attempt, GroupRequest, Orders
-from workers.rollout.worker import RolloutWorker
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.rollout_errors import PromptError, RolloutError
+from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.stream.exchange import Attempt, GroupRequest, Orders
 
 HOW = SamplingParams(20, stop_token_ids=(0, 1, 2))
 LONG = SamplingParams(400)

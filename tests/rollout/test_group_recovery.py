@@ -6,8 +6,8 @@ import time
 import pytest
 
 from single_controller import GroupBrokenError, GroupClosedError, PlacementError, StartError, WorkerDiedError
-from workers.rollout import recovery
-from workers.rollout.recovery import GroupRecovery
+from workers.recovery import rollout_recovery as recovery
+from workers.recovery.rollout_recovery import GroupRecovery
 
 
 class Group:

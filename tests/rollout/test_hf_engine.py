@@ -6,9 +6,9 @@ import pytest
 import torch
 from rollout_helpers import GPT2, LLAMA, TIED, plain_log_probs, plain_model
 
-from workers.rollout.engine import SamplingParams
-from workers.rollout.errors import PromptError, RolloutError, WeightsError
-from workers.rollout.hf_engine import HFEngine
+from workers.rollout.engines.hf_engine import HFEngine
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.rollout_errors import PromptError, RolloutError, WeightsError
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4]]
 SEEDS = [10, 11, 12, 13, 14]

@@ -10,10 +10,10 @@ from engine_contract import EngineContract, Subject
 from rollout_helpers import GPT2, LLAMA, plain_log_probs, plain_model
 from transformers import LlamaConfig, MambaConfig, MistralConfig
 
-from workers.rollout import decoding
-from workers.rollout.engine import EngineLoad, SamplingParams
-from workers.rollout.errors import RolloutError
-from workers.rollout.hf_engine import HFEngine
+from workers.rollout.engines import decoding
+from workers.rollout.engines.hf_engine import HFEngine
+from workers.rollout.engines.rollout_engine import EngineLoad, SamplingParams
+from workers.rollout.rollout_errors import RolloutError
 
 CONFIG = LlamaConfig(**{**LLAMA.to_diff_dict(), "max_position_embeddings": 512})
 MISTRAL = MistralConfig(**{**LLAMA.to_diff_dict(), "sliding_window": 8})

@@ -20,8 +20,8 @@ from rollout_helpers import LLAMA, TIED, Bigram, plain_model
 
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers import HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
-from workers.rollout import http_client, http_engine
-from workers.rollout.errors import WeightsError
+from workers.rollout.engines import http_client, http_engine
+from workers.rollout.rollout_errors import WeightsError
 
 CONFIG = {"vocab_size": 32}
 SHAPES = {"following": (32, 32), "bias": (32,)}

@@ -19,9 +19,9 @@ from single_controller import (
     SingleControllerError,
 )
 from workers import HFEngine, RolloutManager, RolloutStream, RolloutWorker, SampleBuffer, SamplingParams
-from workers.rollout.errors import RolloutError
-from workers.rollout.exchange import Orders
-from workers.weight_sync import peer
+from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.stream.exchange import Orders
+from workers.weight_sync.transports import peer_weights as peer
 
 B, SAMPLES = 4, 2
 LONG = SamplingParams(60, temperature=0.8)

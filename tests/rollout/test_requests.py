@@ -9,9 +9,9 @@ import torch
 from engine_contract import EngineContract, Subject
 from rollout_helpers import Bigram, BigramEngine
 
-from workers.rollout import requests
-from workers.rollout.engine import EngineLoad, RolloutEngine, SamplingParams
-from workers.rollout.errors import RolloutError
+from workers.rollout.engines import request_engine as requests
+from workers.rollout.engines.rollout_engine import EngineLoad, RolloutEngine, SamplingParams
+from workers.rollout.rollout_errors import RolloutError
 
 
 @pytest.fixture(scope="module")

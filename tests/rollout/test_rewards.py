@@ -314,7 +314,7 @@ def test_ctrl_c_interrupts_a_plain_function(interrupt_when):
 
 
 def test_progress_is_logged(caplog, monkeypatch):
-    monkeypatch.setattr("workers.rollout.reward_progress.LOG_SECONDS", 0.1)
+    monkeypatch.setattr("workers.rollout.rewards.reward_progress.LOG_SECONDS", 0.1)
     logged = (
         r"has been running for 0 s, for 5 completions: 4 are done; "
         r"the slowest has been running for 0 s, row 3: prompt 1, sample 0, a completion of 7 tokens"

@@ -24,14 +24,14 @@ from single_controller import (
     WorkerError,
     register,
 )
-from workers.rollout.collate import collate_completions
-from workers.rollout.engine import Completion, SamplingParams
-from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
-from workers.rollout.hf_engine import HFEngine
-from workers.rollout.manager import RolloutManager
-from workers.rollout.worker import RolloutWorker
+from workers.data.collate import collate_completions
+from workers.data.rollout_data import RolloutDataError, check_rollout_data
+from workers.rollout.engines.hf_engine import HFEngine
+from workers.rollout.engines.rollout_engine import Completion, SamplingParams
+from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
+from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.rollout_worker import RolloutWorker
 from workers.seeds import mixed_seed
-from workers.train.rollout_data import RolloutDataError, check_rollout_data
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4]]
 HOW = SamplingParams(10, temperature=1.5, stop_token_ids=(6, 17, 29))
@@ -303,7 +303,7 @@ def test_cancelled_reward_function_is_a_reward_error(echoes, is_async, batched, 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_reward_function_that_does_not_return_is_logged(echoes, is_async, caplog, monkeypatch):
-    monkeypatch.setattr("workers.rollout.reward_progress.LOG_SECONDS", 0.05, raising=False)
+    monkeypatch.setattr("workers.rollout.rewards.reward_progress.LOG_SECONDS", 0.05, raising=False)
     logged = "the reward function has been running for 0 s, for 3 completions"
 
     def reward(prompt_ids, completion_ids):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sample_buffer_model import History, settings_of_a_buffer
 
 from workers import SampleBuffer
-from workers.rollout.flat_filter import FlatFilter
+from workers.rollout.stream.flat_filter import FlatFilter
 
 V1 = (1, 1)
 

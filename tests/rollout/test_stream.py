@@ -15,10 +15,10 @@ from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_vers
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import HTTPEngine, RayTrainGroup, SampleBuffer
-from workers.rollout.engine import SamplingParams
-from workers.rollout.errors import PromptError, RewardError, RolloutError, WeightVersionError
-from workers.rollout.manager import RolloutManager
-from workers.rollout.stream import RolloutStream
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
+from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.stream.rollout_stream import RolloutStream
 from workers.train.rollout_link import RolloutLink
 from workers.weight_sync import WeightSyncError
 
@@ -209,7 +209,7 @@ def test_stream_whose_exchange_hangs_can_be_closed(group, monkeypatch):
 
     exchange = Toy.exchange
     monkeypatch.setattr(Toy, "exchange", hanging)
-    monkeypatch.setattr("workers.rollout.stream.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("workers.rollout.stream.rollout_stream.CLOSE_SECONDS", 0.1)
     manager = managed(group)
     stream = RolloutStream(manager, prompts, SampleBuffer(B))
     try:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.rollout.errors import RolloutError
-from workers.rollout.vllm_layout import find_parts, joined
+from workers.rollout.engines.vllm_layout import find_parts, joined
+from workers.rollout.rollout_errors import RolloutError
 
 HIDDEN, HEAD, HEADS = 6, 4, 8
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

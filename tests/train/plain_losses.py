@@ -1,6 +1,6 @@
 """Policy losses, advantages and corrections from the papers' formulas: loops over tokens in Python's own float64.
 
-It imports nothing from this library. ``data`` is rollout data as `workers.train.rollout_data` describes it, with
+It imports nothing from this library. ``data`` is rollout data as `workers.data.rollout_data` describes it, with
 ``old_log_probs``; ``args`` are keys of the configuration, all of those in `DEFAULTS`.
 """
 

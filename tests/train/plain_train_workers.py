@@ -4,7 +4,7 @@ import os
 import signal
 
 from single_controller import Dispatch, register
-from workers.train.worker import TrainWorker
+from workers.train.train_worker import TrainWorker
 
 
 class Manager:

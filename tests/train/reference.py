@@ -1,7 +1,7 @@
 """GRPO in one process, written as naively as possible: the backends are compared with it.
 
 Row by row and token by token, without padding, micro-batches or a cache. It imports nothing from this library, only
-torch and transformers; rollout data is as `workers.train.rollout_data` describes it.
+torch and transformers; rollout data is as `workers.data.rollout_data` describes it.
 """
 
 import copy

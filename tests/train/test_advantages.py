@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.train.advantages import gae, group_advantages, moments, token_rewards, whiten
+from workers.algorithms.advantages import gae, group_advantages, moments, token_rewards, whiten
 
 
 @given(st.lists(st.tuples(st.sampled_from([-3, 0, 7, 10**12]), st.floats(-5, 5, width=32)), max_size=20), st.booleans())

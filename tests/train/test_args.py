@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from workers.rollout.engine import SamplingParams
+from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.train.args import TrainArgs, TrainArgsError, read_args, table, update_seconds
 from workers.train.args_checks import function_at, role_args
 

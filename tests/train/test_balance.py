@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatch.rows import share_rows
-from workers.train.balance import balanced_order
+from workers.data.balance import balanced_order
 
 
 def fullest(lengths, order, parts):

@@ -10,7 +10,7 @@ import plain_losses
 import pytest
 import torch
 
-from workers.train.corrections import (
+from workers.algorithms.corrections import (
     PRESETS,
     Correction,
     correct,
@@ -21,9 +21,9 @@ from workers.train.corrections import (
     rejected_rows,
     truncated,
 )
-from workers.train.losses import policy_loss, ppo_clip_loss, token_weights
-from workers.train.micro_batches import cut_by_tokens
-from workers.train.model import TokenOutputs
+from workers.algorithms.losses import policy_loss, ppo_clip_loss, token_weights
+from workers.data.micro_batches import cut_by_tokens
+from workers.train.train_model import TokenOutputs
 
 ROWS, TOKENS = 7, 11
 BOTH = ["geo_rs+token_tis", "seq_mis+token_rs"]

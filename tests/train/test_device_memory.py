@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workers.device import has_cuda
-from workers.train.device_memory import DeviceMemory, saver_preloaded
+from workers.device_memory import DeviceMemory, saver_preloaded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -114,7 +114,7 @@ def test_failed_offload_leaves_everything_on_the_device(monkeypatch):
             raise MemoryError("no room")
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr("workers.train.device_memory.host_memory", host_memory)
+    monkeypatch.setattr("workers.device_memory.host_memory", host_memory)
     with pytest.raises(MemoryError):
         memory.sleep()
     monkeypatch.undo()
@@ -129,10 +129,10 @@ def test_scratch_is_freed_without_a_copy_and_comes_back_as_zeros(saver, monkeypa
     kept, gradients = torch.ones(1000, device=device), torch.ones(5000, device=device)
     view, both = gradients[10:], kept[5:]  # `both` is in memory that has to be kept
     allocated = []
-    monkeypatch.setattr("workers.train.device_memory.saver_preloaded", lambda: saver)
+    monkeypatch.setattr("workers.device_memory.saver_preloaded", lambda: saver)
     for name, result in (("_pause", 4000), ("_resume", 4000)):
         allocate = lambda result=result: allocated.append(gradients.untyped_storage().nbytes()) or result  # noqa: E731
-        monkeypatch.setattr(f"workers.train.device_memory.{name}", allocate)
+        monkeypatch.setattr(f"workers.device_memory.{name}", allocate)
     memory = DeviceMemory(lambda: [kept], lambda: [gradients, view, both])
     for _ in range(2):
         assert memory.sleep() == 4000 + 20000 and gradients.untyped_storage().nbytes() == 0
@@ -153,8 +153,8 @@ def test_failed_pause_brings_the_scratch_back(monkeypatch):
     def fails():
         raise MemoryError("no room")
 
-    monkeypatch.setattr("workers.train.device_memory.saver_preloaded", lambda: True)
-    monkeypatch.setattr("workers.train.device_memory._pause", fails)
+    monkeypatch.setattr("workers.device_memory.saver_preloaded", lambda: True)
+    monkeypatch.setattr("workers.device_memory._pause", fails)
     memory = DeviceMemory(lambda: [kept], lambda: [gradients])
     with pytest.raises(MemoryError):
         memory.sleep()
@@ -172,7 +172,7 @@ def test_failed_offload_keeps_the_contents(monkeypatch, failing):
 
     with monkeypatch.context() as patched:
         if failing == "_empty_cache":
-            patched.setattr("workers.train.device_memory._empty_cache", fails)
+            patched.setattr("workers.device_memory._empty_cache", fails)
         memory = DeviceMemory(lambda: [kept], fails if failing == "scratch" else lambda: [gradients])
         for _ in range(2):
             with pytest.raises(MemoryError):

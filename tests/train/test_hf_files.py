@@ -6,9 +6,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from workers.rollout.engine import SamplingParams
-from workers.train.args import read_args
-from workers.train.hf_files import (
+from workers.hf_files import (
     ModelFilesError,
     end_tokens,
     read_config,
@@ -16,6 +14,8 @@ from workers.train.hf_files import (
     tokens_of,
     vocab_size_of,
 )
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.train.args import read_args
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.train.losses import (
+from workers.algorithms.losses import (
     clipped_value_loss,
     kl_estimate,
     policy_loss,
@@ -17,8 +17,8 @@ from workers.train.losses import (
     token_weights,
     value_loss,
 )
-from workers.train.micro_batches import cut_by_tokens
-from workers.train.model import TokenOutputs
+from workers.data.micro_batches import cut_by_tokens
+from workers.train.train_model import TokenOutputs
 
 ROWS, TOKENS = 5, 9
 

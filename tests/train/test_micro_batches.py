@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from workers.train.micro_batches import cut_by_tokens, restore
+from workers.data.micro_batches import cut_by_tokens, restore
 
 
 def batch(spans, tokens):

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from workers import register_advantage, register_policy_loss
-from workers.train.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
+from workers.algorithms.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
+from workers.algorithms.estimators import AdvantageRows
+from workers.algorithms.losses import PolicyTokens, policy_loss, token_weights
+from workers.data.micro_batches import cut_by_tokens
+from workers.data.rollout_data import RolloutDataError
 from workers.train.args import read_args
 from workers.train.args_checks import TrainArgsError, function_of
-from workers.train.estimators import AdvantageRows
-from workers.train.losses import PolicyTokens, policy_loss, token_weights
-from workers.train.micro_batches import cut_by_tokens
-from workers.train.model import TokenOutputs
-from workers.train.rollout_data import RolloutDataError
+from workers.train.train_model import TokenOutputs
 
 ROWS, TOKENS = 8, 9
 

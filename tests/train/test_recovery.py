@@ -6,9 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.train.recovery import REFERENCE, Recovery, Taken, buddies, choose_recovery, is_covered_by_replicas
-from workers.train.replacing import START, Progress, _choose
-from workers.train.reshard import moves
+from workers.recovery.replacing import START, Progress, _choose
+from workers.recovery.reshard import moves
+from workers.recovery.snapshot_choice import (
+    REFERENCE,
+    Recovery,
+    Taken,
+    buddies,
+    choose_recovery,
+    is_covered_by_replicas,
+)
 
 pytestmark = pytest.mark.timeout(30)
 

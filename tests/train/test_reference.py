@@ -8,11 +8,11 @@ import pytest
 import torch
 from reference import ReferenceGRPO, random_prompts, sample, small_llama
 
-from workers.train.advantages import group_advantages
-from workers.train.losses import policy_loss, ppo_clip_loss, token_weights
-from workers.train.micro_batches import cut_by_tokens, restore
-from workers.train.model import TokenOutputs
-from workers.train.rollout_data import check_rollout_data
+from workers.algorithms.advantages import group_advantages
+from workers.algorithms.losses import policy_loss, ppo_clip_loss, token_weights
+from workers.data.micro_batches import cut_by_tokens, restore
+from workers.data.rollout_data import check_rollout_data
+from workers.train.train_model import TokenOutputs
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.train.schedule import learning_rate
+from workers.algorithms.schedule import learning_rate
 
 
 def test_constant_after_warmup():

@@ -12,7 +12,7 @@ import pytest
 import ray
 from plain_train_workers import Manager
 
-from workers.train.group import RayTrainGroup
+from workers.train.train_group import RayTrainGroup
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,7 +48,7 @@ def killed_driver(ray_cluster, tmp_path_factory):
         f"""
         import numpy as np
         from plain_train_workers import Manager, Plain
-        from workers.train.group import RayTrainGroup
+        from workers.train.train_group import RayTrainGroup
         groups = []
         for name in ("going_", "losing_"):
             args = {{"save": {str(folder)!r}, "load": None}}
@@ -127,7 +127,7 @@ def test_model_goes_on_bit_for_bit(ray_cluster, tmp_path, way, rank_dies):
         f"""
         from reference import small_llama
         from train_helpers import learn, rollout
-        from workers.train.group import RayTrainGroup
+        from workers.train.train_group import RayTrainGroup
         group = RayTrainGroup({args!r}, 1, 2, detached=True, name_prefix="model_")
         ray.get(group.async_init())
         for step in range(2):

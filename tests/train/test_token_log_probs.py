@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from workers.train import token_log_probs as module
-from workers.train.token_log_probs import CHUNK, next_token_log_probs, token_log_probs
+from workers.algorithms import token_log_probs as module
+from workers.algorithms.token_log_probs import CHUNK, next_token_log_probs, token_log_probs
 
 
 @pytest.fixture(params=[CHUNK, 33, 1], ids=["one chunk", "chunks of two rows", "chunks of a row"])

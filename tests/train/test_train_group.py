@@ -20,8 +20,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from single_controller import GroupBrokenError, GroupClosedError, PlacementError, RayResourcePool, Worker, WorkerError
 from workers.train.args import TrainArgsError, read_args
 from workers.train.environment import NOSET, train_environment
-from workers.train.group import RayTrainGroup, worker_class
-from workers.train.placement import place
+from workers.train.role_placement import place
+from workers.train.train_group import RayTrainGroup, worker_class
 
 ROWS = {"x": np.arange(5)}
 
@@ -240,8 +240,8 @@ def test_logical_gpus_shares_and_initial_environment():
     code = """
         import ray
         from plain_train_workers import Plain
-        from workers.train.group import RayTrainGroup
-        from workers.train.placement import place
+        from workers.train.train_group import RayTrainGroup
+        from workers.train.role_placement import place
         ray.init("local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False)
         args = {"train_env_vars": {"LD_PRELOAD": "libm.so.6", "LATER": "1"}}
         with RayTrainGroup(args, 1, 2, None, 0.4, actor_cls=Plain) as one:

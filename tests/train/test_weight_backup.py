@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workers.train.weight_backup import BackupError, WeightBackup
+from workers.recovery.weight_backup import BackupError, WeightBackup
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
 

@@ -12,7 +12,7 @@ from depth import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from workers.weight_sync.plan import Held, make_plan
+from workers.weight_sync.weight_plan import Held, make_plan
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -23,7 +23,7 @@ from sync_workers import FROZEN, SHAPES, model
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup, WorkerError, colocate
 from workers.weight_sync import WeightSender, WeightSyncError
-from workers.weight_sync.disk import latest
+from workers.weight_sync.transports.disk import latest
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,8 +8,11 @@ import pytest
 from weight_sync_model import Model, Violation
 from weight_sync_steps import patched
 
-from workers.weight_sync import process_group, protocol, receiver, sender
-from workers.weight_sync import update as sending
+from workers.weight_sync import sync_protocol as protocol
+from workers.weight_sync import weight_receiver as receiver
+from workers.weight_sync import weight_sender as sender
+from workers.weight_sync.transports import process_group
+from workers.weight_sync.transports import weight_transport as sending
 
 APART = ((0,), (1, 2))  # one of the receivers of the class of two is in a group of its own
 TOGETHER = ((0, 1, 2),)

@@ -18,14 +18,15 @@ from sync_workers import model
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 from single_controller.base.executor import Executor
 from single_controller.base.worker import RankInfo
-from workers.rollout.worker import RolloutWorker
+from workers.rollout.rollout_worker import RolloutWorker
 from workers.train.rollout_link import RolloutLink
-from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError, process_group
-from workers.weight_sync.device import DeviceTransport, SharedRound, name_of
-from workers.weight_sync.process_group import AnnouncedRound, Channel, Invitation
-from workers.weight_sync.protocol import Budget
-from workers.weight_sync.receivers import Receivers, receiver_groups
-from workers.weight_sync.update import Update
+from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError
+from workers.weight_sync.receiver_calls import Receivers, receiver_groups
+from workers.weight_sync.sync_protocol import Budget
+from workers.weight_sync.transports import process_group
+from workers.weight_sync.transports.process_group import AnnouncedRound, Channel, Invitation
+from workers.weight_sync.transports.same_device import DeviceTransport, SharedRound, name_of
+from workers.weight_sync.transports.weight_transport import Update
 
 pytestmark = pytest.mark.timeout(60)
 

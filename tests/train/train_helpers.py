@@ -12,7 +12,7 @@ from reference import random_prompts, sample, small_llama
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.train.group import RayTrainGroup
+from workers.train.train_group import RayTrainGroup
 
 
 def lucky(prompt, completion):
@@ -82,7 +82,7 @@ def gradients(worker, data, cases, most):
 class HostReads(TorchDispatchMode):
     """Counts where this library would wait for a CUDA device: numbers read from tensors, and copies to the host.
 
-    Reads by `workers.train.micro_batches` do not count, because the rows that it cuts are in host memory.
+    Reads by `workers.data.micro_batches` do not count, because the rows that it cuts are in host memory.
 
     Attributes:
         places: function -> how often it, or what it called in torch, read.
@@ -124,7 +124,7 @@ class HostReads(TorchDispatchMode):
             if module.partition(".")[0] not in ("torch", __name__) and module != "workers.megatron.cpu":
                 break
             frame = frame.f_back
-        if module.startswith("workers.") and module != "workers.train.micro_batches":
+        if module.startswith("workers.") and module != "workers.data.micro_batches":
             self.places[f"{module}.{frame.f_code.co_name}"] += 1
 
 

@@ -17,11 +17,14 @@ import torch.distributed as dist
 
 from single_controller import CallTimeoutError
 from single_controller.base.worker import RankInfo, RoleWorkers, assign
-from workers.weight_sync import process_group, protocol, receiver, sender
-from workers.weight_sync import update as sending
-from workers.weight_sync.receiver import WeightReceiver
-from workers.weight_sync.receivers import Receivers
+from workers.weight_sync import sync_protocol as protocol
+from workers.weight_sync import weight_receiver as receiver
+from workers.weight_sync import weight_sender as sender
+from workers.weight_sync.receiver_calls import Receivers
 from workers.weight_sync.shards import Shard
+from workers.weight_sync.transports import process_group
+from workers.weight_sync.transports import weight_transport as sending
+from workers.weight_sync.weight_receiver import WeightReceiver
 
 SENDERS, RECEIVERS = 2, 3
 NAMES = "abcd"  # of the tensors; train rank 0 has a and c, train rank 1 b and d

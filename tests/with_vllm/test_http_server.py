@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(500)  # the server takes a minute or two to sta
 def server(tmp_path_factory):
     server = VLLMServer(
         tmp_path_factory.mktemp("model"),
-        *("--logprobs-mode", "processed_logits", "--logits-processors", "workers.rollout.vllm_worker:LogProbs"),
+        *("--logprobs-mode", "processed_logits", "--logits-processors", "workers.rollout.engines.vllm_worker:LogProbs"),
         VLLM_SERVER_DEV_MODE="1",
         VLLM_USE_V2_MODEL_RUNNER="0",
     )

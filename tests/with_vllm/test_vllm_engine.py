@@ -14,11 +14,11 @@ import torch
 from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
 from transformers import LlamaConfig, Qwen2Config
 
-from workers.rollout.engine import SamplingParams
-from workers.rollout.errors import RolloutError, WeightsError
-from workers.rollout.hf_engine import HFEngine
-from workers.rollout.hf_model import make_model
-from workers.rollout.vllm_engine import VLLMEngine
+from workers.rollout.engines.hf_engine import HFEngine
+from workers.rollout.engines.hf_model import make_model
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.engines.vllm_engine import VLLMEngine
+from workers.rollout.rollout_errors import RolloutError, WeightsError
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
 

@@ -18,11 +18,11 @@ from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
 from test_vllm_engine import left_behind
 from transformers import Qwen2Config, Qwen3Config
 
-from workers.rollout import vllm_options
-from workers.rollout.engine import SamplingParams
-from workers.rollout.errors import RolloutError
-from workers.rollout.hf_model import make_model
-from workers.rollout.vllm_engine import VLLMEngine
+from workers.rollout.engines import vllm_options
+from workers.rollout.engines.hf_model import make_model
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.engines.vllm_engine import VLLMEngine
+from workers.rollout.rollout_errors import RolloutError
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
 
@@ -146,8 +146,8 @@ def test_killed_worker_leaves_no_process(busy):
     before = left_behind()
     code = f"""
         import time
-        from workers.rollout.vllm_engine import VLLMEngine
-        from workers.rollout.engine import SamplingParams
+        from workers.rollout.engines.vllm_engine import VLLMEngine
+        from workers.rollout.engines.rollout_engine import SamplingParams
 
         if __name__ == "__main__":
             engine = VLLMEngine({FIELDS!r}, tensor_parallel_size=2)

@@ -10,7 +10,7 @@ from torch import nn
 
 from workers.extras import require
 from workers.megatron.config import activation, refuse_unsupported
-from workers.megatron.weights import Weight, check_state_dict
+from workers.megatron.hf_weights import Weight, check_state_dict
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig

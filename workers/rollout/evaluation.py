@@ -8,15 +8,15 @@ from contextlib import nullcontext
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from workers.rollout.manager import RolloutManager
-from workers.rollout.reward_calls import RewardFunction
-from workers.rollout.rewards import RewardRunner
+from workers.rollout.rewards.reward_calls import RewardFunction
+from workers.rollout.rewards.reward_runner import RewardRunner
+from workers.rollout.rollout_manager import RolloutManager
 from workers.seeds import mixed_seed
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from workers.rollout.engine import SamplingParams
+    from workers.rollout.engines.rollout_engine import SamplingParams
 
 
 def evaluate(

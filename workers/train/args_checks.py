@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
+from workers.algorithms.registry import path_of
 from workers.lora import LoraSettings
-from workers.train.registry import path_of
 
 ROLES = ("actor", "critic")
 
@@ -169,7 +169,7 @@ def check_algorithm(args: Any) -> None:
             path = path_of(key, args[key])
         except ValueError as error:
             raise TrainArgsError(f"args.{key}={args[key]!r}: {error}") from None
-        if not path.startswith("workers.train."):
+        if not path.startswith("workers.algorithms."):
             function_at(path, key)
             args[key] = path
     with_kl = ("gae", "reinforce_plus_plus")
@@ -193,7 +193,7 @@ def check_algorithm(args: Any) -> None:
             "args.rollout_correction compares the rollout's log-probabilities with the trainer's, which "
             "use_rollout_logprobs=True does not compute; set only one of them"
         )
-    from workers.train.corrections import correction_of
+    from workers.algorithms.corrections import correction_of
 
     try:
         correction_of(args)

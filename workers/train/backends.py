@@ -6,11 +6,11 @@ import importlib
 import inspect
 from typing import Any
 
-from workers.train.worker import TrainWorker
+from workers.train.train_worker import TrainWorker
 
 BACKENDS = {
-    "fsdp": ("workers.fsdp.worker", "FSDPTrainWorker"),
-    "megatron": ("workers.megatron.train_worker", "MegatronTrainWorker"),
+    "fsdp": ("workers.fsdp.fsdp_worker", "FSDPTrainWorker"),
+    "megatron": ("workers.megatron.megatron_train_worker", "MegatronTrainWorker"),
 }
 """``args.train_backend`` -> module and worker class. Imported only when used: their libraries are heavy."""
 

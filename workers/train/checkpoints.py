@@ -40,7 +40,7 @@ from single_controller import (
     WorkerDiedError,
 )
 from workers.distributed import all_or_none
-from workers.train.model import TrainModel
+from workers.train.train_model import TrainModel
 
 logger = logging.getLogger(__name__)
 

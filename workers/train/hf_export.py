@@ -15,7 +15,7 @@ from workers.extras import require
 from workers.train.checkpoints import CheckpointError
 
 if TYPE_CHECKING:
-    from workers.train.model import TrainModel
+    from workers.train.train_model import TrainModel
 
 INDEX = "model.safetensors.index.json"
 

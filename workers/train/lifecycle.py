@@ -8,17 +8,17 @@ from typing import Any, Self
 
 from single_controller import GroupClosedError, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from single_controller.ray.attach import remove_placement_groups
+from workers.data.shared_rollout import SharedRollout
+from workers.recovery.replacing import Progress, replace_ranks
+from workers.recovery.snapshot_choice import Recovery
+from workers.recovery.train_handover import leave
 from workers.train.args import TrainArgsError
 from workers.train.args_checks import role_args
 from workers.train.checkpoints import LastCheckpoint
 from workers.train.environment import train_environment
-from workers.train.placement import share_of_slot
-from workers.train.recovery import Recovery
-from workers.train.replacing import Progress, replace_ranks
+from workers.train.role_placement import share_of_slot
 from workers.train.rollout_link import RolloutLink
-from workers.train.shared_rollout import SharedRollout
-from workers.train.takeover import leave
-from workers.train.worker import TrainWorker
+from workers.train.train_worker import TrainWorker
 
 
 class TrainGroupLife(ABC):

@@ -16,18 +16,18 @@ import torch.distributed as dist
 
 from dispatch.rows import share_rows
 from single_controller import Dispatch, register
+from workers.algorithms.advantages import overlong_penalty
+from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of
+from workers.algorithms.estimators import AdvantageRows, advantages_and_returns
+from workers.algorithms.losses import policy_loss, token_weights, value_loss
+from workers.algorithms.schedule import learning_rate
+from workers.data.rollout_data import RolloutDataError, check_rollout_data, token_versions
+from workers.hf_files import tokens_of
 from workers.seeds import mixed_seed
-from workers.train.advantages import overlong_penalty
 from workers.train.args_checks import function_at, function_of
-from workers.train.corrections import Correction, correct, correction_metrics, correction_of
-from workers.train.estimators import AdvantageRows, advantages_and_returns
-from workers.train.hf_files import tokens_of
-from workers.train.losses import policy_loss, token_weights, value_loss
-from workers.train.model import StepReport, TokenLoss
 from workers.train.model_worker import ModelWorker
-from workers.train.rollout_data import RolloutDataError, check_rollout_data, token_versions
-from workers.train.schedule import learning_rate
-from workers.train.worker import own_rows
+from workers.train.train_model import StepReport, TokenLoss
+from workers.train.train_worker import own_rows
 
 Data = dict[str, torch.Tensor]
 

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 from dispatch.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from workers.weight_sync.protocol import SyncReport, WeightSyncError
-    from workers.weight_sync.receiver import WeightReceiver
-    from workers.weight_sync.receivers import call_manager, receiver_groups
-    from workers.weight_sync.sender import WeightSender
+    from workers.weight_sync.receiver_calls import call_manager, receiver_groups
+    from workers.weight_sync.sync_protocol import SyncReport, WeightSyncError
+    from workers.weight_sync.weight_receiver import WeightReceiver
+    from workers.weight_sync.weight_sender import WeightSender
 
 __all__ = ["SyncReport", "WeightReceiver", "WeightSender", "WeightSyncError", "call_manager", "receiver_groups"]
 
 _HOMES = {
-    "SyncReport": "workers.weight_sync.protocol",
-    "WeightReceiver": "workers.weight_sync.receiver",
-    "WeightSender": "workers.weight_sync.sender",
-    "WeightSyncError": "workers.weight_sync.protocol",
-    "call_manager": "workers.weight_sync.receivers",
-    "receiver_groups": "workers.weight_sync.receivers",
+    "SyncReport": "workers.weight_sync.sync_protocol",
+    "WeightReceiver": "workers.weight_sync.weight_receiver",
+    "WeightSender": "workers.weight_sync.weight_sender",
+    "WeightSyncError": "workers.weight_sync.sync_protocol",
+    "call_manager": "workers.weight_sync.receiver_calls",
+    "receiver_groups": "workers.weight_sync.receiver_calls",
 }
 
 if not TYPE_CHECKING:

@@ -10,7 +10,7 @@ from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.delta import SAME, Patch, apply
 from workers.weight_sync.digest import digest
 from workers.weight_sync.pieces import WHOLE, Payload, PieceSpec, pieces_of
-from workers.weight_sync.plan import Box, volume, whole, within
+from workers.weight_sync.weight_plan import Box, volume, whole, within
 
 
 class Arrivals:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from workers.weight_sync.buckets import TensorSpec, copy_into, tensor_specs, views
 from workers.weight_sync.delta import SAME, Patch, encode
 from workers.weight_sync.digest import digest
-from workers.weight_sync.plan import Box, Piece, within
-from workers.weight_sync.protocol import ReceiverClass, WeightSyncError
+from workers.weight_sync.sync_protocol import ReceiverClass, WeightSyncError
+from workers.weight_sync.weight_plan import Box, Piece, within
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ class PieceSpec(NamedTuple):
     """A piece of a payload.
 
     Attributes:
-        name, box: see `workers.weight_sync.plan.Piece`.
+        name, box: see `workers.weight_sync.weight_plan.Piece`.
         kind: `WHOLE`, or that of a `workers.weight_sync.delta.Patch`.
         dtype: in which the engine holds the tensor; that of the trainer if the engine does not tell.
         digest: of the new bytes in this dtype; None if nobody asked for it.

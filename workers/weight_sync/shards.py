@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.weight_sync.plan import Box
+from workers.weight_sync.weight_plan import Box
 
 if TYPE_CHECKING:
     import torch

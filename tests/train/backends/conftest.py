@@ -6,7 +6,7 @@ from reference import small_llama
 from train_helpers import rollout, saved
 
 from single_controller import RayResourcePool
-from workers.train.group import RayTrainGroup
+from workers.train.train_group import RayTrainGroup
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from one_gloo_device import share_gloo_device
 
-from workers.megatron.train_worker import MegatronTrainWorker
+from workers.megatron.megatron_train_worker import MegatronTrainWorker
 
 share_gloo_device()
 

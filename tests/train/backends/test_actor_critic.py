@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from train_helpers import begin, distance, learn, rollout, whole_weights
 
 from single_controller import GroupClosedError, WorkerError
-from workers.train.group import RayTrainGroup
+from workers.train.train_group import RayTrainGroup
 
 pytestmark = pytest.mark.timeout(180)
 

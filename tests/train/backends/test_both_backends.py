@@ -15,10 +15,10 @@ from train_helpers import HostReads, begin, distance, learn, rollout, saved, who
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
 
 from single_controller import Broadcast, WorkerError
+from workers.data.micro_batches import cut_by_tokens
+from workers.data.rollout_data import RolloutDataError
+from workers.hf_files import ModelFilesError
 from workers.train.args import TrainArgsError
-from workers.train.hf_files import ModelFilesError
-from workers.train.micro_batches import cut_by_tokens
-from workers.train.rollout_data import RolloutDataError
 
 pytestmark = pytest.mark.timeout(180)
 

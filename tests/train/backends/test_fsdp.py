@@ -12,8 +12,8 @@ from train_helpers import begin, distance, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from single_controller import WorkerError
-from workers.rollout.hf_engine import HFEngine
-from workers.train.rollout_data import RolloutDataError
+from workers.data.rollout_data import RolloutDataError
+from workers.rollout.engines.hf_engine import HFEngine
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from train_helpers import begin, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, Qwen2Config
 
-from workers.train.model import TrainModel
+from workers.train.train_model import TrainModel
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -70,7 +70,7 @@ def test_shards_on_two_ranks_are_the_whole_model(fsdp_groups, tmp_path, config, 
 
 def make_fsdp(worker, config, role, folder, options):
     """A model in a process that another model started torch.distributed in."""
-    from workers.fsdp.train_model import FSDPOptions, FSDPTrainModel
+    from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
 
     worker.fsdp = FSDPTrainModel(config, role, torch.device("cpu"), FSDPOptions(**options), folder)
 
@@ -136,7 +136,7 @@ def test_shards_of_tensors_on_a_mesh_of_two_dims(megatron_groups, llama_folder):
     placements = [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Shard(1), Shard(1)), (Replicate(), Shard(1))]
 
     def of(worker):
-        from workers.fsdp.train_model import local_shard
+        from workers.fsdp.fsdp_model import local_shard
 
         mesh = init_device_mesh("cpu", (2, 2))
         shards = [

@@ -16,7 +16,7 @@ from train_helpers import begin, learn, rollout
 
 from single_controller import SingleControllerError
 from workers.train.checkpoints import CheckpointError
-from workers.train.group import RayTrainGroup
+from workers.train.train_group import RayTrainGroup
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.full("trainers killed at rare moments")]
 

@@ -12,10 +12,10 @@ from train_helpers import begin, distance, gradients, learn, saved, whole_weight
 
 from single_controller import Broadcast, Dispatch, RayClassWithInitArgs, RayWorkerGroup, WorkerError, register
 from workers.lora import BASE_DIGEST, LoraSettings
-from workers.rollout.engine import SamplingParams
-from workers.rollout.hf_engine import HFEngine
-from workers.rollout.manager import RolloutManager
-from workers.rollout.worker import RolloutWorker
+from workers.rollout.engines.hf_engine import HFEngine
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.rollout_worker import RolloutWorker
 from workers.train.args import TrainArgsError, read_args
 from workers.train.args_checks import role_args
 

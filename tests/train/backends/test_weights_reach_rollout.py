@@ -18,12 +18,12 @@ from train_helpers import begin, learn, saved
 from transformers import LlamaConfig, Qwen2Config
 
 from single_controller import Dispatch, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError, WorkerError, register
-from workers.rollout.engine import SamplingParams
-from workers.rollout.errors import WeightVersionError
-from workers.rollout.hf_engine import HFEngine
-from workers.rollout.manager import RolloutManager
-from workers.rollout.worker import RolloutWorker
-from workers.train.group import RayTrainGroup
+from workers.rollout.engines.hf_engine import HFEngine
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.rollout_errors import WeightVersionError
+from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.rollout_worker import RolloutWorker
+from workers.train.train_group import RayTrainGroup
 
 pytestmark = pytest.mark.timeout(180)
 

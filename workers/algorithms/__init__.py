@@ -1,0 +1,1 @@
+"""Formulas of reinforcement learning on tensors: advantages, losses, corrections. They communicate with nobody."""

@@ -1,0 +1,105 @@
+"""Policy losses and advantage estimators by name: the built-in ones, and a user's own.
+
+A name stands for the dotted path of a function, and the ranks import that path. So a configuration may have the path
+itself, and a registered name works on ranks that have not imported the module.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BUILT_IN = {
+    "policy_loss_type": {
+        "ppo_clip": "workers.algorithms.losses.ppo_clip_loss",
+        "gspo": "workers.algorithms.losses.gspo_loss",
+        "cispo": "workers.algorithms.losses.cispo_loss",
+    },
+    "advantage_estimator": {
+        "grpo": "workers.algorithms.estimators.grpo",
+        "rloo": "workers.algorithms.estimators.rloo",
+        "reinforce_plus_plus": "workers.algorithms.estimators.reinforce_plus_plus",
+        "reinforce_plus_plus_baseline": "workers.algorithms.estimators.reinforce_plus_plus_baseline",
+        "gae": "workers.algorithms.estimators.gae_of_rewards",
+    },
+}
+_own: dict[str, dict[str, str]] = {key: {} for key in _BUILT_IN}
+
+
+def register_policy_loss(name: str) -> Callable[[F], F]:
+    """Register a policy loss, so that ``policy_loss_type=name`` chooses it.
+
+    The function takes ``(tokens, args)``: a `losses.PolicyTokens` and the configuration. It returns each token's loss,
+    (b, s), and a dict of metrics, (b, s) each, the same names in every call. It is called once per micro-batch, which
+    has whole rows. The mean over tokens, corrections, KL and entropy terms are added to it.
+
+    Args:
+        name: without a dot.
+
+    Raises:
+        ValueError: the name has a dot, or is another function's; or the function is not at the top of its module.
+    """
+    return _register("policy_loss_type", name)
+
+
+def register_advantage(name: str) -> Callable[[F], F]:
+    """Register an advantage estimator, so that ``advantage_estimator=name`` chooses it.
+
+    The function takes ``(rows, args)``: an `estimators.AdvantageRows` and the configuration. It returns the advantages
+    of this dp rank's rows: (B,), one per completion, or (B, T), one per token.
+
+    Args:
+        name: without a dot.
+
+    Raises:
+        ValueError: as `register_policy_loss`.
+    """
+    return _register("advantage_estimator", name)
+
+
+def names(key: str) -> list[str]:
+    """Return the names that a key of the configuration can have, besides dotted paths."""
+    return [*_BUILT_IN[key], *_own[key]]
+
+
+def path_of(key: str, name: str) -> str:
+    """Return the dotted path of a name, or the name itself if it is a path.
+
+    Args:
+        key: "policy_loss_type" or "advantage_estimator".
+        name: the configuration's value.
+
+    Raises:
+        ValueError: there is no such name, or its function is in ``__main__``, which the ranks cannot import.
+    """
+    path = {**_BUILT_IN[key], **_own[key]}.get(name, name)
+    if "." not in path:
+        close = difflib.get_close_matches(name, names(key), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"expected one of {', '.join(map(repr, names(key)))}, a name that your driver has registered, or the "
+            f"dotted path of a function{hint}"
+        )
+    if path.startswith("__main__."):
+        raise ValueError("the function is in __main__, which the ranks cannot import; move it to a module")
+    return path
+
+
+def _register(key: str, name: str) -> Callable[[F], F]:
+    if "." in name or not name:
+        raise ValueError(f"{name!r} cannot be a name, because it has a dot or is empty")
+
+    def register(function: F) -> F:
+        path = f"{function.__module__}.{function.__qualname__}"
+        if "<locals>" in path or function.__qualname__.count("."):
+            raise ValueError(f"{path} is not at the top of its module, so the ranks cannot import it")
+        before = {**_BUILT_IN[key], **_own[key]}.get(name, path)
+        if before != path:
+            raise ValueError(f"{name!r} is already the {key} of {before}")
+        _own[key][name] = path
+        return function
+
+    return register

@@ -1,0 +1,1 @@
+"""Batches of rollouts: their schema, collation, order and micro-batches."""

@@ -1,0 +1,105 @@
+"""Collate completions into rollout data: one TensorDict in the schema of `workers.data.rollout_data`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workers.rollout.engines.rollout_engine import Completion
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+def collate_completions(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    *,
+    group_ids: Sequence[int],
+    weight_versions: Sequence[int | None],
+    rewards: Sequence[float] | None = None,
+    pad_token_id: int = 0,
+) -> TensorDict:
+    """Build one row per completion: the left-padded prompt, then the right-padded completion. All completions begin at
+    the same column.
+
+    Args:
+        prompts: token ids of each row's prompt.
+        completions: of each row.
+        group_ids: of each row; completions for the same prompt share it.
+        weight_versions: of the worker that generated each row, for tokens of which the engine does not say the version.
+        rewards: of each row, if there are any.
+        pad_token_id: the padding token.
+
+    Returns:
+        ``input_ids``, ``attention_mask`` and ``loss_mask`` (int64), ``rollout_log_probs`` (float32), each
+        (rows, longest prompt + longest completion), and of the same shape ``weight_versions`` (int64), -1 where nothing
+        was generated, and ``weight_fingerprints`` (int64), -1 where they are not known. ``group_ids``,
+        ``min_weight_versions``, ``max_weight_versions``, ``prompt_lengths``, ``completion_lengths`` (int64),
+        ``truncated`` (bool: no stop token) and ``rewards`` (float32), each (rows,).
+    """
+    import torch
+    from tensordict import TensorDict
+
+    rows = len(completions)
+    begin = max(map(len, prompts), default=0)
+    width = begin + max((len(completion.token_ids) for completion in completions), default=0)
+    input_ids = torch.full((rows, width), pad_token_id)
+    attention_mask, loss_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+    log_probs, versions = torch.zeros(rows, width), torch.full((rows, width), -1)
+    fingerprints = torch.full((rows, width), -1)
+    of_tokens = [token_versions(*one) for one in zip(completions, weight_versions, strict=True)]
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = begin + len(completion.token_ids)
+        input_ids[row, begin - len(prompt) : end] = torch.tensor([*prompt, *completion.token_ids])
+        attention_mask[row, begin - len(prompt) : end] = 1
+        loss_mask[row, begin:end] = 1
+        log_probs[row, begin:end] = torch.tensor(completion.log_probs)
+        versions[row, begin:end] = torch.tensor(of_tokens[row])
+        known = completion.fingerprints or {}
+        fingerprints[row, begin:end] = torch.tensor([known.get(version, -1) for version in of_tokens[row]])
+    data = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "loss_mask": loss_mask,
+        "rollout_log_probs": log_probs,
+        "group_ids": torch.tensor(group_ids, dtype=torch.int64),
+        "weight_versions": versions,
+        "weight_fingerprints": fingerprints,
+        "min_weight_versions": torch.tensor([min(of, default=-1) for of in of_tokens], dtype=torch.int64),
+        "max_weight_versions": torch.tensor([max(of, default=-1) for of in of_tokens], dtype=torch.int64),
+        "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+        "completion_lengths": loss_mask.sum(1),
+        "truncated": torch.tensor([one.finish_reason == "length" for one in completions], dtype=torch.bool),
+    }
+    data["answer_lengths"] = data["completion_lengths"].clone()  # the old name, kept for one release
+    if rewards is not None:
+        data["rewards"] = torch.tensor(rewards, dtype=torch.float32)
+    return TensorDict(data, batch_size=[rows])
+
+
+def with_fingerprints(
+    completion: Completion, known: Mapping[int, int], worker: int | None, before: Mapping[int, int] | None = None
+) -> Completion:
+    """Add the fingerprints of the weights that generated a completion.
+
+    Args:
+        completion: as the engine returns it.
+        known: weight version -> fingerprint, of a worker.
+        worker: see `token_versions`.
+        before: those of the completion that this one continues.
+    """
+    found = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
+    return replace(completion, fingerprints={**(before or {}), **found} or None)
+
+
+def token_versions(completion: Completion, worker: int | None) -> list[int]:
+    """Return the weight version of each token, -1 if it is not known.
+
+    Args:
+        completion: the completion.
+        worker: version of the worker, for tokens of which the engine does not say the version.
+    """
+    said = completion.weight_versions or [None] * len(completion.token_ids)
+    return [-1 if version is None else version for version in (worker if of is None else of for of in said)]

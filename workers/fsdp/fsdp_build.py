@@ -1,0 +1,152 @@
+"""Build a Hugging Face model for FSDP: load or initialize it on rank 0, then shard it over the ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from workers.distributed import all_or_none, new_rows
+from workers.extras import require
+from workers.hf_files import ModelFilesError
+from workers.lora import LoraSettings
+
+
+def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
+    """Create the device mesh: one dimension over all ranks, or, with ``shard_size``, replicas of that many ranks each
+    (HSDP).
+
+    Raises:
+        ValueError: ``shard_size`` does not divide the number of ranks.
+    """
+    if shard_size is None or shard_size == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    if world_size % shard_size:
+        raise ValueError(f"fsdp_shard_size={shard_size} does not divide the group's {world_size} ranks")
+    ranks = torch.arange(world_size).view(-1, shard_size)
+    groups = [new_rows(rows.tolist()) for rows in (ranks.t(), ranks)]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def build(
+    hf_config: Any, role: str, *, seed: int | None, folder: str | None, trust_remote_code: bool,
+    lora: LoraSettings | None = None,
+) -> Any:  # fmt: skip
+    """Build the whole model in float32: with its weights on rank 0's CPU, on the meta device of the other ranks.
+
+    Args:
+        hf_config: the Hugging Face config.
+        role: "critic" has a head with one value per token, other roles have the language model's head.
+        seed: seed of random weights; None leaves the model on the meta device on rank 0 too.
+        folder: Hugging Face folder of the weights; None for random weights. A critic's head is random if the folder has
+            none.
+        trust_remote_code: whether code in that folder may run.
+        lora: the adapter to put into the model; None for none.
+
+    Raises:
+        ModelFilesError: on all ranks, if transformers has no such model with that head, or if the folder has another
+            model or lacks weights.
+    """
+    transformers = require("transformers", extra="hf")
+    kind = transformers.AutoModelForTokenClassification if role == "critic" else transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    if role == "critic":
+        own = getattr(hf_config, "auto_map", None) or {}
+        if type(hf_config) not in kind._model_mapping and kind.__name__ not in own:
+            raise ModelFilesError(
+                f"{hf_config.model_type!r} cannot be a critic: transformers has no token classification model of this "
+                "type for the value head. Use another model, or advantage_estimator='grpo', which needs no critic"
+            )
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
+    with all_or_none(ModelFilesError, "the model could not be built"):
+        if dist.get_rank() or seed is None:
+            with torch.device("meta"):
+                model = kind.from_config(hf_config, **options)
+                if lora is not None:
+                    lora.inject(model)
+            return model.train()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if folder is None:
+                model = kind.from_config(hf_config, **options)
+            else:
+                model, found = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
+                # A critic's head may be missing.
+                own = model.base_model_prefix if role == "critic" else ""
+                if missing := sorted(name for name in found["missing_keys"] if name.startswith(own)):
+                    raise ValueError(
+                        f"{folder!r} lacks {len(missing)} of the model's weights, such as {missing[0]!r}: its files "
+                        "are incomplete or do not match its config"
+                    )
+            if lora is not None:
+                lora.inject(model)
+    return model.train()
+
+
+def shard(
+    model: Any, mesh: DeviceMesh, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype,
+    cpu_offload: bool = False, empty: bool = False,
+) -> None:  # fmt: skip
+    """Shard a model that `build` returned over the ranks, layer by layer and in place, and distribute rank 0's weights.
+
+    Args:
+        model: the model; the same on all ranks.
+        mesh: the result of `mesh_of`.
+        device: device of this rank.
+        param_dtype: dtype of the computation. Parameters stay float32, except frozen ones, which need no more precision
+            than the computation.
+        reduce_dtype: dtype in which gradients are reduced.
+        cpu_offload: whether to keep shards in host memory while they are not used.
+        empty: leave parameters and buffers uninitialized.
+    """
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(param_dtype)
+    whole = dict(model.state_dict()) if not dist.get_rank() else {}
+    mixed = MixedPrecisionPolicy(
+        param_dtype=None if param_dtype is torch.float32 else param_dtype, reduce_dtype=reduce_dtype
+    )
+    pinned = device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=offload)
+    model.to_empty(device="cpu" if cpu_offload else device)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    if not empty:
+        take_weights(model, whole, cpu_offload)
+    _same_buffers(model, None if empty else buffers, device)
+
+
+def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -> None:
+    """Distribute rank 0's weights to the shards of all ranks.
+
+    Args:
+        model: a model after `shard`.
+        whole: on rank 0, the state dict of the whole model; ignored on other ranks.
+        cpu_offload: as for `shard`.
+    """
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    set_model_state_dict(model, whole, options=options)
+
+
+def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor] | None, device: torch.device) -> None:
+    """Broadcast the buffers from rank 0, or allocate them if there are none. Some, such as rotary frequencies, are in
+    no state dict."""
+    for name, buffer in list(model.named_buffers()):
+        whole = torch.empty_like(buffer, device=device)
+        if rank_0s is not None:
+            whole = whole if dist.get_rank() else rank_0s[name]
+            dist.broadcast(whole, src=0)
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = whole

@@ -1,0 +1,376 @@
+"""FSDPTrainModel: any Hugging Face causal language model, or a critic built on one, trained with FSDP2."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as SplitAlong
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from workers.algorithms.token_log_probs import next_token_log_probs
+from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.fsdp.fsdp_build import build, mesh_of, shard, take_weights
+from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
+from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
+from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
+from workers.weight_sync.shards import Shard
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """How a model is sharded and trained.
+
+    Attributes:
+        param_dtype: dtype of the computation, float32 or bfloat16.
+        reduce_dtype: dtype in which gradients are reduced.
+        shard_size: number of ranks that share one replica of the model; None for all.
+        cpu_offload: whether to keep parameters and optimizer state in host memory.
+        gradient_checkpointing: whether to recompute activations in the backward pass.
+        max_tokens_per_micro_batch: maximum number of tokens per forward pass, including padding.
+        betas, eps, weight_decay: of AdamW.
+        clip_grad: maximum norm of the whole gradient; 0 disables clipping.
+        seed: seed of random weights.
+        trust_remote_code: whether code that comes with the weights may run.
+        lora: the adapter to train instead of all weights; None for none.
+
+    Raises:
+        ValueError: ``param_dtype`` is float16.
+    """
+
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    shard_size: int | None = None
+    cpu_offload: bool = False
+    gradient_checkpointing: bool = False
+    max_tokens_per_micro_batch: int = 8192
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    seed: int = 1234
+    trust_remote_code: bool = False
+    lora: LoraSettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.param_dtype is torch.float16:
+            raise ValueError(
+                "param_dtype='fp16' needs loss scaling, which the FSDP backend does not support; use 'bf16'"
+            )
+
+
+class FSDPTrainModel(TrainModel):
+    """See `TrainModel`. Every rank is a data-parallel rank.
+
+    torch.distributed must be initialized; on CUDA, with a backend for the CPU as well (``"cpu:gloo,cuda:nccl"``).
+
+    Args:
+        hf_config: the Hugging Face config.
+        role: "actor" or "critic".
+        device: device of this rank.
+        options: see `FSDPOptions`.
+        folder: Hugging Face folder, or model name on the hub, of the initial weights; None for random weights.
+        empty: leave the weights uninitialized, and do not read ``folder``.
+
+    Attributes:
+        module: the sharded model. With an adapter, all other parameters are frozen; they are in no optimizer state, no
+            snapshot and no checkpoint.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        role: str,
+        device: torch.device,
+        options: FSDPOptions,
+        folder: str | None = None,
+        *,
+        empty: bool = False,
+    ) -> None:
+        # The warning concerns writes to the model's outputs, and there are none.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        self.hf_config, self.role, self.options, self.device = hf_config, role, options, device
+        # DTensor's cache takes meshes of the same ranks for equal, but a former mesh may have process groups that were
+        # destroyed.
+        _clear_sharding_prop_cache()
+        mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
+        trust = options.trust_remote_code
+        seed = None if empty else options.seed
+        self.module: Any = build(hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora)
+        if options.lora is not None:
+            self.adapter_config = adapter_config(self.module, folder)
+        if options.gradient_checkpointing:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
+        self._optimizer = torch.optim.AdamW(
+            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
+            lr=0.0,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            foreach=True,
+        )
+        self._checkpoints = FSDPCheckpoints(self.module, self._optimizer)
+
+    # --- running ----------------------------------------------------------------------------------------
+
+    def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor:
+        """See `TrainModel`."""
+        return self._every_token(data, lambda part: _present(self._outputs(part, temperature, False).log_probs))
+
+    def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See `TrainModel`."""
+        return self._every_token(data, lambda part: _present(self._outputs(part, 1.0, False).values))
+
+    @torch.no_grad()
+    def _every_token(self, data: Mapping[str, torch.Tensor], run: Any) -> torch.Tensor:
+        self.module.eval()
+        needed = {name: data[name] for name in ("input_ids", "attention_mask")}
+        parts = self._cut(needed)
+        with self._running():
+            outputs = [run(part.to(self.device)).float() for part in parts]
+        shape = tuple(data["input_ids"].shape)
+        whole = restore(outputs, parts, (shape[0], shape[1]))
+        return whole.masked_fill_(_first_tokens(data["attention_mask"]), 0.0)
+
+    def train_step(
+        self,
+        data: Mapping[str, torch.Tensor],
+        loss: TokenLoss,
+        *,
+        lr: float,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> StepReport:
+        """See `TrainModel`."""
+        self.module.train()
+        self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
+        reports: list[dict[str, torch.Tensor]] = []
+        parts = self._cut(data)
+        with self._running():
+            for part in parts:
+                here = part.to(self.device)
+                total, reported = loss(self._outputs(here, temperature, entropy), here)
+                # FSDP averages gradients over the ranks, but the loss of a step is the sum over the ranks.
+                (total * dist.get_world_size()).backward()
+                # Numbers stay on the device until the step's end: reading one waits for all work before it.
+                named = {"loss": total, **reported}
+                reports.append({name: value.detach().to(self.device, torch.float64) for name, value in named.items()})
+        norm = self._clip()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if math.isfinite(norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepReport(self._summed(reports), norm)
+
+    def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
+        # Padding is on the right, so the model's own causal mask hides it from real tokens.
+        logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
+        if self.role == "critic":
+            return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
+        return TokenOutputs(*next_token_log_probs(logits, part.input_ids, temperature=temperature, entropy=entropy))
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Reshard the model after a pass that raised: it leaves parameters unsharded, and they must not be read or
+        written in that state."""
+        try:
+            yield
+        except BaseException:
+            with suppress(AttributeError):  # torch before 2.13, or before the first pass
+                self.module.reset_iter_state()
+            raise
+
+    def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
+        """Return the micro-batches, the same number on every rank, because each pass is a collective."""
+        most = self.options.max_tokens_per_micro_batch
+        parts = cut_by_tokens(data, most)
+        count = torch.tensor(len(parts), device=self.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        wanted = max(int(count), 1)
+        return parts if len(parts) == wanted else cut_by_tokens(data, most, at_least=wanted)
+
+    def _clip(self) -> float:
+        parameters = list(self.module.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        whole = _whole(norm)
+        if self.options.clip_grad:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_grad, whole)
+        return float(whole)
+
+    def _summed(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        names, sums = sum_reports(reports)
+        dist.all_reduce(sums)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    # --- weights ----------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainModel`."""
+        self._reshard()
+        saved = self.module.state_dict().keys()
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:  # frozen ones never change
+                yield name, _local(parameter.detach())
+        for name, buffer in self.module.named_buffers():
+            if name in saved:  # for example a router's bias
+                yield name, buffer
+
+    def weights_changed(self) -> None:
+        """See `TrainModel`: there are no copies."""
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainModel`."""
+        yield from self.weights()
+        saved = self.module.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name not in saved)
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            state = self._optimizer.state[parameter]
+            if not state:  # as AdamW does in its first step
+                moments = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
+                state.update(step=torch.tensor(0.0), **moments)
+            for key, value in state.items():
+                yield f"optimizer.{key}.{name}", _local(value)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See `TrainModel`."""
+        for _, tensor in self.weights():
+            yield tensor
+        yield from (_local(parameter.detach()) for parameter in self.module.parameters() if not parameter.requires_grad)
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    yield _local(value)
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainModel`: rank 0 yields all pairs."""
+        for name, value, dtype in self._sent():
+            if name == BASE_DIGEST:
+                continue
+            whole = _whole(value.detach().to(self.device))
+            if not dist.get_rank():
+                yield name, whole.to(dtype)
+
+    def hf_shards(self) -> list[Shard]:
+        """See `TrainModel`: a rank has its chunk of every parameter, and all of every buffer. With ``cpu_offload``,
+        ``read`` returns tensors in host memory. With an adapter, there is its `BASE_DIGEST` as well."""
+        shards = [local_shard(*sent) for sent in self._sent()]
+        return [shard for shard in shards if 0 not in shard.size]
+
+    def _sent(self) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+        """Yield (name, live parameter or buffer, dtype in which it leaves the model), tied parameters once; the adapter
+        alone if there is one."""
+        self._reshard()
+        tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
+        adapter = self.options.lora is not None
+        held = adapter_tensors(self.module) if adapter else self.module.state_dict(keep_vars=True)
+        for name, value in held.items():
+            if name not in tied:
+                yield name, value, self.options.param_dtype if isinstance(value, torch.nn.Parameter) else value.dtype
+
+    def _reshard(self) -> None:
+        # After a forward pass the outermost module stays unsharded, and changes to its shards would have no effect.
+        self.module.reshard()
+
+    # --- files ------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, *, background: bool) -> None:
+        """See `TrainModel`."""
+        self._reshard()
+        self._checkpoints.save(folder, background=background)
+
+    def wait_for_save(self) -> None:
+        """See `TrainModel`."""
+        self._checkpoints.wait()
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """See `TrainModel`.
+
+        Raises:
+            ValueError: the checkpoint has an adapter of another base model.
+        """
+        self._reshard()
+        base = self._base_digest
+        self._checkpoints.load(folder, optimizer=optimizer)
+        if self._base_digest != base:
+            raise ValueError(
+                f"{str(folder)!r} has a LoRA adapter of another base model than hf_checkpoint, or than the random "
+                "weights from seed; train on with the same base model"
+            )
+
+    @property
+    def _base_digest(self) -> int | None:
+        return int(getattr(self.module, BASE_DIGEST)) if self.options.lora is not None else None
+
+    def load_hf(self, folder: str) -> None:
+        """See `TrainModel`.
+
+        Raises:
+            ValueError: only an adapter is trained.
+        """
+        options = self.options
+        if options.lora is not None:
+            raise ValueError("load_hf(): with lora_rank only the adapter can change, not the base model")
+        trust = options.trust_remote_code
+        other = build(self.hf_config, self.role, seed=options.seed, folder=folder, trust_remote_code=trust)
+        whole = dict(other.state_dict()) if not dist.get_rank() else {}
+        self._reshard()
+        take_weights(self.module, whole, options.cpu_offload)
+
+
+def local_shard(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Shard:
+    """Return this rank's shard of a parameter or buffer; its ``size`` has a 0 if the rank has no element.
+
+    Args:
+        name: of the tensor.
+        tensor: whole, or a DTensor on a mesh of any number of dims. ``Shard.read`` reads it when it is called.
+        dtype: to convert to.
+
+    Raises:
+        ValueError: what the rank has of the DTensor may not be a box of the tensor's values.
+    """
+    shape = tuple(tensor.shape)
+    begin, size = (0,) * len(shape), shape
+    if isinstance(tensor, DTensor):
+        if not all(isinstance(placement, (SplitAlong, Replicate)) for placement in tensor.placements):
+            raise ValueError(
+                f"{name!r} has the placements {tensor.placements}, of which a rank's shard is not a box of the tensor; "
+                "only Shard(dim) and Replicate() are supported"
+            )
+        size, begin = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    return Shard(name, shape, tuple(begin), tuple(size), dtype, lambda: _local(tensor.detach()).to(dtype))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor from the shards of all ranks. Every rank calls it."""
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def _first_tokens(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return (B, T) bool, true at the first real token of each row, which nothing predicts."""
+    real = attention_mask.bool().cpu()
+    return real & (real.cumsum(1) == 1)
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise TypeError("the model has another role: log_probs() needs an actor, values() needs a critic")
+    return tensor

@@ -1,0 +1,423 @@
+"""MegatronTrainModel: a Llama or Qwen2 on megatron-core as a TrainModel, sharded over tp and pp, replicated over dp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.algorithms.token_log_probs import next_token_log_probs
+from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.device import to_device
+from workers.extras import require
+from workers.megatron.config import transformer_config
+from workers.megatron.gpt import build_models
+from workers.megatron.hf_weights import distinct_weights, load_hf, read_hf
+from workers.megatron.megatron_checkpoint import Checkpoints
+from workers.megatron.megatron_optimizer import (
+    AdamOptions,
+    allocate_state,
+    data_parallel,
+    finite_step,
+    inner_optimizers,
+    make_optimizer,
+    scalers,
+)
+from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
+from workers.weight_sync.shards import Shard
+
+
+class MegatronTrainModel(TrainModel):
+    """See `TrainModel`. Megatron's model parallelism must be initialised in the process. Each dp rank gets rows of its
+    own; the tp and pp ranks of one dp rank get the same rows.
+
+    With one pipeline stage per rank, micro-batches keep their own shapes, which the stages send to each other
+    (``variable_seq_lengths``). With virtual pipeline parallelism all micro-batches are padded to the largest, because
+    megatron confuses the shapes at pp=2.
+
+    Megatron applies no weight decay to biases and norms.
+
+    Args:
+        hf_config: a Hugging Face ``LlamaConfig`` or ``Qwen2Config``.
+        role: "actor", or "critic" with a value head: a linear layer from hidden to 1 with a bias, as in Hugging Face's
+            ``...ForTokenClassification``.
+        param_dtype: "fp32", "bf16" or "fp16".
+        optimizer: `AdamOptions` or a mapping of them; None for a model that is not trained.
+        max_tokens_per_micro_batch: see `cut_by_tokens`.
+        overrides: fields of megatron's ``TransformerConfig`` to set, see `transformer_config`.
+
+    Attributes:
+        config: megatron's ``TransformerConfig``.
+        models: this rank's GPTModels; several with virtual pipeline parallelism.
+        max_tokens: tokens of a micro-batch; may be changed between calls.
+
+    Raises:
+        ValueError: the model is not supported or not divisible by the parallel sizes; the message has the reason.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        *,
+        role: str = "actor",
+        param_dtype: Any = "fp32",
+        optimizer: AdamOptions | Mapping[str, Any] | None = None,
+        max_tokens_per_micro_batch: int,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        require("megatron.core", extra="megatron")
+        if role not in ("actor", "critic"):
+            raise ValueError(f"MegatronTrainModel: role={role!r}; use 'actor' or 'critic'")
+        options = None if optimizer is None else AdamOptions.of(optimizer)
+        self.role = role
+        self.hf_config = hf_config
+        self.max_tokens = max_tokens_per_micro_batch
+        self.config = transformer_config(hf_config, param_dtype, overrides)
+        # Loss functions return their share of a sum: the schedule must not divide by the number of micro-batches.
+        self.config.calculate_per_token_loss = True
+        self.models = build_models(hf_config, self.config, critic=role == "critic")
+        self._interleaved = len(self.models) > 1
+        self.config.variable_seq_lengths = not self._interleaved
+        self._chunks = self._wrapped()
+        # Megatron's wrapper would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.
+        self._uncast = {"fp32_output": False} if self.config.bf16 or self.config.fp16 else {}
+        self._optimizer: Any = None
+        if options is not None:
+            self._chunks = data_parallel(self.config, self._chunks, options.distributed)
+            self._optimizer = make_optimizer(options, self.config, self._chunks)
+        distributed = options is not None and options.distributed
+        self._checkpoints = Checkpoints(role, self.models, self._optimizer, distributed)
+
+    def _wrapped(self) -> list[Any]:
+        """What the schedule runs: the models themselves, or modules that cast their inputs and outputs."""
+        from megatron.core.transformer.module import Float16Module
+
+        if self.config.bf16 or self.config.fp16:
+            return [Float16Module(self.config, model) for model in self.models]
+        return list(self.models)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return torch.device(torch.cuda.current_device())
+
+    # --- running ----------------------------------------------------------------------------------------
+
+    def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor | None:
+        self._require_role("actor", "log_probs")
+        return self._evaluate(data, lambda batch, output: self._outputs(batch, output, temperature, False).log_probs)
+
+    def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        self._require_role("critic", "values")
+        return self._evaluate(data, lambda batch, output: self._outputs(batch, output, 1.0, False).values)
+
+    def train_step(
+        self,
+        data: Mapping[str, torch.Tensor],
+        loss: TokenLoss,
+        *,
+        lr: float,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> StepReport:
+        """As in `TrainModel`.
+
+        Raises:
+            RuntimeError: the model was made without an optimizer.
+            ValueError: a token is not in the vocabulary.
+        """
+        micro_batches = self._cut(data)
+        if self._optimizer is None:
+            raise RuntimeError("this model was created without an optimizer; pass optimizer={'lr': ...} to train it")
+        for chunk in self._chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+        def finish(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            batch = batch.to(output.device)
+            total, sums = loss(self._outputs(batch, output, temperature, entropy), batch)
+            if not total.requires_grad:  # no token counts here, but the other stages wait for gradients
+                total = total + output.flatten()[:0].sum()
+            # Numbers stay on the device until the step's end: reading one waits for all work before it.
+            named = {**sums, "loss": total}
+            report = {name: value.detach().to(output.device, torch.float64) for name, value in named.items()}
+            # The schedule divides the loss it is given in place, so it gets a copy; 0 tokens means "do not divide".
+            return total.clone(), torch.zeros([], dtype=torch.int, device=output.device), report
+
+        reports = self._run_pipeline(micro_batches, finish, forward_only=False)
+        grad_norm = finite_step(self._optimizer)
+        return StepReport(self._sum_over_ranks(reports), grad_norm)
+
+    @torch.no_grad()
+    def _evaluate(
+        self, data: Mapping[str, torch.Tensor], compute: Callable[[MicroBatch, torch.Tensor], Any]
+    ) -> torch.Tensor | None:
+        micro_batches = self._cut({name: data[name] for name in ("input_ids", "attention_mask")})
+        for chunk in self._chunks:
+            chunk.eval()
+
+        def finish(batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = True) -> Any:
+            return compute(batch.to(output.device), output)
+
+        outputs = self._run_pipeline(micro_batches, finish, forward_only=True)
+        if not _is_last_stage():
+            return None
+        rows, tokens = data["input_ids"].shape
+        return restore(outputs, micro_batches, (rows, tokens))
+
+    def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
+        ids, vocab_size = data["input_ids"], int(self.hf_config.vocab_size)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            # Megatron's embedding would treat them as another rank's tokens and return zeros.
+            raise ValueError(
+                f"input_ids has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size is {vocab_size}"
+            )
+        multiple_of = int(self.config.microbatch_group_size_per_vp_stage) if self._interleaved else 1
+        return cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of)
+
+    def _run_pipeline(
+        self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        """Run micro-batches through megatron's schedule.
+
+        Args:
+            micro_batches: one at least.
+            finish: called on the last stage with a micro-batch and the output layer's output, (b, s, ...). Returns
+                what the schedule expects: with ``forward_only`` any value, else (loss, number of tokens, any value).
+            forward_only: whether there is no backward pass.
+
+        Returns:
+            The values by micro-batch on the last stage; an empty list on the others.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        shapes = [batch.input_ids.shape for batch in micro_batches]
+        most_rows, most_tokens = max(rows for rows, _ in shapes), max(tokens for _, tokens in shapes)
+
+        def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(iterator)
+            ids = to_device(batch.input_ids, self.device)
+            if self._interleaved:
+                rows, tokens = ids.shape
+                ids = torch.nn.functional.pad(ids, (0, most_tokens - tokens, 0, most_rows - rows))
+            rows, tokens = ids.shape
+            positions = torch.arange(tokens, device=ids.device).expand(rows, tokens)
+            # Padding is on the right, so the causal mask hides it from real tokens.
+            hidden = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=ids.device).triu(1)
+            return chunk(ids, positions, hidden, **self._uncast), partial(finish, batch)
+
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(micro_batches) for _ in self._chunks],
+            model=self._chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=most_tokens,
+            micro_batch_size=most_rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
+
+    def _outputs(self, batch: MicroBatch, output: torch.Tensor, temperature: float, entropy: bool) -> TokenOutputs:
+        """The model's output, moved to the token it is about: the output after token t - 1 goes to position t.
+
+        Args:
+            batch: on the output's device.
+            output: (b, s, ...), with rows and tokens of padding after the batch's own if the pipeline is interleaved.
+            temperature: divides the logits.
+            entropy: whether to compute entropies.
+        """
+        from megatron.core import parallel_state
+
+        rows, tokens = batch.input_ids.shape
+        if self._interleaved:
+            output = output[:rows, :tokens]
+        if self.role == "critic":
+            return TokenOutputs(values=torch.nn.functional.pad(output[:, :-1, 0].float(), (1, 0)))
+        log_probs, entropies = next_token_log_probs(
+            output,
+            batch.input_ids,
+            temperature=temperature,
+            entropy=entropy,
+            vocab_size=int(self.hf_config.vocab_size),
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        return TokenOutputs(log_probs=log_probs, entropy=entropies)
+
+    def _sum_over_ranks(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Sums over all micro-batches and dp ranks, broadcast to every stage."""
+        from megatron.core import parallel_state as state
+
+        sums: list[Any] = [None]
+        if _is_last_stage():
+            group = state.get_data_parallel_group(with_context_parallel=True)
+            by_rank: list[Any] = [None] * group.size()
+            names, totals = sum_reports(reports)
+            own = dict(zip(names, totals.tolist(), strict=True))
+            dist.all_gather_object(by_rank, own, group)
+            sums = [_sum(by_rank)]
+        dist.broadcast_object_list(
+            sums, state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
+        )
+        result: dict[str, float] = sums[0]
+        return result
+
+    def _require_role(self, role: str, method: str) -> None:
+        if self.role != role:
+            raise ValueError(f"{method}() needs a model with the role {role!r}; this model has the role {self.role!r}")
+
+    # --- weights ----------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                yield f"{number}.{name}", parameter.detach()
+
+    def weights_changed(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """As in `TrainModel`: one flat tensor over each storage. Covers parameters, Megatron's buffers of parameters,
+        the optimizer's float32 parameters and its state."""
+        return self._storages(self._held())
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights()
+        for number, model in enumerate(self.models):
+            yield from ((f"{number}.{name}", buffer) for name, buffer in model.named_buffers())
+        if self._optimizer is None:
+            return
+        allocate_state(self._optimizer)
+        for number, inner in enumerate(inner_optimizers(self._optimizer)):
+            parameters = (parameter for group in inner.param_groups for parameter in group["params"])
+            for place, parameter in enumerate(parameters):
+                # For bf16 and fp16, and with the distributed optimizer, a float32 copy of a parameter or of its shard.
+                yield f"optimizer.{number}.{place}", parameter.detach()
+                for key, value in inner.state[parameter].items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"optimizer.{number}.{place}.{key}", value
+
+    def counters(self) -> dict[str, Any]:
+        found = [scaler.state_dict() for scaler in scalers(self._optimizer)]
+        return {
+            "scalers": [{name: float(value) for name, value in state.items()} for state in found],
+            # Optimizers other than torch's count a group's steps, not a parameter's.
+            "steps": [int(group.get("step", 0)) for group in self._parameter_groups()],
+        }
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        for scaler, values in zip(scalers(self._optimizer), counters["scalers"], strict=True):
+            state = scaler.state_dict()
+            for name, value in values.items():
+                old = state[name]
+                state[name] = torch.full_like(old, value) if isinstance(old, torch.Tensor) else int(value)
+            scaler.load_state_dict(state)
+        for group, step in zip(self._parameter_groups(), counters["steps"], strict=True):
+            if step:
+                group["step"] = step
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        optimizers = [] if self._optimizer is None else inner_optimizers(self._optimizer)
+        return [group for inner in optimizers for group in inner.param_groups]
+
+    def scratch(self) -> Iterator[torch.Tensor]:
+        """As in `TrainModel`: Megatron's buffers of gradients, which `train_step` sets to 0 first."""
+        return self._storages(buffer.grad_data for buffer in self._buffers())
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        seen = set()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device.type == self.device.type and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+    def _buffers(self) -> Iterator[Any]:
+        """Megatron's buffers, which its DistributedDataParallel creates: none without an optimizer."""
+        if self._optimizer is not None:
+            for chunk in self._chunks:
+                yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        for model in self.models:
+            yield from model.parameters()
+            yield from model.buffers()
+        if self._optimizer is None:
+            return
+        yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+        for inner in inner_optimizers(self._optimizer):
+            for state in inner.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from megatron.core import parallel_state as state
+
+        if state.get_data_parallel_rank(with_context_parallel=True):
+            return
+        for weight in distinct_weights(self.models, self.hf_config):
+            for name, tensor in weight.whole():
+                if not state.get_tensor_model_parallel_rank():
+                    yield name, tensor
+
+    def hf_shards(self) -> list[Shard]:
+        shards = [shard for weight in distinct_weights(self.models, self.hf_config) for shard in weight.shards()]
+        return [shard for shard in shards if 0 not in shard.size]
+
+    def load_hf(self, folder: str) -> None:
+        self.load_hf_state_dict(read_hf(folder))
+
+    def load_hf_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Load the whole Hugging Face model's weights; each rank copies its shards.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
+        """
+        load_hf(self.models, self.hf_config, state_dict, critic=self.role == "critic")
+        self.weights_changed()
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, *, background: bool) -> None:
+        """As in `TrainModel`, by torch.distributed.checkpoint in the layout of megatron's distributed checkpoints.
+
+        In the background a thread of each rank writes copies in host memory, and the threads synchronize in a process
+        group of their own. The checkpoint is complete when they end, whether or not anything waits for it.
+        """
+        self._checkpoints.save(Path(folder), background=background)
+
+    def wait_for_save(self) -> None:
+        self._checkpoints.wait()
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """As in `TrainModel`, at any tp, pp and dp.
+
+        Raises:
+            FileNotFoundError: there is no complete checkpoint.
+            ValueError: the checkpoint is of the other role, has no optimizer, or its optimizer was distributed and
+                this one is not, or the reverse.
+        """
+        self._checkpoints.load(Path(folder), optimizer=optimizer)
+
+
+def _is_last_stage() -> bool:
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def _sum(reports: list[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for report in reports:
+        for name, value in report.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

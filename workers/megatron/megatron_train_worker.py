@@ -1,0 +1,148 @@
+"""MegatronTrainWorker: one rank of training on megatron-core, over tp, pp and dp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.device import every_backend
+from workers.megatron.megatron_model import MegatronTrainModel
+from workers.megatron.megatron_worker import MegatronWorker
+from workers.train.args import TrainArgsError
+from workers.train.policy import PolicyTrainWorker
+
+
+class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
+    """See `TrainWorker`. ``args.tensor_model_parallel_size`` and ``args.pipeline_model_parallel_size`` set tp and pp;
+    the remaining factor of the number of ranks is dp."""
+
+    @classmethod
+    def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
+        """See `TrainWorker.check_args`."""
+        super().check_args(args, ranks, with_ref)
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        if ranks % (tp * pp):
+            raise TrainArgsError(
+                f"tensor_model_parallel_size={tp} times pipeline_model_parallel_size={pp} does not divide the group's "
+                f"{ranks} ranks; make actor_num_nodes * actor_num_gpus_per_node (for a critic: critic_num_nodes * "
+                "critic_num_gpus_per_node) a multiple of it"
+            )
+
+    def begin(self) -> None:
+        """See `ModelWorker.begin`."""
+        from megatron.core import parallel_state
+
+        args = self.args
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        if parallel_state.is_initialized():  # init() was called before
+            parallel_state.destroy_model_parallel()
+        self.device = self.initialize_model_parallel(
+            tp,
+            pp,
+            seed=args.seed,
+            backend=every_backend(),
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
+        )
+
+    def seed(self, number: int) -> None:
+        """See `ModelWorker.seed`."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        number += 100 * parallel_state.get_pipeline_model_parallel_rank()  # megatron's own rule
+        super().seed(number)
+        tensor_parallel.model_parallel_cuda_manual_seed(number, force_reset_rng=True)
+
+    def make_model(self, hf_config: Any, *, empty: bool = False) -> MegatronTrainModel:
+        """See `ModelWorker.make_model`."""
+        args = self.args
+        overrides = dict(args.megatron_overrides)
+        if args.gradient_checkpointing:
+            overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+                         **overrides}  # fmt: skip
+        if empty:
+            # Not perform_initialization=False: Megatron would then not mark tp shards as such, and count only those of
+            # tp rank 0 in the gradient norm.
+            overrides |= dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave)
+        model = MegatronTrainModel(
+            hf_config,
+            role=self.role,
+            param_dtype=args.param_dtype,
+            optimizer={
+                "betas": (args.adam_beta1, args.adam_beta2),
+                "eps": args.adam_eps,
+                "weight_decay": args.weight_decay,
+                "clip_grad": args.clip_grad,
+                "distributed": args.use_distributed_optimizer,
+            },
+            max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
+            overrides=overrides,
+        )
+        if args.hf_checkpoint is not None and not empty:
+            model.load_hf(args.hf_checkpoint)
+        return model
+
+    def make_empty_model(self, hf_config: Any) -> MegatronTrainModel:
+        """See `ModelWorker.make_empty_model`."""
+        return self.make_model(hf_config, empty=True)
+
+    # The ranks are ordered by tp, then dp, then pp. Computed here, because the state is needed while megatron is not
+    # initialized.
+
+    @property
+    def shards(self) -> int:
+        """See `ModelWorker.shards`: the dp ranks have the same state, unless they share that of the optimizer."""
+        model_parallel: int = self.args.tensor_model_parallel_size * self.args.pipeline_model_parallel_size
+        return self.world_size if self.args.use_distributed_optimizer else model_parallel
+
+    @property
+    def shard(self) -> int:
+        """See `ModelWorker.shard`."""
+        if self.args.use_distributed_optimizer:
+            return self.rank
+        tp, stage = self.args.tensor_model_parallel_size, self.world_size // self.args.pipeline_model_parallel_size
+        return int(self.rank % tp + tp * (self.rank // stage))
+
+    @property
+    def dp_replica(self) -> tuple[int, int]:
+        """See `Worker.dp_replica`."""
+        if "args" not in vars(self):
+            return super().dp_replica
+        tp, pp = self.args.tensor_model_parallel_size, self.args.pipeline_model_parallel_size
+        count = self.world_size // (tp * pp)
+        return self.rank // tp % count, count
+
+    @property
+    def dp_group(self) -> Any:
+        """See `ModelWorker.dp_group`."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_group()
+
+    def of_last_stage(self, value: Any) -> Any:
+        """See `ModelWorker.of_last_stage`."""
+        from megatron.core import parallel_state
+
+        values = [value]
+        dist.broadcast_object_list(
+            values,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        )
+        return values[0]
+
+    def get_parallel_config(self) -> dict[str, int]:
+        """See `TrainWorker.get_parallel_config`."""
+        from megatron.core import parallel_state
+
+        return {
+            **super().get_parallel_config(),
+            "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "cp_size": parallel_state.get_context_parallel_world_size(),
+        }
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """Initialize nothing."""

@@ -1,0 +1,478 @@
+"""PeerSnapshots: snapshots of a rank's state in its own host memory and in that of a buddy, another rank.
+
+After a death, the shard of the dead rank is still in its buddy's memory, and the others have their own: all ranks
+return to the same step without reading a disk.
+
+Two versions are kept on both sides: the last one of which every rank knows that it is complete on all ranks, and the
+one that was taken after it, which may be on its way. Before a rank writes over the older one, all ranks agree that the
+newer one is complete everywhere. So there is a common complete version at any time.
+
+Ranks with bit-identical state (the replicas of HSDP, or Megatron's dp ranks without a distributed optimizer) are each
+other's copies. They send nothing, but compare checksums.
+
+A group may continue with another number of ranks. Snapshots of both sizes then have different numbers, and those of the
+former size are kept until the first one of the new size is complete.
+
+Threads: a "snapshot-send" thread per snapshot sends it, or computes its checksum. It ends at its deadline at the
+latest, and the next `PeerSnapshots.take` joins it. For the threads that receive, see `workers.block_transport`.
+The caller's thread and the receiving threads share ``_held`` and ``_generation``, under ``_lock``. No other lock is
+taken under it. ``_sent`` and ``_checksums`` are written by the sending thread, and read after it was joined. After a
+death it is not joined, because a lost host does not answer; it then has sets that nothing else reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from single_controller import SingleControllerError
+from workers.block_transport import Block, BlockAddress, BlockServer, checksum_of, send_block
+from workers.device import has_cuda, host_memory
+from workers.distributed import all_or_none, gathered
+from workers.recovery.reshard import Move, moves
+from workers.recovery.snapshot_choice import REFERENCE, Recovery, Taken, buddies, is_covered_by_replicas
+from workers.recovery.weight_backup import Snapshot, empty_snapshot, live_tensors, take_snapshot
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 64 << 20
+"""What is sent to a new rank at once."""
+
+Shard = tuple[int, int]
+"""Number of a shard, and how many there are. Ranks with the same shard have the same state, bit for bit."""
+
+
+class _Found(NamedTuple):
+    """A snapshot that this rank has. The checksum is that with which another rank's has arrived; None for its own."""
+
+    header: dict[str, Any]
+    memory: torch.Tensor
+    checksum: int | None = None
+
+
+class SnapshotError(SingleControllerError, RuntimeError):
+    """A snapshot could not be restored."""
+
+
+class PeerSnapshots:
+    """The snapshots that this rank has: its own, and those of the rank whose buddy it is.
+
+    Call `join` before anything else, and again when ranks were replaced.
+
+    Args:
+        host: this host's address, for the connections of other ranks.
+        seconds: how long sending a snapshot may take. If it takes longer, that snapshot is incomplete.
+    """
+
+    def __init__(self, host: str, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        """Protects ``_held`` and ``_generation``. Held for moments only."""
+        self._held: dict[int, dict[int, Block]] = {}
+        self._generation = -1
+        self._own: dict[int, Snapshot] = {}
+        self._headers: dict[int, dict[str, Any]] = {}
+        self._latest: int | None = None
+        self._committed: int | None = None
+        self._sent: set[int] = set()
+        self._checksums: dict[int, int] = {}
+        self._sending: threading.Thread | None = None
+        self._rank, self._ranks, self._shard = 0, 1, (0, 1)
+        self._replicas: tuple[int, ...] = ()
+        self._buddy: BlockAddress | None = None
+        self._wards: tuple[int, ...] = ()
+        self._server = BlockServer(host, self._allocate, self._keep)
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    def join(self, rank: int, generation: int, host: int, shard: Shard) -> None:
+        """Exchange addresses, and send to the buddy what it lacks. All ranks call it.
+
+        Args:
+            rank: of this process.
+            generation: of the group.
+            host: a number of this rank's host.
+            shard: of this rank.
+        """
+        self._give_up_sending()
+        with self._lock:
+            self._generation = generation
+            held = {owner: set(blocks) for owner, blocks in self._held.items()}
+        said = gathered((self._server.address, host, held, shard))
+        hosts = [other for _, other, _, _ in said]
+        self._rank, self._ranks, self._shard = rank, len(said), shard
+        buddy_of = buddies(hosts)
+        self._wards = tuple(owner for owner, buddy in enumerate(buddy_of) if buddy == rank != owner)
+        replicas = [other for other, (*_, of) in enumerate(said) if of == shard]
+        covered = is_covered_by_replicas(replicas, hosts)
+        self._replicas = tuple(replicas) if covered else (rank,)
+        self._buddy = said[buddy_of[rank]][0] if buddy_of[rank] != rank else None
+        self._sent = set() if covered else set(said[buddy_of[rank]][2].get(rank, ()))
+        self._send(self._unsent())
+
+    def close(self) -> None:
+        """Stop receiving, and forget all snapshots. A snapshot that is being sent ends by itself."""
+        self._server.close()
+        with self._lock:
+            self._generation = -1
+            self._held.clear()
+        self._own.clear()
+
+    @property
+    def generation(self) -> int:
+        """The generation of the group at the last `join`; -1 before."""
+        return self._generation
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory in bytes."""
+        with self._lock:
+            held = sum(block.memory.numel() for blocks in self._held.values() for block in blocks.values())
+        return held + sum(own.memory.numel() for number, own in self._own.items() if number != REFERENCE)
+
+    # --- taking -----------------------------------------------------------------------------------------
+
+    def set_reference(self, snapshot: Snapshot) -> None:
+        """Send the reference model's weights, which must not change from now on. The snapshot is not copied."""
+        self._add(REFERENCE, snapshot, {})
+        self._send([REFERENCE])
+
+    def take(self, state: Iterable[tuple[str, torch.Tensor]], about: Mapping[str, Any]) -> dict[str, float]:
+        """Copy the state to host memory, and send it in the background. All ranks call it after the same step.
+
+        If the snapshot before is still being sent, this waits until it has arrived, or its time is over.
+
+        Args:
+            state: (name, live tensor) pairs.
+            about: what to keep with them, as JSON.
+
+        Returns:
+            Metrics, the same on every rank: the longest wait of a rank for the snapshot before.
+        """
+        waited = self._agree()
+        number = 0 if self._latest is None else self._latest + 1
+        old = None
+        for stale in [known for known in self._own if known not in (REFERENCE, self._committed)]:
+            old = self._own.pop(stale)
+            del self._headers[stale]
+        self._add(number, take_snapshot(live_tensors(state), old), about)
+        self._latest = number
+        self._send(self._unsent())
+        return {"snapshot_wait_seconds": waited}
+
+    def _agree(self) -> float:
+        """Find out whether the latest snapshot is complete on all ranks. If so, the one before is not needed any
+        more."""
+        began = time.perf_counter()
+        self.finish_sending()
+        waited = time.perf_counter() - began
+        if self._latest is None:
+            return waited
+        said = gathered((self._latest in self._sent, self._checksums.get(self._latest), self._replicas, waited))
+        late = [rank for rank, (sent, *_) in enumerate(said) if not sent]
+        differ = [rank for rank, (_, own, others, _) in enumerate(said) if any(said[one][1] != own for one in others)]
+        if differ and not late:
+            # Each rank comes to the same result. From now on all of them send their snapshots.
+            self._replicas = (self._rank,)
+            for header in self._headers.values():
+                header["owners"] = self._replicas
+            self._sent.clear()
+        if not self._rank and (late or differ):
+            why = f"the ranks {late} have not sent theirs" if late else f"the replicas {differ} are not bit-identical"
+            logger.warning("the last snapshot is incomplete, and a new one is taken instead: %s", why)
+        if not late and not differ:
+            self._committed = self._latest
+            with self._lock:
+                for owner in self._held.keys() - set(self._wards):
+                    del self._held[owner]
+        return max(seconds for *_, seconds in said)
+
+    def _add(self, number: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
+        self._own[number] = snapshot
+        self._headers[number] = {
+            "owner": self._rank,
+            "owners": self._replicas,
+            "ranks": self._ranks,
+            "shard": self._shard,
+            "number": number,
+            "nbytes": snapshot.memory.numel(),
+            "layout": snapshot.layout,
+            "about": dict(about),
+        }
+        self._sent.discard(number)
+        self._checksums.pop(number, None)
+
+    # --- sending ----------------------------------------------------------------------------------------
+
+    def _unsent(self) -> list[int]:
+        """The snapshots of the group's present size that are not at the buddy."""
+        of_size = (number for number, header in self._headers.items() if header["ranks"] == self._ranks)
+        return sorted(number for number in of_size if number not in self._sent)
+
+    def _send(self, numbers: Sequence[int]) -> None:
+        self.finish_sending()
+        if not numbers:
+            return
+        blocks = [(number, self._header(number), self._own[number].memory) for number in numbers]
+        end = time.monotonic() + self._seconds
+        # The thread has its own references: it may still run after `_give_up_sending`.
+        buddy, sent, checksums = self._buddy, self._sent, self._checksums
+        to_replicas = len(self._replicas) > 1
+
+        def send() -> None:
+            for number, header, memory in blocks:
+                try:
+                    if to_replicas or buddy is None:
+                        checksums[number] = checksum_of(memory)
+                    else:
+                        checksums[number] = send_block(buddy, header, memory, end)
+                    sent.add(number)
+                except Exception as error:  # training goes on without this snapshot
+                    logger.warning("rank %d: a snapshot was not sent: %s: %s", self._rank, type(error).__name__, error)
+
+        self._sending = threading.Thread(target=send, name="snapshot-send", daemon=True)
+        self._sending.start()
+
+    def _header(self, number: int) -> dict[str, Any]:
+        return {**self._headers[number], "generation": self._generation, "committed": self._committed}
+
+    def finish_sending(self) -> None:
+        """Wait until this rank sends nothing."""
+        if self._sending is not None:
+            self._sending.join()
+            self._sending = None
+
+    def _give_up_sending(self) -> None:
+        """Leave the sending thread to itself: the buddy may be dead, and not answer. What it sends from now on is of a
+        former generation, and is refused."""
+        self._sending = None
+        self._sent, self._checksums = set(), {}
+
+    # --- receiving, in other threads ---------------------------------------------------------------------
+
+    def _allocate(self, header: dict[str, Any]) -> torch.Tensor | None:
+        """Return memory for a block: that of a version which the sender does not need any more, if it fits."""
+        with self._lock:
+            if header["generation"] != self._generation:
+                return None
+            blocks = self._held.setdefault(header["owner"], {})
+            needed = {header["committed"], REFERENCE} if header["number"] != REFERENCE else set(blocks) - {REFERENCE}
+            for number in blocks.keys() - needed:
+                memory = blocks.pop(number).memory
+                if memory.numel() == header["nbytes"]:
+                    return memory
+        return host_memory(header["nbytes"], pinned=False)
+
+    def _keep(self, block: Block) -> None:
+        with self._lock:
+            if block.header["generation"] == self._generation:
+                self._held.setdefault(block.header["owner"], {})[block.header["number"]] = block
+
+    # --- restoring --------------------------------------------------------------------------------------
+
+    def versions(self, usable: Callable[[Shard], bool]) -> dict[int, dict[int, Taken]]:
+        """Return the complete snapshots that this rank has; see `workers.recovery.snapshot_choice.Versions`.
+
+        Args:
+            usable: whether the ranks can use a snapshot of a shard.
+        """
+        with self._lock:
+            headers = [(owner, block.header) for owner, blocks in self._held.items() for block in blocks.values()]
+        headers += [(owner, header) for header in self._headers.values() for owner in header["owners"]]
+        found: dict[int, dict[int, Taken]] = {}
+        for owner, header in headers:
+            if usable(tuple(header["shard"])):
+                taken = Taken(header["about"].get("rollout_id", -1), header["ranks"])
+                found.setdefault(owner, {})[header["number"]] = taken
+        return found
+
+    def restore(
+        self,
+        recovery: Recovery,
+        rank: int,
+        shard: Shard,
+        live: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
+        weights: Callable[[], dict[str, torch.Tensor]],
+    ) -> tuple[Snapshot, dict[str, Any], Snapshot | None]:
+        """Get this rank's shard of the snapshots from where they are. All ranks call it, in the new default process
+        group, before `join`. Newer snapshots are forgotten.
+
+        Args:
+            recovery: what to restore.
+            rank: of this process.
+            shard: of this rank.
+            live: returns the live tensors, by name, into which a snapshot of which this was kept will be written. It is
+                only called if the state is sharded over another number of ranks now.
+            weights: likewise for the reference model's weights.
+
+        Returns:
+            The state, what was kept with it, and the reference model's weights.
+
+        Raises:
+            SnapshotError: on all ranks: a snapshot has not arrived unchanged, or cannot be sharded like this.
+        """
+        self._give_up_sending()
+        with self._lock:
+            self._generation = -1  # what is still arriving may have a number that will be given again
+        shards, latest = zip(*gathered((shard, self._latest)), strict=True)
+        number = recovery.number
+        resized = len(shards) != len(recovery.sources)
+        with all_or_none(SnapshotError, "the snapshots could not be restored"):
+            wrong: list[str] = []
+            state, about = self._bring(number, recovery.sources, rank, shards, live, wrong)
+            reference = None
+            if recovery.references:
+                reference, _ = self._bring(REFERENCE, recovery.references, rank, shards, lambda about: weights(), wrong)
+            if wrong:
+                raise SnapshotError("; ".join(wrong))
+        with self._lock:
+            for blocks in self._held.values():
+                for newer in [known for known in blocks if known > number]:
+                    del blocks[newer]
+        for other in [known for known in self._own if known not in (number, REFERENCE)]:
+            del self._own[other], self._headers[other]
+        self._rank, self._ranks, self._shard = rank, len(shards), shard
+        self._replicas = tuple(other for other, of in enumerate(shards) if of == shard)
+        self._committed = number
+        # The snapshots of another size are of use until the first one of this size is complete.
+        self._latest = 1 + max(known for known in latest if known is not None) if resized else number
+        if self._latest not in self._own:
+            self._add(self._latest, state, about)
+        if reference is not None and (resized or REFERENCE not in self._own):
+            self._add(REFERENCE, reference, {})
+        return state, about, reference
+
+    def _bring(
+        self,
+        number: int,
+        sources: Sequence[int],
+        rank: int,
+        shards: Sequence[Shard],
+        live: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
+        wrong: list[str],
+    ) -> tuple[Snapshot, dict[str, Any]]:
+        """Bring each rank its shard of a snapshot. All ranks come to the same plan, and transfer in the same order, so
+        that none waits in a circle. What went wrong is noted, and raised after all have transferred."""
+        mine = {owner: self._find(owner, number) for owner, source in enumerate(sources) if source == rank}
+        said = gathered({owner: tuple(one.header["shard"]) for owner, one in mine.items()})
+        shard_of: dict[int, Shard] = {owner: shard for part in said for owner, shard in part.items()}
+        if shard_of[0][1] != shards[0][1]:
+            return self._reshard(sources, rank, shards, mine, shard_of, live, wrong)
+        found: tuple[Snapshot, dict[str, Any]] | None = None
+        for to, shard in enumerate(shards):
+            same = [owner for owner in range(len(sources)) if shard_of[owner] == shard]
+            # With the same number of ranks each gets what was its own. Otherwise best what it has.
+            owner = to if len(sources) == len(shards) else next((o for o in same if sources[o] == to), same[0])
+            source = sources[owner]
+            if rank == source:
+                one = mine[owner]
+                if rank == to:
+                    found = Snapshot.of(one.memory, one.header["layout"]), one.header["about"]
+                else:
+                    _send(one.memory, to, one.header, one.checksum)
+            elif rank == to:
+                memory, header = _receive(source, f"the snapshot of rank {owner}", wrong)
+                found = Snapshot.of(memory, header["layout"]), header["about"]
+        if found is None:
+            raise SnapshotError(f"no rank has a snapshot for rank {rank}")
+        return found
+
+    def _reshard(
+        self,
+        sources: Sequence[int],
+        rank: int,
+        shards: Sequence[Shard],
+        mine: Mapping[int, _Found],
+        shard_of: Mapping[int, Shard],
+        live: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
+        wrong: list[str],
+    ) -> tuple[Snapshot, dict[str, Any]]:
+        """`_bring`, if there is another number of shards now."""
+        owner_of: dict[int, int] = {number: owner for owner, (number, _) in sorted(shard_of.items(), reverse=True)}
+        said = gathered(
+            {
+                number: ({name: tuple(shape) for name, _, shape, _ in one.header["layout"]}, one.header["about"])
+                for number, owner in owner_of.items()
+                if (one := mine.get(owner)) is not None
+            }
+        )
+        before = {number: known for part in said for number, known in part.items()}
+        about: dict[str, Any] = before[0][1]
+        tensors = live(about)
+        shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+        for (number, _), of_rank in zip(
+            shards, gathered({name: tuple(tensor.shape) for name, tensor in tensors.items()}), strict=True
+        ):
+            shapes[number] = of_rank
+        try:
+            plan: dict[tuple[int, int], list[Move]] = {}
+            for move in moves([before[k][0] for k in sorted(before)], [shapes[k] for k in sorted(shapes)]):
+                plan.setdefault((move.source, move.target), []).append(move)
+        except ValueError as error:
+            raise SnapshotError(str(error)) from error
+        snapshot = empty_snapshot(tensors)
+        snapshot.memory.zero_()
+        for to, (target, _) in enumerate(shards):
+            for number in sorted(before):
+                part, owner = plan.get((number, target), ()), owner_of[number]
+                source = sources[owner]
+                if not part or rank not in (source, to):
+                    continue
+                if rank == source:
+                    old = Snapshot.of(mine[owner].memory, mine[owner].header["layout"])
+                    packed = torch.cat([_bytes(_rows(old.parts[one.name], one.source_row, one.rows)) for one in part])
+                    if to != rank:
+                        _send(packed, to, {"nbytes": packed.numel()})
+                        continue
+                else:
+                    packed, _ = _receive(source, f"rows of the snapshot of rank {owner}", wrong)
+                _unpack(packed, [_rows(snapshot.parts[one.name], one.target_row, one.rows) for one in part])
+        return snapshot, about
+
+    def _find(self, owner: int, number: int) -> _Found:
+        with self._lock:
+            held = self._held.get(owner, {}).get(number)
+        if held is not None:
+            return _Found(held.header, held.memory, held.checksum)
+        return _Found(self._headers[number], self._own[number].memory)
+
+
+def _rows(tensor: torch.Tensor, begin: int, rows: int | None) -> torch.Tensor:
+    return tensor if rows is None else tensor[begin : begin + rows]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _unpack(packed: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    begin = 0
+    for tensor in into:  # views of a snapshot: contiguous
+        target = _bytes(tensor)
+        target.copy_(packed[begin : begin + target.numel()])
+        begin += target.numel()
+
+
+def _send(memory: torch.Tensor, to: int, header: Mapping[str, Any], checksum: int | None = None) -> None:
+    checksum = checksum_of(memory) if checksum is None else checksum
+    dist.send_object_list([(dict(header), checksum)], dst=to, device=torch.device("cpu"))
+    for part in memory.split(CHUNK_BYTES):
+        dist.send(part, dst=to)
+
+
+def _receive(source: int, what: str, wrong: list[str]) -> tuple[torch.Tensor, dict[str, Any]]:
+    said: list[Any] = [None]
+    dist.recv_object_list(said, src=source, device=torch.device("cpu"))
+    header, checksum = said[0]
+    memory = host_memory(header["nbytes"], pinned=has_cuda())
+    for part in memory.split(CHUNK_BYTES):
+        dist.recv(part, src=source)
+    if checksum_of(memory) != checksum:
+        wrong.append(f"{what} has not arrived unchanged from rank {source}")
+    return memory, header

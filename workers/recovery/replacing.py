@@ -1,0 +1,168 @@
+"""What a train group does on the driver after ranks have died: replace them, and have all ranks continue together, with
+those of a connected actor or critic."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from single_controller import RayWorkerGroup, WorkerDiedError
+from workers.recovery.snapshot_choice import Recovery, choose_recovery
+from workers.train.checkpoints import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+TRIES = 3
+"""How often ranks are replaced again because another one has died meanwhile."""
+
+START = -2
+"""Stands for the last rollout that the workers have trained on, if there is none since they were initialized."""
+
+
+@dataclass
+class Progress:
+    """What a group has trained on, and which weights it has sent.
+
+    Attributes:
+        trained: id of the last rollout that the workers have trained on, or `START`.
+        sent_after: the value of ``trained`` when the weights were sent last; None if unknown.
+    """
+
+    trained: int = START
+    sent_after: int | None = None
+
+    def has_sent(self, recovery: Recovery) -> bool:
+        """Whether the weights that were sent last are those of a snapshot."""
+        return self.sent_after == recovery.rollout_id or (self.sent_after == START and not recovery.number)
+
+    def after(self, recovery: Recovery) -> Progress:
+        """Return the progress of ranks that have restored a snapshot. Its ``sent_after`` is None if the rollout workers
+        may have newer weights."""
+        sent = recovery.rollout_id if self.has_sent(recovery) else self.sent_after
+        if sent is not None and sent > recovery.rollout_id:
+            sent = None
+        return Progress(recovery.rollout_id, sent)
+
+
+class TrainGroup(Protocol):
+    """What is needed of a `RayTrainGroup`.
+
+    Attributes:
+        _with_ref: whether the ranks need the reference model's weights; None if they have no model.
+    """
+
+    args: Any
+    role: str
+    _progress: Progress
+    _with_ref: bool | None
+
+    @property
+    def worker_group(self) -> RayWorkerGroup: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def _replace_dead(self) -> None: ...
+
+    def _continue(self, recovery: Recovery | None) -> list[int]: ...
+
+
+def replace_ranks(groups: Sequence[TrainGroup], change: Callable[[], object] | None = None) -> list[int] | None:
+    """Replace the ranks that have died, and have all ranks continue at the same rollout.
+
+    Args:
+        groups: the group, and the critic or actor that trains on the same rollouts, if there is one.
+        change: what to do instead of replacing ranks, the first time.
+
+    Returns:
+        The rollout id to continue with, by rank of the first group; None if no rank was replaced, or the ranks have no
+        model.
+
+    Raises:
+        SingleControllerError: see `RayTrainGroup.replace`.
+    """
+    generations = [group.worker_group.generation for group in groups]
+    for left in reversed(range(TRIES)):
+        if change is not None:
+            change()
+            change = None
+        else:
+            for group in groups:
+                group._replace_dead()
+        now = [group.worker_group.generation for group in groups]
+        lost = [one for one, before, after in zip(groups, generations, now, strict=True) if before != after]
+        if not lost or groups[0]._with_ref is None:
+            break
+        try:
+            return _continue_together(groups, lost)
+        except WorkerDiedError as error:
+            if not left:
+                raise
+            logger.warning("another rank died while the ranks of %s recovered: %s", lost[0].worker_group.name, error)
+    return None
+
+
+def _continue_together(groups: Sequence[TrainGroup], lost: Collection[TrainGroup]) -> list[int]:
+    choices = _choose(groups, lost)
+    names = " and ".join(group.worker_group.name for group in groups)
+    if choices is None:
+        logger.warning(
+            "%s: the ranks do not have a complete set of snapshots in their memory. They continue from the last "
+            "checkpoint that was saved, or from the beginning if there is none",
+            names,
+        )
+        begins = [group._continue(None) for group in groups]
+        if len({begin[0] for begin in begins}) > 1:
+            found = ", ".join(f"{group.role}: {begin[0]}" for group, begin in zip(groups, begins, strict=True))
+            raise CheckpointError(
+                f"{names} have no common snapshot, and their checkpoints are of different rollouts; to continue with: "
+                f"{found}. Save both after the same rollouts, and create them again with ckpt_step"
+            )
+        return begins[0]
+    (rollout_id, _), *_ = choices
+    logger.info("%s: the ranks continue after rollout %d, from memory", names, rollout_id)
+    begins = [
+        [rollout_id + 1] * group.world_size if recovery is None else group._continue(recovery)
+        for group, (_, recovery) in zip(groups, choices, strict=True)
+    ]
+    return begins[0]
+
+
+def _choose(groups: Sequence[TrainGroup], lost: Collection[TrainGroup]) -> list[tuple[int, Recovery | None]] | None:
+    """Choose the newest rollout at which all groups can continue.
+
+    Returns:
+        By group, the id of that rollout, and what to restore; None for a group that has just trained on it. None if
+        there is no such rollout.
+    """
+    held = [_ask(group, "peer_snapshots") for group in groups]
+    here = [None if group in lost else _undisturbed(group) for group in groups]
+    newest: int | None = None
+    while True:
+        choices: list[tuple[int, Recovery | None]] = []
+        for group, versions, rollout_id in zip(groups, held, here, strict=True):
+            if rollout_id is not None and (newest is None or rollout_id <= newest):
+                choices.append((rollout_id, None))
+                continue
+            recovery = choose_recovery(versions, with_ref=bool(group._with_ref), newest=newest)
+            if recovery is None:
+                return None
+            choices.append((recovery.rollout_id, recovery))
+        if len({rollout_id for rollout_id, _ in choices}) == 1:
+            return choices
+        newest = min(rollout_id for rollout_id, _ in choices)
+
+
+def _undisturbed(group: TrainGroup) -> int | None:
+    """Return the id of the rollout that all ranks have trained on last; None if they were sent another one since, which
+    may have failed halfway."""
+    following = {step for step, _ in _ask(group, "position")}
+    last = None if len(following) != 1 or None in following else following.pop() - 1
+    return last if group._progress.trained in (last, START) else None
+
+
+def _ask(group: TrainGroup, method: str) -> Any:
+    """Call a method on all ranks, when they have finished the step that they are in."""
+    return getattr(group.worker_group, method).options(timeout=60 * group.args.distributed_timeout_minutes)()

@@ -1,0 +1,1 @@
+"""Generation engines behind `RolloutEngine`: transformers, vLLM, and servers that speak HTTP."""

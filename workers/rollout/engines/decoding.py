@@ -1,0 +1,247 @@
+"""Decoding: a batch of requests and its keys and values, one forward pass after another."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from workers.rollout.engines.request_engine import Request
+from workers.rollout.engines.sampler import sample, seeded_generator
+
+SPARSE = 0.75
+"""Rows that have ended are removed when this share of the rows is left. That copies all keys and values."""
+
+ROOM = 128
+"""Maximum number of columns that are allocated ahead. When they are full, all keys and values are copied."""
+
+WASTE = 256
+"""Maximum number of padding tokens in a forward pass of prompts. Prompts that would add more get another pass."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in a batch.
+
+    Attributes:
+        request: its tokens so far are those that were recorded.
+        generator: of its random numbers; None before the first token.
+    """
+
+    request: Request
+    generator: torch.Generator | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.prompt + self.request.token_ids
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt) + len(self.request.token_ids)
+
+
+class Batch:
+    """Requests that generate together. Rows are padded on the left, so that their last tokens are in one column.
+
+    Rows can join a batch that is running, and equal prompts are computed once, if the model has an ordinary key/value
+    cache. With any other cache (sliding windows, recurrent states), or none, a batch keeps its rows until all have
+    ended.
+
+    Args:
+        model: a causal language model of transformers.
+        device: of the model while it generates.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._rows: list[Row] = []
+        """Rows of the cache. Those of requests that have ended stay until `_remove_ended`."""
+        self._added: list[Row] = []
+        """Rows without keys and values."""
+        self._cache: Any = None
+        self._width = 0
+        """Number of columns of the cache."""
+        self._capacity = 0
+        known = inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._takes_positions = "position_ids" in known
+        self._takes_cache = "past_key_values" in known
+
+    def __len__(self) -> int:
+        """How many rows have not ended."""
+        return sum(not row.request.ended for row in self._rows + self._added)
+
+    @property
+    def open(self) -> bool:
+        """Whether rows may be added now."""
+        return not len(self) or self._ordinary
+
+    @cached_property
+    def _ordinary(self) -> bool:
+        if not self._takes_cache:
+            return False
+        layers = getattr(self._forward([[0]], [1], 1).past_key_values, "layers", [None])
+        return all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Begin with these requests at the next step."""
+        self._added += map(Row, requests)
+
+    def forget(self) -> None:
+        """Free the keys and values. The next step computes them again."""
+        self._added = [row for row in self._rows if not row.request.ended] + self._added
+        self._rows, self._cache = [], None
+
+    @torch.inference_mode()
+    def step(self) -> tuple[list[Request], list[int], list[float]]:
+        """Draw the next token of each request. The caller records it before the next step.
+
+        Returns:
+            The requests, and the token and the log-probability of each.
+        """
+        self._remove_ended()
+        logits: list[torch.Tensor] = []
+        if self._rows:
+            lengths = [row.length for row in self._rows]
+            self._width += 1
+            last = [row.request.token_ids[-1:] for row in self._rows]
+            logits.append(self._forward(last, lengths, self._width, self._cache).logits[:, -1])
+        if self._added:
+            logits += self._prefill()
+        if not logits:  # all requests were aborted a moment ago
+            return [], [], []
+        requests, scores = [row.request for row in self._rows], torch.cat(logits)
+        generators = [self._generator(row, scores.shape[-1]) for row in self._rows]
+        if self._cache is None:
+            self.forget()
+        return requests, *sample(scores, [request.sampling_params for request in requests], generators)
+
+    def _generator(self, row: Row, vocabulary: int) -> torch.Generator:
+        if row.generator is None:
+            request = row.request  # it may have begun elsewhere
+            drawn = len(request.token_ids) if request.sampling_params.temperature else 0
+            row.generator = seeded_generator(request.seed, drawn, vocabulary, self._device)
+        return row.generator
+
+    def _remove_ended(self) -> None:
+        self._added = [row for row in self._added if not row.request.ended]
+        live = [place for place, row in enumerate(self._rows) if not row.request.ended]
+        if not live:
+            self._rows, self._cache = [], None
+        elif self._ordinary and (
+            len(live) <= SPARSE * len(self._rows)
+            or (self._added and len(live) < len(self._rows))  # so that they do not count as rows of the batch
+            or self._width == self._capacity
+        ):
+            self._rows = [self._rows[place] for place in live]
+            self._join([(self._cache, live)], max(row.length for row in self._rows) - 1)
+
+    def _prefill(self) -> list[torch.Tensor]:
+        """Compute the keys and values of the rows that were added. Returns the logits of their last tokens."""
+        alike: dict[Any, list[Row]] = {}
+        for number, row in enumerate(self._added):
+            alike.setdefault(tuple(row.tokens) if self._ordinary else number, []).append(row)
+        passes: list[list[list[Row]]] = []
+        waste = 0
+        for rows in sorted(alike.values(), key=lambda rows: rows[0].length, reverse=True):
+            if passes:
+                waste += passes[-1][0][0].length - rows[0].length
+            if not passes or (waste > WASTE and self._ordinary):
+                passes.append([])
+                waste = 0
+            passes[-1].append(rows)
+        logits, parts = [], []
+        if self._rows:
+            parts.append((self._cache, list(range(len(self._rows)))))
+        for one in passes:
+            lengths = [rows[0].length for rows in one]
+            made = self._forward([rows[0].tokens for rows in one], lengths, lengths[0])
+            places = [place for place, rows in enumerate(one) for _ in rows]
+            logits.append(made.logits[:, -1][places])
+            parts.append((getattr(made, "past_key_values", None), places))
+            self._rows = self._rows + [row for rows in one for row in rows]
+        self._added = []
+        width = max(row.length for row in self._rows)
+        if self._ordinary:
+            self._join(parts, width)
+        else:
+            ((self._cache, _),) = parts
+            self._width = width
+        return logits
+
+    def _join(self, parts: Sequence[tuple[Any, list[int]]], width: int) -> None:
+        """Make one cache of some rows of several. It has ``width`` columns, and room for more."""
+        room = max(1, min(ROOM, max(row.request.remaining for row in self._rows)))
+        layers = zip(*(cache.layers for cache, _ in parts), strict=True)
+        places = [torch.tensor(places, device=self._device) for _, places in parts]
+        cache = parts[-1][0]
+        cache.layers = [_RoomyLayer(list(zip(of, places, strict=True)), width, room) for of in layers]
+        self._cache, self._width, self._capacity = cache, width, width + room
+
+    def _forward(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any = None) -> Any:
+        """Run the model.
+
+        Args:
+            tokens: of each row, without those in the cache.
+            lengths: of each row, with those in the cache.
+            width: of the longest row, with those in the cache.
+            cache: None for a new one.
+        """
+        new = max(map(len, tokens))
+        ids = torch.tensor([[*repeat(0, new - len(row)), *row] for row in tokens], device=self._device)
+        begin = width - torch.tensor(lengths, device=self._device)[:, None]
+        columns = torch.arange(width, device=self._device)
+        options: dict[str, Any] = dict(self._options)
+        if self._takes_positions:
+            options["position_ids"] = (columns[-new:] - begin).clamp_(min=0)
+        if self._takes_cache:
+            options["past_key_values"] = cache
+        mask = None if min(lengths) == width else (columns >= begin).long()  # without one, attention is faster
+        return self._model(input_ids=ids, attention_mask=mask, use_cache=self._takes_cache, **options)
+
+
+class _RoomyLayer(DynamicLayer):
+    """Keys and values with room for more tokens: transformers' layer copies all of them for each token.
+
+    Args:
+        parts: layers, and the rows to take from each.
+        width: number of columns. Layers with more lose columns on the left, those with fewer are padded there.
+        room: number of columns for more tokens.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Any, torch.Tensor]], width: int, room: int) -> None:
+        super().__init__()
+        self.dtype, self.device = parts[0][0].dtype, parts[0][0].device
+        self.is_initialized = True
+        self._all_keys = _joined([(layer.keys, rows) for layer, rows in parts], width, room)
+        self._all_values = _joined([(layer.values, rows) for layer, rows in parts], width, room)
+        self.keys: torch.Tensor = self._all_keys[:, :, :width]
+        self.values: torch.Tensor = self._all_values[:, :, :width]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = self.keys.shape[-2]
+        end = begin + key_states.shape[-2]
+        self._all_keys[:, :, begin:end] = key_states
+        self._all_values[:, :, begin:end] = value_states
+        self.keys, self.values = self._all_keys[:, :, :end], self._all_values[:, :, :end]
+        return self.keys, self.values
+
+
+def _joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], width: int, room: int) -> torch.Tensor:
+    _, heads, _, size = parts[0][0].shape
+    # Zeros, because padding counts with probability 0, and 0 times what is in unused memory may be NaN.
+    whole = parts[0][0].new_zeros(sum(len(rows) for _, rows in parts), heads, width + room, size)
+    begin = 0
+    for tensor, rows in parts:
+        columns = min(width, tensor.shape[-2])
+        whole[begin : begin + len(rows), :, width - columns : width] = tensor[:, :, -columns:].index_select(0, rows)
+        begin += len(rows)
+    return whole

@@ -1,0 +1,194 @@
+"""HFEngine: generation with transformers, for any of its causal language models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from workers.device import current_device, use_device
+from workers.dtypes import dtype_of
+from workers.extras import require
+from workers.lora import BASE_DIGEST, LoraSettings, adapter_tensors
+from workers.rollout.engines.hf_model import check_tensor, make_model, shapes_of
+from workers.rollout.engines.request_engine import Request, RequestEngine
+from workers.rollout.engines.rollout_engine import FinishReason
+from workers.rollout.rollout_errors import RolloutError, WeightsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.rollout.engines.decoding import Batch
+
+
+class HFEngine(RequestEngine):
+    """An engine for tests, small models and machines without a GPU. Use vLLM or SGLang for large models.
+
+    The model's ``generation_config``, including its stop tokens, is ignored: only `SamplingParams` count. The same
+    prompt, seed and weights give the same completion on one kind of device, up to rounding: logits differ by about 1e-6
+    between batches, which changes about one token in a million.
+
+    Requests of any length and sampling parameters share forward passes. New ones join at the next step; for a model
+    whose key/value cache is not an ordinary one (sliding windows, recurrent states), they wait until the batch has
+    ended. `pause`, `abort` and updates take effect after at most one step: a forward pass for each row's next token,
+    and those for new prompts. After an update, the keys and values of running requests are computed again.
+
+    Args:
+        model: a Hugging Face config object, or the dict of one with ``model_type``, for random weights; or a folder
+            written by ``save_pretrained``, or a model name on the hub.
+        random_weights: read only the config of the folder.
+        seed: of random weights.
+        param_dtype: "fp32", "bf16" or "fp16".
+        max_batch_size: maximum number of requests that generate at the same time; others wait.
+        trust_remote_code: whether code that comes with the model may run.
+        lora: the trainer's `LoraSettings`, or their keyword arguments; None if it trains all weights. With an adapter,
+            an update has the adapter's tensors alone, and the engine keeps them apart from the base model, which must
+            be the trainer's: the same folder, or random weights of the same config and seed.
+
+    Raises:
+        ImportError: transformers is not installed, or peft, with ``lora``.
+        ValueError: an option is out of range.
+        OSError: transformers did not find the model.
+    """
+
+    keeps_weights = True
+    any_rank = True
+    partial_updates = True
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        random_weights: bool = False,
+        seed: int = 0,
+        param_dtype: Any = "fp32",
+        max_batch_size: int = 64,
+        trust_remote_code: bool = False,
+        lora: LoraSettings | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if max_batch_size < 1:
+            raise ValueError(f"HFEngine: max_batch_size={max_batch_size!r}; expected at least 1")
+        import torch
+
+        dtype = dtype_of(param_dtype)
+        transformers = require("transformers", extra="hf")
+        self.max_batch_size = max_batch_size
+        self.device = current_device()
+        made = make_model(model, random_weights, seed, trust_remote_code)
+        self._adapter = LoraSettings.of(lora)
+        if self._adapter is not None:
+            with torch.random.fork_rng(devices=[]):
+                self._adapter.inject(made)
+        for parameter in made.parameters():  # made.to(dtype) would also cast the rotary frequencies
+            parameter.data = parameter.data.to(dtype)
+        made.generation_config = transformers.GenerationConfig()
+        self.model = made.eval().requires_grad_(False).to(self.device)
+        self.vocab_size = self.model.get_input_embeddings().num_embeddings
+        self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
+        self._batch: Batch | None = None
+
+    def prepare_thread(self) -> None:
+        """See `RequestEngine.prepare_thread`."""
+        use_device(self.device)
+
+    def serve(self) -> None:
+        """See `RequestEngine.serve`."""
+        from workers.rollout.engines.decoding import Batch
+
+        self._batch = batch = Batch(self.model, self.device)
+        waiting: list[Request] = []
+        while (changes := self.next_step()) is not None:
+            if changes.recompute:
+                batch.forget()
+            waiting += sorted(changes.added, key=lambda request: len(request.prompt))
+            waiting = [request for request in waiting if not request.ended]
+            free = max(0, self.max_batch_size - len(batch)) if batch.open else 0
+            batch.add(waiting[:free])
+            del waiting[:free]
+            if len(batch):
+                self._step(batch)
+        self._batch = None
+
+    def _step(self, batch: Batch) -> None:
+        requests, tokens, log_probs = batch.step()
+        if not all(
+            log_prob > -float("inf") or request.ended for request, log_prob in zip(requests, log_probs, strict=True)
+        ):
+            raise RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows")
+        for request, token, log_prob in zip(requests, tokens, log_probs, strict=True):
+            ended: FinishReason | None = "length" if request.remaining == 1 else None
+            if token in request.sampling_params.stop_token_ids:
+                ended = "stop"
+            self.record(request, [token], [log_prob], ended)
+        if not len(batch):
+            batch.forget()  # now: the next step may come much later
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `RolloutEngine.load_weights`. Tensors are cast to the model's dtype.
+
+        Raises:
+            WeightsError: the model has no tensor of that name, or has another shape; or with an adapter, the trainer
+                has another base model. Tensors before it were loaded.
+        """
+        import torch
+
+        own = self._tensors()
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        with self.parked("load_weights"), torch.no_grad():
+            for name, tensor in weights:
+                check_tensor(name, tensor, shapes, type(self.model).__name__)
+                if name == BASE_DIGEST and not torch.equal(tensor.to(own[name].device), own[name]):
+                    raise WeightsError(
+                        "the base model under this engine's adapter has other weights than the trainer's; give "
+                        "HFEngine the same folder, or for random weights the same config and seed"
+                    )
+                own[name].copy_(tensor)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `RolloutEngine.weight_shapes`."""
+        return shapes_of(self._tensors())
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """See `RolloutEngine.weight_dtypes`."""
+        own = self._tensors()
+        return {name: own[name].dtype for name in self.weight_shapes()}
+
+    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """See `RolloutEngine.read_weights`. The engine's thread only reads the weights too, so it goes on."""
+        own = self._tensors()
+        return [own[name].detach() for name in names]
+
+    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """See `RolloutEngine.raw_weights`. They are those of an update, in the model's dtype."""
+        dtypes = self.weight_dtypes()
+        return {name: (shape, dtypes[name]) for name, shape in self.weight_shapes().items()}
+
+    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """See `RolloutEngine.read_raw`."""
+        return self.read_weights(names)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of an update, by name."""
+        if self._adapter is not None:
+            return adapter_tensors(self.model)
+        held: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
+        return held
+
+    def sleep(self) -> None:
+        """Move the weights to host memory, where they can be updated, and free the device memory."""
+        self._hold("sleep")
+        if self._batch is not None:
+            self._batch.forget()
+        self._move("cpu")
+
+    def wake_up(self) -> None:
+        """Move the weights back to the device."""
+        self._move(self.device)
+        self._release("sleep")
+
+    def _move(self, device: Any) -> None:
+        import torch
+
+        self.model.to(device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,496 @@
+"""HTTPEngine: an engine that runs elsewhere, as a server that speaks HTTP.
+
+Threads: besides the engine's (see `workers.rollout.engines.request_engine`), each request at the server has one, which
+reads its stream. It puts what it has read into a queue, which the engine's thread empties in its steps. It ends with
+the stream: when the completion is complete, when the server closes the connection, or with `Stream.close`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workers.extras import require
+from workers.rollout.engines.hf_model import check_tensor, meta_model, read_config, shapes_of
+from workers.rollout.engines.http_client import Server, ServerError, Stream
+from workers.rollout.engines.http_dialects import DIALECTS, OpenAI
+from workers.rollout.engines.http_log_probs import check, probe
+from workers.rollout.engines.request_engine import Request, RequestEngine
+from workers.rollout.engines.rollout_engine import EngineLoad, FinishReason, PauseMode, SamplingParams
+from workers.rollout.rollout_errors import RolloutError, WeightsError
+from workers.seeds import mixed_seed
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+STEP_SECONDS = 0.02
+"""How long a step waits for tokens."""
+
+ASK_SECONDS = 1.0
+"""How old the server's weight version and load may be that the engine relies on."""
+
+UNKNOWN = (None, "default")
+"""What vLLM and SGLang call the weights that they began with."""
+
+INDEX = "model.safetensors.index.json"
+
+
+class _Reader:
+    """A request in progress at the server, and the thread that reads its stream.
+
+    Attributes:
+        before: how many of the request's tokens are not of this stream.
+        heard: when the server last sent something.
+    """
+
+    def __init__(self, request: Request, stream: Stream, parts: queue.SimpleQueue[tuple[_Reader, Any]]) -> None:
+        self.request = request
+        self.stream = stream
+        self.before = len(request.token_ids)
+        self.heard = time.monotonic()
+        self._parts = parts
+        threading.Thread(target=self._read, name=f"stream of {request.id}", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for event in self.stream:
+                self._parts.put((self, event))
+        except Exception as error:
+            self._parts.put((self, error))
+
+
+class HTTPEngine(RequestEngine):
+    """An engine behind a server that already runs. The server is started, and ended, by you.
+
+    Updates of the weights go through a folder that this worker and the server both see: vLLM's server must run with
+    ``VLLM_SERVER_DEV_MODE=1``, SGLang's needs nothing. Each rollout worker has a server of its own.
+
+    Requests are streams, and all of them run at the server at the same time. An update interrupts them; afterwards the
+    engine asks for the rest of each completion. A request that was interrupted gets other tokens than it would have
+    got, because the server's random numbers begin anew.
+
+    Args:
+        url: ``http://host:port`` of the server.
+        dialect: "vllm", "sglang", or "openai" for any other server with ``/v1/completions`` that takes and returns
+            token ids; that one cannot take weights.
+        model: name of the model in requests; by default the first that the server has.
+        config: of the model: a Hugging Face config, the dict of one, a folder with ``config.json``, or a name on the
+            hub. By default the folder that the server names, if it exists on this host. Needed for updates, and to
+            refuse prompts with tokens outside the vocabulary.
+        weights_dir: a folder that the server sees under the same path. By default the one for temporary files, if
+            ``url`` is of this host. The files of an update are deleted when the server has read them.
+        api_key: of the server.
+        timeout: seconds that the server may take for an answer, and that a request may get no token.
+        max_running: how many requests may be at the server at once; each has a thread and a connection.
+        request_fields: further fields of each request, such as ``{"stream_interval": 8}``, by which vLLM sends eight
+            tokens at a time.
+        trust_remote_code: whether code that comes with the model may run, when the names of its weights are found.
+
+    Raises:
+        ServerError: the server could not be reached, or does not return what an engine needs.
+        ValueError: an argument is out of range.
+    """
+
+    positions_are = "the server's"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        dialect: str = "vllm",
+        model: str | None = None,
+        config: Any = None,
+        weights_dir: str | os.PathLike[str] | None = None,
+        api_key: str | None = None,
+        timeout: float = 300.0,
+        max_running: int = 256,
+        request_fields: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        if dialect not in DIALECTS:
+            raise ValueError(f"HTTPEngine: dialect={dialect!r}; expected one of {', '.join(map(repr, DIALECTS))}")
+        if max_running < 1 or not timeout > 0:
+            raise ValueError(
+                f"HTTPEngine: max_running={max_running!r} and timeout={timeout!r}; expected an integer of at least 1, "
+                "and a number of seconds"
+            )
+        self.url = url
+        self.max_running = max_running
+        self._server = Server(url, api_key, timeout)
+        self._dialect: OpenAI = DIALECTS[dialect](self._server, model)
+        self._fields = dict(request_fields or {})
+        self._trust = trust_remote_code
+        served = self._dialect.start()
+        if config is None and served.folder is not None and Path(served.folder, "config.json").is_file():
+            config = served.folder
+        self._config = config
+        fields = _fields_of(config, trust_remote_code)
+        text = fields.get("text_config") or fields
+        self.vocab_size = text.get("vocab_size")
+        if self.vocab_size is None:
+            logger.warning(
+                "the vocabulary of the model at %s is not known; a prompt with a token outside it may end the server, "
+                "as it ends vLLM's with --skip-tokenizer-init. Pass config=",
+                url,
+            )
+        self.max_positions = served.positions or text.get("max_position_embeddings")
+        self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
+        if weights_dir is None and self._server.host in ("localhost", "127.0.0.1", "::1"):
+            self._weights_dir = Path(tempfile.gettempdir())
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._folder: Path | None = None
+        """Of the update in progress; None before its first tensors."""
+        self._file_of: dict[str, str] = {}
+        self._readers: dict[Request, _Reader] = {}
+        """The requests that are at the server. Only the engine's thread changes it."""
+        self._waiting: deque[Request] = deque()
+        """Those that are not there yet, or no longer. Used by the engine's thread alone."""
+        self._looked = 0.0
+        """When the engine's thread last looked for streams that are silent."""
+        self._server_paused = False
+        self._stamp = self._dialect.version()
+        """What the server says that its version is, while its weights are those that this engine knows of."""
+        if self._stamp not in UNKNOWN:
+            logger.warning("the server at %s has weights %r of an earlier update; update them again", url, self._stamp)
+        self._asked = time.monotonic()
+        self._usage: tuple[float, float | None] = (-math.inf, None)
+        self._log_probs = probe(self._dialect, self._fields)
+
+    # --- generating -----------------------------------------------------------------------------------------------
+
+    def check_request(self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams) -> None:
+        """See `RequestEngine.check_request`.
+
+        Raises:
+            RolloutError: the server's log-probabilities would not be those of `Completion`.
+            ValueError: also for a temperature that the server does not have.
+        """
+        super().check_request(number, prompt, sampling_params)
+        check(self._log_probs, self._dialect, sampling_params)
+
+    def serve(self) -> None:
+        """See `RequestEngine.serve`."""
+        parts: queue.SimpleQueue[tuple[_Reader, Any]] = queue.SimpleQueue()
+        waiting = self._waiting
+        waiting.clear()  # what a step that failed has left
+        try:
+            while (changes := self.next_step()) is not None:
+                waiting += changes.added
+                if changes.recompute:  # their streams were closed, or are of old weights
+                    waiting.extendleft(reversed([self._close(reader) for reader in list(self._readers.values())]))
+                for request in changes.ended:
+                    if (reader := self._readers.get(request)) is not None:
+                        self._close(reader)
+                while waiting and len(self._readers) < self.max_running:
+                    request = waiting.popleft()
+                    if not request.ended:
+                        self._readers[request] = _Reader(request, self._stream_of(request), parts)
+                self._take(parts)
+        finally:
+            for reader in list(self._readers.values()):
+                self._close(reader)
+
+    def _take(self, parts: queue.SimpleQueue[tuple[_Reader, Any]]) -> None:
+        """One step: record what has come."""
+        wait = STEP_SECONDS
+        for _ in range(2 * self.max_running):  # not for ever, so that others get their turn
+            try:
+                reader, event = parts.get(timeout=wait) if wait else parts.get_nowait()
+            except queue.Empty:
+                break
+            wait = 0.0
+            if self._readers.get(reader.request) is reader and not reader.stream.closed:
+                reader.heard = time.monotonic()
+                try:
+                    self._add(reader, event)
+                except Exception as error:
+                    self._close(reader)
+                    self._fail([reader.request], error)
+        now = time.monotonic()
+        if now > self._looked + min(1.0, self._server.timeout / 4):
+            self._looked, late = now, now - self._server.timeout
+            for reader in [reader for reader in self._readers.values() if reader.heard < late]:
+                self._close(reader)
+                self._fail([reader.request], self._server.broken("a request for tokens", TimeoutError()))
+
+    def _add(self, reader: _Reader, event: Any) -> None:
+        """Record what one event has brought."""
+        if isinstance(event, Exception):
+            raise event
+        request, how = reader.request, reader.request.sampling_params
+        part = self._dialect.part(event, len(request.token_ids) - reader.before)
+        token_ids, log_probs = part.token_ids, part.log_probs
+        if len(token_ids) != len(log_probs):
+            raise RolloutError(
+                f"the server at {self.url} sent {len(token_ids)} tokens and {len(log_probs)} log-probabilities"
+            )
+        if not all(-9000.0 < log_prob < 1e-3 for log_prob in log_probs):  # -9999 is vLLM's minus infinity
+            raise RolloutError(
+                f"the server at {self.url} sent log-probabilities {min(log_probs)} to {max(log_probs)}: the logits are "
+                "not finite, or they are not log-probabilities (vLLM's --logprobs-mode)"
+            )
+        end = next((k + 1 for k, token in enumerate(token_ids) if token in how.stop_token_ids), None)
+        end = min(len(token_ids) if end is None else end, request.remaining)
+        ended: FinishReason | None = None
+        if end and token_ids[end - 1] in how.stop_token_ids:
+            ended = "stop"
+        elif end == request.remaining:
+            ended = "length"
+        elif part.ended == "abort":  # somebody else told the server
+            ended = "abort"
+        if ended is None and part.ended == "stop" and end and self._dialect.own_stops:
+            self._waiting.append(self._close(reader))  # the rest is still to come
+        elif ended is None and part.ended is not None:
+            raise RolloutError(
+                f"the server at {self.url} ended a completion after {len(request.token_ids) + end} of "
+                f"{how.max_new_tokens} tokens (finish_reason {part.ended!r}) at a token that is not in stop_token_ids. "
+                "It must not stop at tokens of its own: it ignores ignore_eos, or has a shorter limit"
+            )
+        if ended is not None:
+            del self._readers[request]
+            if part.ended is None:  # the server would go on
+                reader.stream.close()
+        self.record(request, token_ids[:end], log_probs[:end], ended)
+
+    def _stream_of(self, request: Request) -> Stream:
+        how, seed, done = request.sampling_params, request.seed, len(request.token_ids)
+        if how.temperature == 0 and self._log_probs == "tempered":  # vLLM's LogProbs leaves temperature 0 alone
+            how = replace(how, temperature=1.0, top_p=1.0, top_k=1)
+        if done and not self._dialect.positional_seeds:
+            seed = mixed_seed(seed, done)  # the seed itself would repeat the first random numbers
+        prompt = request.prompt + request.token_ids
+        return self._dialect.stream(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
+
+    def _close(self, reader: _Reader) -> Request:
+        reader.stream.close()
+        self._readers.pop(reader.request, None)
+        return reader.request
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _submit(self, method: str, requests: list[Request]) -> None:
+        if self.weight_version is not None and time.monotonic() - self._asked > ASK_SECONDS:
+            self._check_version()
+        super()._submit(method, requests)
+
+    def _check_version(self) -> None:
+        """Raise if the server no longer has the weights that this engine knows of."""
+        found = self._dialect.version()
+        if found != self._stamp:
+            super().abandon_update()
+            raise RolloutError(
+                f"the server at {self.url} has weights {found!r} instead of {self._stamp!r}: it was restarted, or "
+                "somebody else has updated it. Update the weights again"
+            )
+        self._asked = time.monotonic()
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `RolloutEngine.abort`. The server is told by the end of the connection."""
+        super().abort(request_ids)
+        self._disconnect(ended=True)
+
+    def _disconnect(self, ended: bool = False) -> None:
+        """Close the streams of all requests, or of those that have ended. The engine's thread forgets them later."""
+        for reader in list(self._readers.values()):
+            if reader.request.ended or not ended:
+                reader.stream.close()
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """See `RolloutEngine.pause`. A server that can be paused is, for all its clients. With any other, requests are
+        interrupted as by an update."""
+        super().pause(mode)
+        self._disconnect(ended=True)
+        if self._dialect.pauses:
+            self._dialect.pause()
+            self._server_paused = True
+        else:
+            self._disconnect()
+            with self._changed:
+                self._recompute = True
+
+    def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        if self._server_paused:
+            self._dialect.resume()
+            self._server_paused = False
+        now = time.monotonic()
+        for reader in list(self._readers.values()):
+            reader.heard = now
+        super().resume()
+
+    def load(self) -> EngineLoad:
+        """See `RolloutEngine.load`. Requests are those of this engine; the cache is the server's, whoever uses it, as
+        it was at most `ASK_SECONDS` ago."""
+        asked, _ = self._usage
+        if time.monotonic() - asked > ASK_SECONDS:
+            self._usage = (time.monotonic(), self._dialect.cache_usage())
+        return super().load()
+
+    def cache_usage(self) -> float | None:
+        """See `EngineLoad.cache_usage`."""
+        return self._usage[1]
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`. The server goes on."""
+        super().close()
+        self._disconnect()
+        self._remove_files()
+        if self._server_paused:
+            self._server_paused = False
+            try:
+                self._dialect.resume()
+            except ServerError:
+                logger.warning("could not resume the server at %s", self.url, exc_info=True)
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_weights(self) -> bool:
+        """See `RolloutEngine.keeps_weights`."""
+        return True
+
+    @property
+    def weights_id(self) -> str | None:
+        """See `RolloutEngine.weights_id`. It is unique for each update."""
+        return None if self._stamp in UNKNOWN else self._stamp
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `RolloutEngine.weight_shapes`. They are those of transformers' model for the config.
+
+        Raises:
+            RolloutError: the server cannot take weights, or ``weights_dir`` or ``config`` is missing.
+        """
+        self._check_updates()
+        if self._shapes is None:
+            config = read_config("HTTPEngine: config", self._config, self._trust)
+            self._shapes = shapes_of(meta_model(config, self._trust).state_dict(keep_vars=True))
+        return dict(self._shapes)
+
+    def _check_updates(self) -> None:
+        why = self._dialect.no_updates
+        if not why and self._weights_dir is None:
+            why = "pass weights_dir=, a folder that this worker and the server both see"
+        if not why and self._config is None:
+            why = "pass config=, the model's Hugging Face config, so that the names of its weights are known"
+        if why:
+            raise RolloutError(f"the server at {self.url} cannot take weights: {why}")
+
+    def begin_update(self) -> None:
+        """See `RolloutEngine.begin_update`. Requests are interrupted."""
+        super().begin_update()
+        self._disconnect()
+        self._remove_files()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `RolloutEngine.load_weights`. The tensors are written to a file; the server reads it in `finish_update`.
+
+        Raises:
+            WeightsError: the model has no tensor of that name, or has another shape, or it came before. No tensor of
+                the call was written.
+            RolloutError: see `weight_shapes`.
+            OSError: the folder cannot be written to.
+        """
+        shapes = self.weight_shapes()
+        if self._folder is None:
+            self._folder = Path(self._weights_dir or "", f"weights-{uuid.uuid4().hex}")
+            self._folder.mkdir(parents=True)
+        tensors: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in weights:
+            check_tensor(name, tensor, shapes, "the model")
+            if name in self._file_of or name in tensors:
+                raise WeightsError(f"the weight update has {name!r} twice")
+            host = tensor.detach().cpu().contiguous()
+            address = host.untyped_storage().data_ptr()
+            tensors[name] = host.clone() if address in seen else host  # safetensors refuses tensors that share memory
+            seen.add(address)
+        if tensors:
+            file = f"model-{len(set(self._file_of.values())) + 1:05d}.safetensors"
+            require("safetensors.torch", "hf").save_file(tensors, str(self._folder / file), {"format": "pt"})
+            self._file_of |= dict.fromkeys(tensors, file)
+
+    def finish_update(self, version: int) -> None:
+        """See `RolloutEngine.finish_update`. Without a call of `load_weights`, the server keeps its weights.
+
+        Raises:
+            WeightsError: some tensors have come, and others are missing.
+            ServerError: the server did not load the weights. It may have some of them.
+        """
+        if self._folder is None:
+            self._stamp = self._dialect.version()
+        else:
+            shapes = self.weight_shapes()
+            if missing := [name for name in shapes if name not in self._file_of]:
+                raise WeightsError(
+                    f"{len(missing)} of {len(shapes)} tensors of the update are missing, such as {missing[0]!r}"
+                )
+            (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._file_of}))
+            stamp = f"{version}.{uuid.uuid4().hex[:8]}"  # not the version alone: another run may have sent it, too
+            try:
+                self._dialect.reload(str(self._folder), stamp)
+            finally:
+                if not self._server_paused:
+                    self._dialect.resume()
+                self._remove_files()
+            self._stamp = stamp
+        self._asked = time.monotonic()
+        super().finish_update(version)
+
+    def abandon_update(self) -> None:
+        """See `RolloutEngine.abandon_update`."""
+        self._remove_files()
+        super().abandon_update()
+
+    def _remove_files(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder, self._file_of = None, {}
+
+    def sleep(self) -> None:
+        """Have the server free its device's memory. It keeps the weights in host memory; requests are interrupted.
+
+        Raises:
+            RolloutError: the server cannot.
+        """
+        with self._changed:
+            asleep = "sleep" in self._holds
+        self._hold("sleep")
+        self._disconnect()
+        try:
+            self._dialect.sleep()
+        except BaseException:
+            if not asleep:
+                self._release("sleep")
+            raise
+
+    def wake_up(self) -> None:
+        """Have the server take the memory back."""
+        self._dialect.wake_up()
+        self._release("sleep")
+
+
+def _fields_of(config: Any, trust_remote_code: bool) -> dict[str, Any]:
+    """The fields of a Hugging Face config; see `HTTPEngine`."""
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    if isinstance(config, (str, Path)) and (file := Path(config, "config.json")).is_file():
+        fields: dict[str, Any] = json.loads(file.read_text())
+        return fields
+    made: dict[str, Any] = read_config("HTTPEngine: config", config, trust_remote_code).to_dict()
+    return made

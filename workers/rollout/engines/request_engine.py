@@ -1,0 +1,509 @@
+"""RequestEngine: the base class of engines that generate step by step, for requests that begin and end at any time.
+
+Threads: an engine's thread, named "engine", takes all steps. The first request starts it; it ends when it has had no
+request for `IDLE_SECONDS`, and with `RequestEngine.close`. Until then it keeps the engine alive. It is a daemon, so
+that a script can end while requests are running; `_close_at_exit` then ends it.
+Lock: ``_changed`` protects the requests and all that decides whether the thread may take a step. It is a leaf, and no
+step is taken while it is held. Futures get their results after it is released, because that runs their callbacks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from workers.rollout.engines.rollout_engine import (
+    Completion,
+    EngineLoad,
+    FinishReason,
+    PauseMode,
+    RolloutEngine,
+    SamplingParams,
+)
+from workers.rollout.rollout_errors import PromptError, RolloutError
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 10.0
+
+STEP_SECONDS = 300.0
+"""A step that takes longer is an error for those who wait for its end: the engine hangs."""
+
+CLOSE_SECONDS = 5.0
+"""How long `RequestEngine.close` waits for a step to end."""
+
+READING = "reading"
+"""The reason of a hold during which nothing changes. It is short, so requests wait for its end."""
+
+_started: weakref.WeakSet[RequestEngine] = weakref.WeakSet()
+"""Engines that `_close_at_exit` closes."""
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Close the engines before the interpreter ends. It ends daemon threads as soon as they want the GIL; one that
+    comes back from torch's C++ code then aborts the process ("terminate called without an active exception")."""
+    for engine in list(_started):
+        try:
+            engine.close()
+        except Exception:
+            logger.exception("could not close %s", type(engine).__name__)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_started.clear)  # they are the parent's
+
+
+@dataclass(eq=False)
+class Request:
+    """A completion in progress.
+
+    Attributes:
+        id, prompt, sampling_params, seed: see `RolloutEngine.submit`.
+        token_ids, log_probs, weight_versions: see `Completion`; the tokens so far.
+        future: of the completion.
+        begun: whether tokens are being generated for it.
+        ended: whether its completion was set, or it has failed.
+    """
+
+    id: str
+    prompt: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    weight_versions: list[int | None] = field(default_factory=list)
+    future: Future[Completion] = field(default_factory=Future)
+    begun: bool = False
+    ended: bool = False
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may follow."""
+        return self.sampling_params.max_new_tokens - len(self.token_ids)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the completion is complete; None if it is not."""
+        if self.token_ids and self.token_ids[-1] in self.sampling_params.stop_token_ids:
+            return "stop"
+        return "length" if self.remaining <= 0 else None
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        """The completion so far."""
+        return Completion(self.token_ids, self.log_probs, finish_reason, self.weight_versions)
+
+
+class Changes(NamedTuple):
+    """What happened between two steps.
+
+    Attributes:
+        added: requests to begin.
+        ended: requests that were handed out before and have ended otherwise; drop them.
+        recompute: the keys and values of all tokens so far are of other weights, or were lost.
+    """
+
+    added: list[Request]
+    ended: list[Request]
+    recompute: bool
+
+
+class RequestEngine(RolloutEngine):
+    """A `RolloutEngine` with requests. A subclass implements `serve` and the methods for weights.
+
+    While the engine's thread is in `serve`, nobody else touches the model, except between `begin_update` and
+    `finish_update`, between `sleep` and `wake_up`, and inside `parked`: the thread then waits in `next_step`.
+
+    Attributes:
+        vocab_size: prompts and stop tokens must be below it; None if it is not known.
+        max_positions: how many tokens a prompt and its completion have together at most; None for no limit.
+        positions_are: whose limit that is, for the error.
+    """
+
+    vocab_size: int | None = None
+    max_positions: int | None = None
+    positions_are = "the model's"
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._requests: dict[str, Request] = {}
+        self._added: list[Request] = []
+        self._dropped: list[Request] = []
+        self._holds: set[str] = set()
+        """Why no step may be taken, for the error messages."""
+        self._draining = False
+        self._recompute = False
+        self._stepping = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        """The last one; it may have ended."""
+        self._serving = False
+        """Whether the thread will take the requests that are added."""
+        self._numbers = itertools.count()
+
+    # --- for subclasses -------------------------------------------------------------------------------------------
+
+    def check_request(self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams) -> None:
+        """Raise if the engine cannot generate from a prompt. Subclasses add what else they cannot do.
+
+        Args:
+            number: index of the prompt in the call, for the error.
+            prompt: token ids.
+            sampling_params: how to sample.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has a token outside the vocabulary.
+            ValueError: a stop token is outside the vocabulary.
+        """
+        if not len(prompt):
+            raise PromptError("is empty; it must have at least one token", number)
+        size, new_tokens = self.vocab_size, sampling_params.max_new_tokens
+        if size is not None:
+            if unknown := [token for token in sampling_params.stop_token_ids if token >= size]:
+                raise ValueError(
+                    f"SamplingParams: stop_token_ids {unknown} are outside the model's vocabulary of {size}"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < size:
+                raise PromptError(
+                    f"has token ids from {min(prompt)} to {max(prompt)}, but the model's vocab_size is {size}", number
+                )
+        if self.max_positions is not None and len(prompt) + new_tokens > self.max_positions:
+            raise PromptError(
+                f"has {len(prompt)} tokens, which with max_new_tokens={new_tokens} exceeds "
+                f"{self.positions_are} {self.max_positions} positions; shorten it, or lower max_new_tokens",
+                number,
+            )
+
+    @abstractmethod
+    def serve(self) -> None:
+        """Generate until `next_step` returns None. It runs in the engine's thread, and begins anew after it has raised;
+        all requests that were handed out have then failed with the error."""
+
+    def next_step(self) -> Changes | None:
+        """Return what has changed since the last step. `serve` calls it before each step. It waits while no step may be
+        taken, and while there is nothing to do. None: `serve` must return."""
+        with self._changed:
+            self._stepping = False
+            self._changed.notify_all()
+            idle_until = time.monotonic() + IDLE_SECONDS
+            while not self._closed and (self._holds or not self._has_work()):
+                if self._requests:
+                    self._changed.wait()
+                elif not self._changed.wait(idle_until - time.monotonic()) and not self._has_work():
+                    break
+            if self._closed or not self._has_work():
+                self._serving = False  # under the lock, so that the next request starts another thread
+                return None
+            self._stepping = True
+            added = [] if self._draining else self._added
+            changes = Changes(added, self._dropped, self._recompute)
+            self._added = self._added if self._draining else []
+            self._dropped, self._recompute = [], False
+            return changes
+
+    def _has_work(self) -> bool:
+        handed_out = len(self._requests) - len(self._added)
+        return bool(self._dropped or handed_out or (self._added and not self._draining))
+
+    def record(
+        self, request: Request, token_ids: Sequence[int], log_probs: Sequence[float], ended: FinishReason | None = None
+    ) -> None:
+        """Append generated tokens to a request, with the version of the weights in force.
+
+        Args:
+            request: one that has not ended; otherwise the tokens are ignored.
+            token_ids: the tokens.
+            log_probs: of the tokens; see `Completion`.
+            ended: why the request ends now, if it does.
+        """
+        with self._changed:
+            if request.ended:
+                return
+            request.begun = True
+            request.token_ids += token_ids
+            request.log_probs += log_probs
+            request.weight_versions += [self.weight_version] * len(token_ids)
+            if ended is not None:
+                self._end(request)
+        if ended is not None:
+            request.future.set_result(request.completion(ended))
+
+    @contextmanager
+    def parked(self, reason: str, *, recompute: bool = True) -> Iterator[None]:
+        """Inside, the engine's thread takes no step. Afterwards it computes all keys and values anew.
+
+        Args:
+            reason: for the errors of those that cannot wait.
+            recompute: whether keys and values are computed anew.
+        """
+        self._hold(reason)
+        try:
+            yield
+        finally:
+            self._release(reason, recompute=recompute)
+
+    def prepare_thread(self) -> None:
+        """Called first in the engine's thread, to select its device for example."""
+
+    # --- the interface --------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            PromptError: a prompt is empty or too long, or has a token outside the vocabulary.
+            RolloutError: the engine sleeps, is paused, was closed or has no complete weights.
+            ValueError: there is not one seed per prompt, or a stop token is outside the vocabulary.
+        """
+        if len(seeds) != len(prompts):
+            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
+        with self._changed:
+            self._check_ready("generate", bool(self._holds - {READING}))
+        for number, prompt in enumerate(prompts):
+            self.check_request(number, prompt, sampling_params)
+        requests = [
+            Request(f"generate-{next(self._numbers)}", list(prompt), sampling_params, seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        self._submit("generate", requests)
+        try:
+            return [request.future.result() for request in requests]
+        finally:
+            self.abort(request.id for request in requests)  # those that are left when one fails, or after Ctrl-C
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        seed: int,
+        partial: Completion | None = None,
+    ) -> Future[Completion]:
+        """See `RolloutEngine.submit`."""
+        self.check_request(None, prompt, sampling_params)
+        request = Request(request_id, list(prompt), sampling_params, seed)
+        if partial is not None:
+            request.token_ids += partial.token_ids
+            request.log_probs += partial.log_probs
+            request.weight_versions += partial.weight_versions or [None] * len(partial.token_ids)
+        self._submit("submit", [request])
+        return request.future
+
+    def _submit(self, method: str, requests: list[Request]) -> None:
+        done = [request for request in requests if request.finish_reason is not None]
+        with self._changed:
+            self._check_ready(method, self.weight_version is None and "update" not in self._holds)
+            for request in requests:
+                if request.id in self._requests:
+                    raise ValueError(f"submit(): request_id {request.id!r} is in use; choose another one")
+            if not self._serving:
+                thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                thread.start()
+                self._thread, self._serving = thread, True
+                self.close_at_exit()
+            for request in requests:
+                request.future.set_running_or_notify_cancel()  # cancel() has no effect from here on; abort() has
+                if request.finish_reason is None:
+                    self._requests[request.id] = request
+                    self._added.append(request)
+                else:
+                    request.ended = True
+            self._changed.notify_all()
+        for request in done:  # `partial` was complete
+            request.future.set_result(request.completion(request.finish_reason or "length"))
+
+    def _check_ready(self, method: str, held: bool) -> None:
+        """Raise if the engine cannot generate. The caller holds the lock."""
+        what = f"{type(self).__name__}.{method}(): the engine"
+        if self._closed:
+            raise RolloutError(f"{what} was closed")
+        if "sleep" in self._holds:
+            raise RolloutError(f"{what} is asleep; call the worker's wake_up() or the manager's onload() first")
+        if "abandoned" in self._holds:
+            raise RolloutError(f"{what} has no complete weights, because an update was abandoned; update them again")
+        if held:
+            why = "is paused; call resume() first" if "pause" in self._holds else "has no complete weights"
+            raise RolloutError(f"{what} {why}")
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `RolloutEngine.abort`."""
+        with self._changed:
+            chosen = list(self._requests) if request_ids is None else list(request_ids)
+            ended = [self._requests[id_] for id_ in dict.fromkeys(chosen) if id_ in self._requests]
+            for request in ended:
+                self._drop(request)
+            self._changed.notify_all()
+        for request in ended:
+            request.future.set_result(request.completion("abort"))
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """See `RolloutEngine.pause`.
+
+        Raises:
+            RolloutError: with "wait", requests are running that cannot end, because of a weight update or `sleep`; or a
+                step has not ended for `STEP_SECONDS`.
+            ValueError: there is no such mode.
+        """
+        if mode not in ("keep", "abort", "wait"):
+            raise ValueError(f"pause(): mode={mode!r}; expected 'keep', 'abort' or 'wait'")
+        if mode == "wait":
+            self._drain()
+        self._hold("pause")
+        if mode == "abort":
+            self.abort()
+
+    def _drain(self) -> None:
+        with self._changed:
+            self._draining = True
+            try:
+                while len(self._requests) > len(self._added):
+                    if self._holds - {READING}:
+                        raise RolloutError(
+                            f"pause(mode='wait'): requests are running and cannot end ({', '.join(sorted(self._holds))}"
+                            "); use mode='keep' or 'abort'"
+                        )
+                    self._changed.wait()
+                self._holds.add("pause")
+            finally:
+                self._draining = False
+                self._changed.notify_all()
+
+    def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        with self._changed:
+            self._holds.discard("pause")
+            self._changed.notify_all()
+
+    def load(self) -> EngineLoad:
+        """See `RolloutEngine.load`."""
+        with self._changed:
+            running = sum(request.begun for request in self._requests.values())
+            return EngineLoad(running, len(self._requests) - running, self.cache_usage())
+
+    def cache_usage(self) -> float | None:
+        """See `EngineLoad.cache_usage`."""
+        return None
+
+    def begin_update(self) -> None:
+        """See `RolloutEngine.begin_update`.
+
+        Raises:
+            RolloutError: a step has not ended for `STEP_SECONDS`.
+        """
+        self._hold("update")
+        with self._changed:
+            self._holds.discard("abandoned")
+            super().begin_update()
+
+    def finish_update(self, version: int) -> None:
+        """See `RolloutEngine.finish_update`."""
+        super().finish_update(version)
+        self._release("update")
+
+    def abandon_update(self) -> None:
+        """See `RolloutEngine.abandon_update`."""
+        with self._changed:
+            self._holds.add("abandoned")
+            self._holds.discard("update")
+            self.weight_version = None
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`. A step that is being taken has `CLOSE_SECONDS` to end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and not self._in_thread():
+            self._thread.join(CLOSE_SECONDS)
+        self._fail(list(self._requests.values()), RolloutError("the engine was closed before the request ended"))
+
+    # --- the inside -----------------------------------------------------------------------------------------------
+
+    def close_at_exit(self) -> None:
+        """Have `close` called before the interpreter ends, if the engine still exists."""
+        _started.add(self)
+
+    def _in_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _hold(self, reason: str) -> None:
+        with self._changed:
+            self._holds.add(reason)
+            # In a callback of a future, which runs in the engine's thread, the hold begins with the next step.
+            if not self._changed.wait_for(lambda: not self._stepping or self._in_thread(), STEP_SECONDS):
+                self._holds.discard(reason)
+                self._changed.notify_all()
+                raise RolloutError(f"{type(self).__name__} has not finished a step for {STEP_SECONDS:g} s")
+
+    def _release(self, reason: str, *, recompute: bool = True) -> None:
+        with self._changed:
+            self._holds.discard(reason)
+            self._recompute |= recompute
+            self._changed.notify_all()
+
+    def _end(self, request: Request) -> None:
+        """Forget a request that ends. The caller holds the lock."""
+        request.ended = True
+        del self._requests[request.id]
+        self._changed.notify_all()
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request that `serve` may have been given. The caller holds the lock."""
+        self._end(request)
+        if request in self._added:
+            self._added.remove(request)
+        else:
+            self._dropped.append(request)
+
+    def _fail(self, requests: Iterable[Request], error: BaseException) -> None:
+        with self._changed:
+            failed = [request for request in requests if not request.ended]
+            for request in failed:
+                self._drop(request)
+        for request in failed:
+            request.future.set_exception(_error_of(error))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.prepare_thread()
+                self.serve()
+                return
+            except BaseException as error:
+                logger.debug("%s failed", type(self).__name__, exc_info=True)
+                with self._changed:
+                    self._stepping = False
+                    waiting = set(map(id, self._added))
+                    # Those that were handed out; all, if it failed before it asked for any.
+                    failed = [one for one in self._requests.values() if id(one) not in waiting] or self._added[:]
+                    if not failed:
+                        self._serving = False
+                        return
+                self._fail(failed, error)
+                with self._changed:
+                    self._dropped = []  # `serve` begins without requests
+
+
+def _error_of(error: BaseException) -> BaseException:
+    """A new exception for each request, so that no traceback grows."""
+    if isinstance(error, RolloutError):
+        made = copy.copy(error)
+        made.__cause__ = error.__cause__
+        return made
+    made = RolloutError(f"the engine failed: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made

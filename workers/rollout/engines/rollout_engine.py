@@ -1,0 +1,367 @@
+"""RolloutEngine: the interface to a generation engine. Implement it to put another engine behind a `RolloutWorker`."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from workers.rollout.rollout_errors import RolloutError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+        max_new_tokens: maximum length of a completion, in tokens.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: sample only from the most likely tokens that together have this probability; 1 keeps all tokens.
+        top_k: sample only from this many of the most likely tokens; 0 keeps all tokens.
+        stop_token_ids: a completion ends with the first of these tokens and includes it.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"SamplingParams: {name}={getattr(self, name)!r}; expected {expected}")
+
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        check(_is_int(self.max_new_tokens, 1), "max_new_tokens", "an integer of at least 1")
+        check(self.temperature >= 0, "temperature", "a number of at least 0")
+        check(0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        check(_is_int(self.top_k, 0), "top_k", "an integer of at least 0")
+        check(
+            all(_is_int(token, 0) for token in self.stop_token_ids), "stop_token_ids", "token ids, integers from 0 on"
+        )
+
+    @classmethod
+    def from_args(cls, args: Any) -> SamplingParams:
+        """Read the sampling parameters from a training run's configuration; see `workers.train.args`.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
+        """
+        from workers.hf_files import end_tokens
+        from workers.train.args import read_args
+
+        args = read_args(args)
+        stops = args.rollout_stop_token_ids
+        return cls(
+            max_new_tokens=args.rollout_max_response_len,
+            temperature=args.temperature,
+            top_p=args.rollout_top_p,
+            top_k=args.rollout_top_k,
+            stop_token_ids=tuple(end_tokens(args) if stops is None else stops),
+        )
+
+    @classmethod
+    def for_eval(cls, args: Any) -> SamplingParams:
+        """Read the sampling parameters of an evaluation: those of `from_args`, replaced by the ``eval_`` keys.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
+        """
+        from workers.train.args import read_args
+
+        args = read_args(args)
+        given = {
+            "max_new_tokens": args.eval_max_response_len,
+            "temperature": args.eval_temperature,
+            "top_p": args.eval_top_p,
+            "top_k": args.eval_top_k,
+        }
+        return replace(cls.from_args(args), **{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def of(cls, args: Any) -> SamplingParams:
+        """The old name of `from_args`."""
+        warnings.warn("SamplingParams.of() was renamed to SamplingParams.from_args()", DeprecationWarning, stacklevel=2)
+        return cls.from_args(args)
+
+
+def _is_int(number: Any, minimum: int) -> bool:
+    try:
+        return not isinstance(number, bool) and operator.index(number) >= minimum
+    except TypeError:
+        return False
+
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["keep", "abort", "wait"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine generated for one prompt.
+
+    Attributes:
+        token_ids: the generated tokens, including the stop token.
+        log_probs: log-probability of each token, in nats, under the model at the sampling temperature (at temperature 1
+            if it is 0), before ``top_p`` and ``top_k`` truncate the distribution. This is what a trainer computes for
+            the same tokens.
+        finish_reason: "stop" if a stop token ended it, "length" if ``max_new_tokens`` did, "abort" if
+            `RolloutEngine.abort` did.
+        weight_versions: version of the weights that generated each token; None if the engine does not say, and then all
+            tokens are of the worker's weight version.
+        fingerprints: of the weights of these versions, as far as the worker knows them; the worker adds them.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weight_versions: list[int | None] | None = None
+    fingerprints: Mapping[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How busy an engine is.
+
+    Attributes:
+        running: requests of which tokens are being generated.
+        waiting: requests that were submitted and have not begun.
+        cache_usage: share of the key/value cache in use, from 0 to 1; None if the engine has no limit.
+    """
+
+    running: int
+    waiting: int
+    cache_usage: float | None = None
+
+
+class RolloutEngine(ABC):
+    """Generates completions and takes new weights. Each rollout worker's process has one engine.
+
+    An engine has two interfaces. `generate` is for one batch, and every engine has it. Requests (`submit` to `load`)
+    are for completions that begin and end at different times; engines that subclass `RequestEngine` have them.
+
+    Attributes:
+        weight_version: version of the weights in force, set by the worker and by `finish_update`; None if the engine
+            has no complete weights.
+        any_rank: whether engines do not depend on their worker's rank. When a worker dies, a `RolloutStream` then lets
+            the others go on, and starts a worker with another rank. Otherwise it restarts the worker at its rank, and
+            the others get no prompts meanwhile.
+        partial_updates: whether an update may leave out tensors, which then keep their values.
+    """
+
+    weight_version: int | None = 0
+    any_rank = False
+    partial_updates = False
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the engine still has its weights after the last `sleep`. If not, the worker has no weight version
+        until the next update."""
+        return False
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Generate one completion per prompt.
+
+        Args:
+            prompts: token ids of each prompt, at least one; prompts may differ in length. The list may be empty.
+            sampling_params: how to sample.
+            seeds: one per prompt. The same prompt, seed and weights give the same completion, whatever else is in the
+                batch.
+
+        Raises:
+            PromptError: the engine cannot generate from a prompt. It generates nothing then.
+        """
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        seed: int,
+        partial: Completion | None = None,
+    ) -> Future[Completion]:
+        """Begin a completion, and return a future of it.
+
+        Args:
+            prompt: token ids, at least one.
+            sampling_params: how to sample. ``max_new_tokens`` includes the tokens of ``partial``.
+            request_id: names the request in `abort`; no two unfinished requests may share it.
+            seed: of the random numbers.
+            partial: what another engine, or this one, has already generated for the prompt. The completion begins with
+                its tokens, log-probabilities and versions, and continues.
+
+        Raises:
+            PromptError: the engine cannot generate from this prompt.
+            RolloutError: the engine sleeps, was closed, or has no complete weights.
+            ValueError: ``request_id`` is in use.
+        """
+        raise self._no_requests("submit")
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End requests now. Their completions have the tokens so far and the finish reason "abort".
+
+        Args:
+            request_ids: those to end; unknown and finished ones are ignored. None for all.
+        """
+        raise self._no_requests("abort")
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Generate no tokens until `resume`. New requests wait. Returns when no token is being generated.
+
+        Args:
+            mode: what becomes of the requests that are running. "keep": they continue after `resume`; "abort": they
+                end now; "wait": they end first.
+        """
+        raise self._no_requests("pause")
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        raise self._no_requests("resume")
+
+    def load(self) -> EngineLoad:
+        """Return how busy the engine is."""
+        raise self._no_requests("load")
+
+    def _no_requests(self, method: str) -> RolloutError:
+        name = type(self).__name__
+        return RolloutError(f"{name}.{method}(): {name} generates batches only; requests need a RequestEngine")
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """An update begins. Calls of `load_weights` follow, and then `finish_update` or `abandon_update`. Requests that
+        are running wait from here on."""
+        self.weight_version = None
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load some of the weights, in place. An update consists of several calls.
+
+        Args:
+            weights: pairs of a name as in the Hugging Face model's ``state_dict()`` and the whole tensor. The memory
+                belongs to the caller: do not write to it, and keep no reference to it.
+        """
+
+    def finish_update(self, version: int) -> None:
+        """All tensors have been loaded. Requests that are running continue with the new weights, from the tokens that
+        they have.
+
+        Args:
+            version: of the weights.
+        """
+        self.weight_version = version
+
+    def abandon_update(self) -> None:  # noqa: B027  (optional)
+        """The update ends before all tensors have come. The engine has no complete weights until a later update is
+        finished: it keeps requests waiting, and refuses new ones."""
+
+    @abstractmethod
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the name and shape of every tensor of an update. Tied weights count once, under the first name."""
+
+    # The three below prove an update: the worker compares what the engine holds with what the trainer sent.
+
+    def weight_dtypes(self) -> dict[str, torch.dtype] | None:
+        """Return the dtype in which the engine holds each tensor of `weight_shapes`, the same in all updates. May be
+        called at any time.
+
+        Returns:
+            name -> dtype; None if the engine cannot read its weights back. Then `read_weights` is not called, and an
+            update is proved as far as the worker: what arrived is compared, and not what the engine has made of it.
+        """
+        return None
+
+    def weight_slices(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Return the parts that this engine needs of some tensors, such as the heads of its tensor-parallel rank. Only
+        these are sent to it. The same in all updates; may be called at any time.
+
+        Returns:
+            name -> (begin, end) for each dim of the whole tensor. The engine needs tensors that are not in it whole,
+            which is the default for all. `load_weights` gets, and `read_weights` returns, tensors of the slice's
+            shape; `weight_shapes` has the whole tensor's.
+        """
+        return {}
+
+    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return tensors as the engine holds them now, not as they were loaded: cut out of fused tensors, and joined
+        if several processes have them. May be called outside of an update, also while requests are running, and in an
+        update between the last `load_weights` (or `load_raw`) and `finish_update`.
+
+        Args:
+            names: keys of `weight_shapes`.
+
+        Returns:
+            A tensor for each name, with the dtype of `weight_dtypes`, whole or the part of `weight_slices`, on any
+            device. They are views of the engine's memory or copies: do not write to them. They are valid until the
+            next update or `sleep`.
+
+        Raises:
+            RolloutError: the engine cannot read its weights back (`weight_dtypes` is None), the weights are not on the
+                device, or tensors of an update have not come.
+        """
+        raise RolloutError(f"{type(self).__name__} does not tell its weights")
+
+    # --- weights of another engine --------------------------------------------------------------------------------
+    #
+    # A worker that was started in the place of one that died gets the weights of another worker's engine, which has the
+    # same class and arguments. They need no names of a checkpoint: an engine passes on what it has.
+
+    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return name -> (shape, dtype) of the tensors that the engine has made of the weights, in any form that
+        `load_raw` takes back unchanged. By default there are none: then the engine gets weights from updates alone."""
+        return {}
+
+    @property
+    def weights_id(self) -> str | None:
+        """What identifies the weights in force, if they outlive the worker's process; None if they do not. An engine
+        with the same id that is started in the place of this one has them already."""
+        return None
+
+    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return some of these tensors, or copies. Another thread than that of the worker's methods may call this, but
+        not during an update. Requests may be running.
+
+        Args:
+            names: keys of `raw_weights`.
+
+        Raises:
+            RolloutError: the engine sleeps, or has no such tensors.
+        """
+        raise RolloutError(f"{type(self).__name__} does not pass its weights on to another engine")
+
+    def load_raw(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load some of another engine's `raw_weights`: instead of `load_weights`, between `begin_update` and
+        `finish_update`. May be called in another thread than that of the worker's methods.
+
+        Args:
+            weights: pairs of a name and a tensor; see `load_weights`.
+        """
+        self.load_weights(weights)
+
+    # --- device memory --------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:  # noqa: B027  (optional)
+        """Free device memory. Weights and caches may be lost; an update follows `wake_up`."""
+
+    def wake_up(self) -> None:  # noqa: B027  (optional)
+        """Take the device memory back."""
+
+    def close(self) -> None:  # noqa: B027  (optional)
+        """End threads and processes, and free all memory. Unfinished requests fail."""

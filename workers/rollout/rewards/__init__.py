@@ -1,0 +1,1 @@
+"""Compute rewards with the user's function."""

@@ -1,0 +1,438 @@
+"""RewardRunner: computes rewards with the user's function, sync or async, in this process or in processes of its own.
+
+An ``async`` function runs in an event loop, several calls at once. So do the calls of processes (`reward_processes`). A
+plain function without processes runs one call at a time: in the thread that calls `RewardRunner.compute`, where it may
+use signals and Ctrl-C interrupts it, or in a thread of the runner for `RewardRunner.submit`.
+
+Threads, all daemons, so that a reward function that hangs does not keep the process alive:
+
+- "rewards" runs the event loop. It ends with `RewardRunner.close`, or when the runner is garbage-collected: it refers
+  to the runner only while rewards are being computed.
+- "rewards-queue" runs a plain function for `submit`, and ends when nothing is queued.
+
+Locks: ``_turn`` is held by the thread that is in a plain function, as long as it is, because the function need not be
+thread-safe; whoever stops waiting for rewards does not release it. It comes before all other locks, because the
+function may call groups. ``_lock`` protects the fields below it; it is a leaf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import inspect
+import itertools
+import math
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from single_controller.base.closing import Closing
+from workers.rollout.rewards.reward_calls import RewardCall, RewardFunction, Sample
+from workers.rollout.rewards.reward_progress import RewardProgress
+from workers.rollout.rollout_errors import RewardError, RolloutError
+
+if TYPE_CHECKING:
+    from workers.rollout.rewards.reward_processes import RewardProcesses
+
+CLOSE_SECONDS = 5.0
+"""How long `RewardRunner.close` waits for calls that it has cancelled."""
+
+REWARD_CONCURRENCY = 128
+"""Default of ``RewardRunner(concurrency=)``."""
+
+
+class RewardRunner(Closing):
+    """Computes rewards, of one group or of many at once. Its limits hold over all groups together.
+
+    You can pickle a runner: the copy has the same function and options, and threads and processes of its own.
+
+    Args:
+        function: see `RewardFunction`.
+        batched: the function takes lists over all samples of a group and returns as many numbers.
+        concurrency: maximum number of calls of an ``async`` function that run at once; None for all.
+        workers: run the function in this many processes, each with one call at a time; None runs it in this process.
+            The processes are Ray actors. They start when they are needed.
+        timeout: seconds that one call of the function may take, or None. When it is over, an ``async`` function is
+            cancelled, and a process is killed and replaced. An ``async`` function that blocks its event loop cannot be
+            cancelled: set ``workers``.
+        on_timeout: reward of the samples of a call that takes longer; None raises a `RewardError`.
+
+    Raises:
+        TypeError: the function is not callable or, with ``workers``, cannot be pickled.
+        ValueError: a number is out of range; or there is a timeout for a plain function without ``workers``, which
+            nothing can interrupt.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        batched: bool = False,
+        concurrency: int | None = REWARD_CONCURRENCY,
+        workers: int | None = None,
+        timeout: float | None = None,
+        on_timeout: float | None = None,
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"reward_function must be a function or None, got {function!r}")
+        _check_count("reward_concurrency", concurrency)
+        _check_count("reward_workers", workers)
+        if timeout is not None and not (_is_number(timeout) and timeout > 0):
+            raise ValueError(f"reward_timeout={timeout!r}: expected a number of seconds above 0, or None")
+        if on_timeout is not None and not _is_number(on_timeout):
+            raise ValueError(f"on_reward_timeout={on_timeout!r}: expected a finite number, or None for an error")
+        self.function = function
+        self.batched = batched
+        self.concurrency = concurrency
+        self.workers = workers
+        self.timeout = timeout
+        self.on_timeout = on_timeout
+        self._here = not workers and not _is_async(function)
+        if self._here and timeout is not None:
+            raise ValueError(
+                f"reward_timeout={timeout!r}: a plain reward function cannot be interrupted in this process. Set "
+                "reward_workers to run it in processes, or make it an `async def`"
+            )
+        if workers and isinstance(pickled := _pickled(function), str):
+            raise TypeError(f"reward_workers={workers}: {pickled}")
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._slots = asyncio.Semaphore(self.workers or self.concurrency or sys.maxsize)
+        self._progress = RewardProgress()
+        self._processes: RewardProcesses | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._queue: deque[tuple[Future[list[float]], list[RewardCall]]] = deque()
+        self._draining = False
+        self._closed = False
+        self._timeouts = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_here")
+        return {"function": _pickled(self.function), **{name: getattr(self, name) for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        import ray.cloudpickle as cloudpickle
+
+        function = state["function"]
+        vars(self).update(state)
+        self.function = _Lost(function) if isinstance(function, str) else cloudpickle.loads(function)
+        self._prepare()
+
+    def submit(
+        self,
+        samples: Sequence[Sample],
+        extras: Mapping[str, Any] | None = None,
+        *,
+        first_row: int = 0,
+    ) -> Future[list[float]]:
+        """Begin to compute the rewards of a group, and return at once.
+
+        Args:
+            samples: what to reward, usually all completions for one prompt.
+            extras: name -> values by `Sample.prompt`, passed to the function by keyword: a list with one value per
+                prompt, or a dictionary.
+            first_row: row of the first sample, for error messages.
+
+        Returns:
+            A future of one reward per sample, or of a `RewardError` as from `compute`. ``cancel()`` cancels the calls
+            that have begun, unless they are in a plain function without processes. `close` cancels the future.
+
+        Raises:
+            RewardError, RolloutError: see `check`.
+        """
+        self.check()
+        calls = self._calls(samples, extras or {}, first_row)
+        future = self._schedule(calls) if not self._here else self._enqueue(calls)
+        group = self._progress.begin(len(samples))
+        future.add_done_callback(lambda _: self._progress.end(group))
+        return future
+
+    def compute(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None = None) -> list[float]:
+        """Compute one reward per sample, of one group or of several; if `batched`, with one call.
+
+        Args:
+            samples: what to reward.
+            extras: see `submit`.
+
+        Raises:
+            RewardError: the function raised, did not return a finite number, exceeded the timeout, or its process died;
+                the message names the sample. Or the runner was closed.
+            RolloutError: see `check`.
+        """
+        self.check()
+        progress = self._progress.begin(len(samples))
+        future: Future[list[float]] | None = None
+        try:
+            future = self._begin(self._calls(samples, extras or {}, 0))
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise RewardError("the reward runner was closed") from None
+        finally:
+            self._progress.end(progress)
+            if future is not None:
+                future.cancel()  # after Ctrl-C
+
+    def check(self) -> None:
+        """Raise if no rewards can be computed. With ``workers``, also connect to Ray: in the caller's thread, because
+        Ray sets signal handlers on the main thread.
+
+        Raises:
+            ConnectionError: with ``workers``, there is no connection to the Ray cluster.
+            RewardError: the runner is closed.
+            RolloutError: this is a copy from another process, and the function could not be pickled.
+        """
+        if self._closed:
+            raise RewardError("the reward runner is closed")
+        if isinstance(self.function, _Lost):
+            self.function()
+        if self.workers:
+            from single_controller.ray.runtime import ensure_ray
+
+            ensure_ray()
+
+    def metrics(self) -> dict[str, float]:
+        """Return, and reset, what happened since the last call: ``rewards/timeouts``, the number of samples whose
+        rewards are `on_timeout`; ``rewards/slowest_seconds``, the longest call of the function."""
+        with self._lock:
+            timeouts, self._timeouts = self._timeouts, 0
+        return {"rewards/timeouts": float(timeouts), "rewards/slowest_seconds": self._progress.take_slowest()}
+
+    def close(self) -> None:
+        """Cancel all groups, and end threads and processes. A plain function that is running in a thread, and an
+        ``async`` one that blocks its event loop, go on until they return."""
+        with self._lock:
+            self._closed = True
+            loop, queued = self._loop, list(self._queue)
+            self._queue.clear()
+        for future, _ in queued:
+            future.cancel()
+        if loop is not None and self._thread is not None and self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(), loop)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(CLOSE_SECONDS)
+
+    def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any], row: int) -> list[RewardCall]:
+        if self.batched:
+            return [RewardCall(samples, extras, row, True)] if samples else []
+        return [RewardCall([sample], extras, row + k, False) for k, sample in enumerate(samples)]
+
+    # --- a plain function in this process -------------------------------------------------------------------------
+
+    def _enqueue(self, calls: list[RewardCall]) -> Future[list[float]]:
+        future: Future[list[float]] = Future()
+        with self._lock:
+            self._queue.append((future, calls))
+            begin, self._draining = not self._draining, True
+        if begin:
+            threading.Thread(target=self._drain, name="rewards-queue", daemon=True).start()
+        return future
+
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._draining = False
+                    return
+                future, calls = self._queue.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                self._begin(calls).add_done_callback(functools.partial(_copy_outcome, future))
+            except BaseException as error:  # sys.exit() in the function too, or the future would never end
+                future.set_exception(error)
+
+    def _begin(self, calls: list[RewardCall]) -> Future[list[float]]:
+        """Compute now if the function is a plain one in this process; else schedule."""
+        values: list[float] = []
+        with self._turn if self._here else nullcontext():
+            for number, call in enumerate(calls):
+                if not self._here:  # found by another thread, while this one waited for its turn
+                    return self._schedule(calls[number:], values)
+                with self._progress.running(call):
+                    try:
+                        value = call.made_by(self.function)
+                    except (Exception, asyncio.CancelledError) as error:  # the latter is not a subclass of the former
+                        raise call.raised(error) from error
+                if inspect.isawaitable(value):
+                    # Only now is it known that the function is async. It may have begun some work.
+                    self._here = False
+                    return self._schedule(calls[number:], values, value)
+                values += call.rewards(value)
+        future: Future[list[float]] = Future()
+        future.set_result(values)
+        return future
+
+    # --- in the event loop ----------------------------------------------------------------------------------------
+
+    def _schedule(
+        self, calls: list[RewardCall], values: Sequence[float] = (), first: Awaitable[Any] | None = None
+    ) -> Future[list[float]]:
+        """Begin calls in the event loop. ``values`` are the rewards of those before; ``first`` has begun."""
+        with self._lock:
+            if self._closed:
+                raise RewardError("the reward runner is closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="rewards", daemon=True)
+                self._thread.start()
+                weakref.finalize(self, _stop, self._loop)
+            return asyncio.run_coroutine_threadsafe(self._group(calls, values, first), self._loop)
+
+    async def _group(
+        self, calls: list[RewardCall], values: Sequence[float], first: Awaitable[Any] | None
+    ) -> list[float]:
+        tasks = [asyncio.ensure_future(self._rewards(call, first if call is calls[0] else None)) for call in calls]
+        try:
+            return [*values, *itertools.chain(*await asyncio.gather(*tasks))]
+        finally:
+            for task in tasks:
+                task.cancel()  # the others, after one has failed
+
+    async def _rewards(self, call: RewardCall, begun: Awaitable[Any] | None) -> list[float]:
+        async with self._slots:
+            try:
+                return call.rewards(await self._value(call, begun))
+            except _TimedOutError:
+                if self.on_timeout is not None:
+                    with self._lock:
+                        self._timeouts += len(call.samples)
+                    return [float(self.on_timeout)] * len(call.samples)
+                raise call.error(f"exceeded reward_timeout={self.timeout:g} s for {call.where()}") from None
+
+    async def _value(self, call: RewardCall, begun: Awaitable[Any] | None) -> Any:
+        """Call the function for this call, when it is its turn: it may do work before it is awaited."""
+        try:
+            if self.workers:
+                return await self._in_process(call)
+            with self._progress.running(call):
+                return await self._in_time(call.made_by(self.function) if begun is None else begun)
+        except (_TimedOutError, RewardError):
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # with its group; not raised by the function
+                raise
+            raise call.raised(error) from error
+
+    async def _in_process(self, call: RewardCall) -> Any:
+        import ray.exceptions
+
+        from workers.rollout.rewards.reward_processes import RewardProcesses
+
+        if self._processes is None:
+            self._processes = RewardProcesses(_pickled(self.function))
+        started = False
+        try:
+            async with self._processes.process() as process:
+                started = True
+                with self._progress.running(call):
+                    return await self._in_time(call.made_by(process))
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            cause.add_note(str(error))  # the traceback in the process
+            raise cause from None
+        except ray.exceptions.RayError as error:
+            if not started:
+                raise RewardError(f"a process of reward_workers cannot start: {error}") from error
+            raise call.error(f"lost its process for {call.where()}: {error}") from error
+
+    async def _in_time(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        task = asyncio.ensure_future(_value_of(value))
+        try:
+            # Not `asyncio.timeout`, which waits for a function that ignores that it is cancelled.
+            done, _ = await asyncio.wait({task}, timeout=self.timeout)
+        finally:
+            task.cancel()
+        if not done:
+            raise _TimedOutError
+        return task.result()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        if self._processes is not None:
+            self._processes.close()
+        asyncio.get_running_loop().stop()
+
+
+class _TimedOutError(Exception):
+    """A call has exceeded the timeout. A class of its own: the function may raise any `TimeoutError`."""
+
+
+class _Lost:
+    """Stands in for a reward function that does not pickle; raises when it is called."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float:
+        raise RolloutError(
+            f"generate(): this manager is a copy of one in another process, and its reward function {self.why}. Pass "
+            "a function that can be pickled, or call generate() in that process"
+        )
+
+
+def _pickled(function: Any) -> Any:
+    """Return the pickled function, or a text that says why it cannot be pickled."""
+    import ray.cloudpickle as cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        return f"{function!r} cannot be pickled: {type(error).__name__}: {error}"
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+            break
+        except (SystemExit, KeyboardInterrupt):
+            continue  # a task raised it, and asyncio lets it through; whoever waits for that task gets it too
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _copy_outcome(to: Future[list[float]], of: Future[list[float]]) -> None:
+    if of.cancelled():
+        to.set_exception(RewardError("the reward runner was closed"))
+    elif (error := of.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(of.result())
+
+
+async def _value_of(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{name}={value!r}: expected an integer of at least 1, or None")

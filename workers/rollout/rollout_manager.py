@@ -1,0 +1,371 @@
+"""RolloutManager: turns prompts into rollout data. It drives a group of rollout workers and computes the rewards.
+
+Threads: `RolloutManager.generate_async` starts one per call, which ends by itself after it has set the future's result.
+A reward function must not wait for another rollout of the same manager, whose rewards would wait for this function.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from single_controller import Broadcast, WorkerFuture
+from workers.data.collate import collate_completions
+from workers.rollout.engines.rollout_engine import Completion, SamplingParams
+from workers.rollout.rewards.reward_calls import RewardFunction, Sample
+from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
+from workers.rollout.rollout_errors import PromptError, WeightVersionError
+from workers.seeds import mixed_seed
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from workers.rollout.rollout_worker import Generated
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _old_keyword(function: F) -> F:
+    """Accept ``sampling=``, the old name of ``sampling_params=``, with a warning."""
+
+    @functools.wraps(function)
+    def accepting(*args: Any, **kwargs: Any) -> Any:
+        if "sampling" in kwargs:
+            warnings.warn("sampling= was renamed to sampling_params=", DeprecationWarning, stacklevel=2)
+            kwargs["sampling_params"] = kwargs.pop("sampling")
+        return function(*args, **kwargs)
+
+    return accepting  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A rollout that was sent to the workers. Its samples have no completion yet."""
+
+    samples: list[Sample]
+    extras: dict[str, Sequence[Any]]
+    expected_version: int | None
+    generated: WorkerFuture
+
+
+class RolloutManager:
+    """Generates several completions for each prompt on all workers of a group, and computes their rewards.
+
+    You can pass a manager to a worker: the copy drives the same workers through an attached group. The reward function
+    goes with it if it pickles; otherwise `generate` of the copy raises.
+
+    Args:
+        group: a `RayWorkerGroup` or `LocalWorkerGroup` of `RolloutWorker`, or that role of a colocated group. If one
+            engine raises, the other workers have the group's ``error_grace`` seconds to finish.
+        sampling_params: how to sample.
+        reward_function: ``reward(prompt_ids, completion_ids, **extras) -> float``. It gets two lists of token ids, and
+            this prompt's extras by keyword. An ``async def`` runs for several completions concurrently. With None, the
+            data has no ``rewards``.
+        samples_per_prompt: completions per prompt.
+        seed: completions depend only on it, the ``rollout_id``, the prompt's index in the call, and the sample's index;
+            they do not depend on the number of workers.
+        batched_rewards: call the reward function once with lists over all completions, with extras repeated for each
+            completion. It returns a list, array or tensor of as many numbers.
+        reward_concurrency: how many calls of an ``async`` reward function run at once; None for all. See `RewardRunner`
+            for this and the next three.
+        reward_workers: how many processes run the reward function; None runs it in this process.
+        reward_timeout: seconds that one call of the reward function may take, or None.
+        on_reward_timeout: the reward of a completion whose call takes longer; None for a `RewardError`.
+        pad_token_id: the padding token.
+        timeout: seconds that one call of the workers may take, or None. The group is broken after a timeout.
+
+    Attributes:
+        rewards: the `RewardRunner`; None without a reward function.
+        weight_version: version of the last weight update; a worker with another version is an error. None accepts any.
+        refresh: a function that brings the current weights to all workers, such as ``RayTrainGroup.update_weights``.
+            `generate` calls it once if a worker was restarted or added, and generates again. With None, that is an
+            error. It is not pickled with the manager.
+
+    Raises:
+        TypeError: the group has no ``generate``, or an argument has the wrong type.
+        ValueError: a number is out of range, or ``reward_timeout`` is given for a plain function without
+            ``reward_workers``.
+    """
+
+    @_old_keyword
+    def __init__(
+        self,
+        group: Any,
+        sampling_params: SamplingParams | None = None,
+        reward_function: RewardFunction | None = None,
+        *,
+        samples_per_prompt: int = 1,
+        seed: int = 0,
+        batched_rewards: bool = False,
+        reward_concurrency: int | None = REWARD_CONCURRENCY,
+        reward_workers: int | None = None,
+        reward_timeout: float | None = None,
+        on_reward_timeout: float | None = None,
+        pad_token_id: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        if "generate" not in getattr(group, "methods", ()):
+            raise TypeError(
+                f"RolloutManager: group must be a worker group of RolloutWorker (with `generate`), got {group!r}"
+            )
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise TypeError(
+                f"RolloutManager: sampling_params must be a SamplingParams or None, got {sampling_params!r}"
+            )
+        self.group = group
+        self.sampling_params = sampling_params or SamplingParams()
+        self.rewards: RewardRunner | None = None
+        if reward_function is not None:
+            self.rewards = RewardRunner(
+                reward_function,
+                batched=batched_rewards,
+                concurrency=reward_concurrency,
+                workers=reward_workers,
+                timeout=reward_timeout,
+                on_timeout=on_reward_timeout,
+            )
+        self.samples_per_prompt = _positive(samples_per_prompt)
+        self.seed = seed
+        self.pad_token_id = pad_token_id
+        self.timeout = timeout
+        self.weight_version: int | None = None
+        self.refresh: Callable[[], Any] | None = None
+        self.stream: Any = None  # the `RolloutStream`, while there is one
+
+    @property
+    def reward_function(self) -> RewardFunction | None:
+        """The reward function."""
+        return None if self.rewards is None else self.rewards.function
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The old name of `sampling_params`."""
+        warnings.warn("RolloutManager.sampling was renamed to sampling_params", DeprecationWarning, stacklevel=2)
+        return self.sampling_params
+
+    @_old_keyword
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        rollout_id: int = 0,
+        extras: Mapping[str, Sequence[Any]] | None = None,
+        sampling_params: SamplingParams | None = None,
+        samples_per_prompt: int | None = None,
+    ) -> TensorDict:
+        """Generate completions for prompts, and compute their rewards.
+
+        Args:
+            prompts: token ids of each, as lists or 1-d tensors with at least one token.
+            rollout_id: number of the rollout; other rollouts draw other completions.
+            extras: name -> one value per prompt, for the reward function: ``{"label": labels}``.
+            sampling_params: overrides the manager's for this call.
+            samples_per_prompt: overrides the manager's for this call.
+
+        Returns:
+            One row per completion, as `collate_completions` describes, in order of the prompts; the completions for one
+            prompt are adjacent. ``group_ids`` are the prompts' indices.
+
+        Raises:
+            PromptError: a prompt is empty, or the engine cannot generate from it.
+            ValueError: an entry of ``extras`` does not have one value per prompt.
+            WeightVersionError: workers do not have the expected weight version, and there is no `refresh`, or it did
+                not help.
+            RewardError: the reward function raised, returned something that is not a reward, or exceeded its timeout.
+            SingleControllerError: as any call of the group: `WorkerError`, `WorkerDiedError`, ... After a death,
+                restart the worker, or create the group with ``on_death="replace"``, and call this again.
+        """
+        try:
+            return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))
+        except WeightVersionError as error:
+            if self.refresh is None:
+                raise
+            logger.warning("%s. Calling refresh() and trying again", error)
+        self.refresh()
+        return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))
+
+    @_old_keyword
+    def generate_async(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        rollout_id: int = 0,
+        extras: Mapping[str, Sequence[Any]] | None = None,
+        sampling_params: SamplingParams | None = None,
+        samples_per_prompt: int | None = None,
+    ) -> Future[TensorDict]:
+        """Start `generate` and return at once. The call has been sent to the workers when this returns.
+
+        A thread of this process waits for the completions and computes the rewards. `refresh` is not used: a worker
+        with another weight version is an error. That includes a weight update that overtakes this call, because it is
+        sent by other processes: send the update after the completions have arrived.
+
+        Returns:
+            A `concurrent.futures.Future`: use ``.result()``, or ``await asyncio.wrap_future(...)``.
+        """
+        sent = self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt)
+        outcome: Future[TensorDict] = Future()
+        outcome.set_running_or_notify_cancel()  # not to be cancelled: the workers run the call in any case
+
+        def finish() -> None:
+            try:
+                outcome.set_result(self._finish(sent))
+            except BaseException as error:  # sys.exit() in the reward function too, or the future would never end
+                outcome.set_exception(error)
+
+        # A daemon, so that a driver can exit while workers still generate.
+        threading.Thread(target=finish, name="rollout", daemon=True).start()
+        return outcome
+
+    def weight_receivers(self) -> Any:
+        """Return the workers' group. For a manager that is a Ray actor."""
+        return self.group
+
+    def set_weight_version(self, version: int | None) -> None:
+        """Set `weight_version`. For a manager that is a Ray actor."""
+        self.weight_version = version
+
+    def offload(self) -> None:
+        """Free the device memory of the workers."""
+        self.group.sleep()
+
+    def onload(self) -> None:
+        """Take the device memory back."""
+        self.group.wake_up()
+
+    def reward_metrics(self) -> dict[str, float]:
+        """Return what happened to the rewards since the last call; see `RewardRunner.metrics`. Empty without a reward
+        function."""
+        return {} if self.rewards is None else self.rewards.metrics()
+
+    def close(self) -> None:
+        """End the threads and processes of the reward function. The group is not closed."""
+        if self.rewards is not None:
+            self.rewards.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"refresh": None, "stream": None}  # of this process
+
+    # --- the inside -------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rollout_id: int,
+        extras: Mapping[str, Sequence[Any]] | None,
+        sampling_params: SamplingParams | None,
+        samples_per_prompt: int | None,
+    ) -> _Sent:
+        if self.rewards is not None:
+            self.rewards.check()
+        each = self.samples_per_prompt if samples_per_prompt is None else _positive(samples_per_prompt)
+        given = {name: checked_values(name, values, len(prompts)) for name, values in (extras or {}).items()}
+        ids = [token_ids(number, prompt) for number, prompt in enumerate(prompts)]
+        samples = [Sample(number, sample, ids[number], []) for number in range(len(ids)) for sample in range(each)]
+        generate = self.group.generate
+        if self.timeout is not None:
+            generate = generate.options(timeout=self.timeout)
+        generated = generate.remote(
+            [one.prompt_ids for one in samples],
+            Broadcast(sampling_params or self.sampling_params),
+            [mixed_seed(self.seed, rollout_id, one.prompt, one.sample) for one in samples],
+            self.weight_version,
+        )
+        # The version as of now: until the completions arrive, an update that is sent later may change it.
+        return _Sent(samples, given, self.weight_version, generated)
+
+    def _finish(self, sent: _Sent) -> TensorDict:
+        generated: list[Generated] = sent.generated.result()
+        _raise_refused(generated, sent.samples)
+        completions, versions = _checked(generated, sent.expected_version)
+        samples = [
+            Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids)
+            for one, completion in zip(sent.samples, completions, strict=True)
+        ]
+        rewards = None if self.rewards is None else self.rewards.compute(samples, sent.extras)
+        return collate_completions(
+            [one.prompt_ids for one in samples],
+            completions,
+            group_ids=[one.prompt for one in samples],
+            weight_versions=versions,
+            rewards=rewards,
+            pad_token_id=self.pad_token_id,
+        )
+
+
+def _raise_refused(generated: Sequence[Generated], samples: Sequence[Sample]) -> None:
+    """Raise an engine's error about a prompt, with the prompt's index in the call."""
+    for begin, one in enumerate(generated):  # the first such result of a rank: the engine's index counts from there
+        if one.refused is not None:
+            number = one.refused.number
+            raise PromptError(one.refused.what, None if number is None else samples[begin + number].prompt)
+
+
+def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Completion], list[int]]:
+    """Return the completions and their weight versions.
+
+    Raises:
+        WeightVersionError: a rank generated nothing, or with another version.
+    """
+    completions, versions = [], []
+    wrong: dict[int, int | None] = {}
+    for completion, version, rank, _ in generated:
+        if completion is None or version is None or expected not in (None, version):
+            wrong[rank] = version
+        else:
+            completions.append(completion)
+            versions.append(version)
+    if not wrong:
+        return completions, versions
+    found = ", ".join(
+        f"rank {rank} has {'an unfinished update' if version is None else f'version {version}'}"
+        for rank, version in sorted(wrong.items())
+    )
+    wanted = "complete weights" if expected is None else f"weight version {expected}"
+    raise WeightVersionError(
+        f"the rollout needs {wanted}, but {found}; update the workers' weights, then generate again",
+        expected=expected,
+        versions=wrong,
+    )
+
+
+def token_ids(number: int, prompt: Any) -> list[int]:
+    """Return a prompt as a list of numbers.
+
+    Raises:
+        PromptError: it is no list of token ids, or is empty. It has the prompt's ``number``.
+    """
+    try:
+        tokens = [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    except TypeError:
+        raise PromptError(f"must be a list of token ids (integers), got {str(prompt)[:80]}", number) from None
+    if not tokens:
+        raise PromptError("is empty; it must have at least one token", number)
+    return tokens
+
+
+def checked_values(name: str, values: Any, prompts: int) -> Sequence[Any]:
+    """Return an entry of ``extras``.
+
+    Raises:
+        ValueError: it does not have one value for each of ``prompts`` prompts.
+    """
+    if isinstance(values, str) or not hasattr(values, "__getitem__") or len(values) != prompts:
+        raise ValueError(f"extras[{name!r}] must have one value for each of {prompts} prompts, got {str(values)[:80]}")
+    given: Sequence[Any] = values
+    return given
+
+
+def _positive(number: int) -> int:
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"samples_per_prompt={number!r}: expected an integer of at least 1")
+    return number

@@ -1,0 +1,201 @@
+"""RolloutWorker: one rank of a group that generates. You choose the engine behind it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from single_controller import Dispatch, register
+from workers.data.collate import with_fingerprints
+from workers.device import take_device, use_device
+from workers.rollout.engines.rollout_engine import Completion, FinishReason, RolloutEngine, SamplingParams
+from workers.rollout.rollout_errors import PromptError, RolloutError
+from workers.rollout.stream.exchange import Exchange, Orders, Report
+from workers.weight_sync import WeightReceiver
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Generated(NamedTuple):
+    """What a worker returns for one prompt.
+
+    Attributes:
+        completion: None if the worker does not have the expected weight version, or its engine refused a prompt.
+        weight_version: version of the weights that generated it; None during an update.
+        rank: of the worker.
+        refused: the engine's error about one of this worker's prompts, numbered within its own shard; or None.
+    """
+
+    completion: Completion | None
+    weight_version: int | None
+    rank: int
+    refused: PromptError | None = None
+
+    @property
+    def answer(self) -> Completion | None:
+        """The old name of `completion`."""
+        warnings.warn("Generated.answer was renamed to Generated.completion", DeprecationWarning, stacklevel=2)
+        return self.completion
+
+
+class RolloutWorker(WeightReceiver):
+    """Generates with an engine, and takes new weights for it.
+
+    The weights that the engine starts with are version 0; updates count from 1.
+
+    Args:
+        engine: a subclass of `RolloutEngine`, or a function that returns an engine; `HFEngine` by default. It is called
+            in the worker's process, after the worker has selected its device.
+        args: positional arguments of the engine.
+        kwargs: keyword arguments of the engine.
+
+    Raises:
+        TypeError: ``engine`` did not return an engine.
+    """
+
+    engine: RolloutEngine
+    _taken: torch.device | None = None
+
+    def __init__(self, engine: Callable[..., RolloutEngine] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self._taken = take_device(self.local_rank, self.device_ids)
+        if engine is None:
+            from workers.rollout.engines.hf_engine import HFEngine
+
+            engine = HFEngine
+        if not callable(engine):
+            raise TypeError(
+                f"RolloutWorker: engine must be a RolloutEngine class or a function that returns an engine, got "
+                f"{engine!r}; pass the class, then its arguments: RayClassWithInitArgs(RolloutWorker, HFEngine, config)"
+            )
+        self.engine = engine(*args, **kwargs)
+        if not isinstance(self.engine, RolloutEngine):
+            raise TypeError(
+                f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
+            )
+        self.weight_version = 0
+        self._exchange = Exchange(self.fingerprints)
+        self._cleanups.append(self.engine.close)
+
+    def _prepare_thread(self) -> None:
+        super()._prepare_thread()
+        use_device(self._taken)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, uneven="ragged")
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams,
+        seeds: Sequence[int],
+        expected_version: int | None = None,
+    ) -> list[Generated]:
+        """Generate one completion per prompt, in order.
+
+        On a driver: ``group.generate(prompts, Broadcast(SamplingParams()), seeds)``.
+
+        A worker with another weight version, or whose engine refuses a prompt, generates nothing and returns its
+        version or the error. It does not raise, because that would fail the call for ranks that are still generating;
+        the caller decides.
+
+        Args:
+            prompts: token ids of each, sharded over the ranks; shard sizes differ by at most one.
+            sampling_params: how to sample.
+            seeds: one per prompt.
+            expected_version: the weight version to generate with; None for any complete version.
+
+        Raises:
+            RolloutError: the engine did not return one valid completion per prompt. The engine's own errors pass
+                through.
+        """
+        version = self.weight_version
+        if version is None or expected_version not in (None, version):
+            return [Generated(None, version, self.rank)] * len(prompts)
+        try:
+            completions = self.engine.generate(prompts, sampling_params, seeds)
+        except PromptError as error:
+            return [Generated(None, version, self.rank, error)] * len(prompts)
+        self._check(completions, prompts)
+        tagged = [with_fingerprints(one, self.fingerprints, version) for one in completions]
+        return [Generated(completion, version, self.rank) for completion in tagged]
+
+    @register(Dispatch.ALL_TO_ALL)
+    def exchange(self, orders: Orders) -> Report:
+        """Begin and abort groups, and return those that are finished. `RolloutStream` calls it; see
+        `workers.rollout.stream.exchange`.
+
+        Args:
+            orders: of this rank.
+
+        Raises:
+            RolloutError: the engine has no requests.
+        """
+        if not orders.copies:
+            self.peer.stop()
+        elif orders.held_weights is not None and self.weight_version != orders.version:
+            self._take_held(orders)
+        for request in orders.send_weights:
+            self.peer.send(request)
+        report = self._exchange(orders, self.rank, self.engine, self.weight_version)
+        needed = self.peer.want(orders.version if orders.copies else None)
+        return replace(
+            report,
+            needs_weights=needed,
+            sending_weights=self.peer.sending,
+            weights_id=self.engine.weights_id,
+            any_rank=self.engine.any_rank,
+        )
+
+    def _take_held(self, orders: Orders) -> None:
+        """Take the version of weights that the engine has kept when this worker's process was replaced."""
+        if self.engine.weights_id == orders.held_weights:
+            self.weight_version = orders.version
+            if self.engine.weights_id != orders.held_weights:  # somebody else has updated them meanwhile
+                self.weight_version = None
+
+    def _check(self, completions: Any, prompts: Sequence[Sequence[int]]) -> None:
+        returned = f"{type(self.engine).__name__}.generate() returned"
+        if not isinstance(completions, (list, tuple)) or len(completions) != len(prompts):
+            counted = isinstance(completions, (list, tuple))
+            what = f"{len(completions)} completions" if counted else repr(completions)[:80]
+            raise RolloutError(f"{returned} {what} for {len(prompts)} prompts; expected a list of one Completion each")
+        for number, completion in enumerate(completions):
+            where = f"for prompt {number}"
+            if not isinstance(completion, Completion):
+                raise RolloutError(f"{returned} {completion!r:.80} {where}; expected a Completion")
+            tokens, log_probs = len(completion.token_ids), len(completion.log_probs)
+            if tokens != log_probs:
+                raise RolloutError(
+                    f"{returned} {tokens} token_ids and {log_probs} log_probs {where}; expected one log-prob per token"
+                )
+            if completion.finish_reason not in get_args(FinishReason):
+                raise RolloutError(
+                    f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop', 'length' or "
+                    "'abort'"
+                )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Free device memory for a trainer on the same device."""
+        with self.weights_lock:
+            self.engine.sleep()
+        if not self.engine.keeps_weights:
+            self.weight_version = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake_up(self) -> None:
+        """Take the device memory back."""
+        with self.weights_lock:
+            self.engine.wake_up()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def offload(self) -> None:
+        """`sleep`, under the name that train groups use."""
+        self.sleep()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def onload(self) -> None:
+        """`wake_up`, under the name that train groups use."""
+        self.wake_up()

@@ -1,0 +1,344 @@
+"""RolloutStream: generates in the background, while the trainer trains, into a `SampleBuffer`. docs/async-rl.md says
+what that means for the samples.
+
+Threads: "rollout-stream" runs the router: it gives groups to the workers, one at a time and by load, and collects them.
+`RolloutStream.close` ends it; so does an error, which `RolloutStream.take` raises. The rewards of a finished group are
+computed in the threads of the manager's reward runner, which then put the group into the buffer. A worker that died is
+replaced in a thread of `workers.recovery.rollout_recovery`.
+Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_idle``, ``_reported``, ``_ended``,
+``_closed`` and ``_stuck``. It is a leaf; the buffer has a lock of its own. Everything else belongs to the router's
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from single_controller.base.closing import Closing
+from workers.data.collate import collate_completions
+from workers.rollout.rollout_errors import RolloutError, WeightVersionError
+from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.stream.exchange import Report
+from workers.rollout.stream.router import Generated, Prompts, Router, load, store
+from workers.rollout.stream.sample_buffer import SampleBuffer
+from workers.weight_sync.sync_protocol import TimeUpError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+logger = logging.getLogger(__name__)
+
+UPDATING_SECONDS = 0.02
+"""How often workers are asked for their reports while an update is announced or under way."""
+
+UpdateMode = Literal["wait", "interrupt"]
+
+IDLE_SECONDS = 0.02
+"""How often the router looks for something to do, and `RolloutStream.take` for workers without weights."""
+
+REQUESTS_PER_WORKER = 256
+
+CLOSE_SECONDS = 10.0
+
+
+class RolloutStream(Closing):
+    """Generates groups (all samples of one prompt) all the time, as far as the buffer admits them.
+
+    `take` returns the next batch, as `RolloutManager.generate` would. `RayTrainGroup.update_weights` pauses the stream
+    by itself; around updates of your own, use `updating`. When a worker dies, its groups are given to others, which go
+    on; the worker that is started in its place gets the weights from one of them. A context manager.
+
+    Args:
+        manager: the manager, in this process. Its group's engines must have requests (`RequestEngine`). Create the
+            group with ``collectives=False``: otherwise all workers are restarted when one dies. Ranks change then.
+        prompts: see `Prompts`; called in the router's thread, for rollouts of ``buffer.groups_per_batch`` prompts.
+            Group n is prompt n modulo that of rollout n divided by it. With a dynamic sampling, further rollouts
+            replace what was filtered, also beyond the last one.
+        buffer: the store, which says how old samples may be. It belongs to the stream from now on.
+        update_mode: what an update does with requests that are running. "wait": it waits for their ends. "interrupt":
+            they go on with the weights that they have while the new ones arrive, stop for as long as their engine loads
+            them, and continue with the new ones from the tokens that they have. A worker without a double buffer stops
+            for the whole update.
+        dynamic_sampling: filter groups whose rewards are all equal. Give the buffer a ``max_filtered``, or `take` waits
+            for ever once all groups are so.
+        requests_per_worker: largest number of completions that a worker is given at a time, at least one group.
+
+    Raises:
+        TypeError: the manager is not a `RolloutManager` of this process, or ``prompts`` is not a function.
+        ValueError: an option is out of range, or the manager has another stream.
+    """
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        prompts: Prompts,
+        buffer: SampleBuffer,
+        *,
+        update_mode: UpdateMode = "wait",
+        dynamic_sampling: bool = False,
+        requests_per_worker: int = REQUESTS_PER_WORKER,
+    ) -> None:
+        if not isinstance(manager, RolloutManager) or not callable(prompts) or not isinstance(buffer, SampleBuffer):
+            raise TypeError(
+                "RolloutStream: expected a RolloutManager of this process, a function (rollout id) -> prompts, and a "
+                f"SampleBuffer; got {manager!r:.80}, {prompts!r:.80} and {buffer!r:.80}"
+            )
+        if update_mode not in ("wait", "interrupt"):
+            raise ValueError(f"RolloutStream: update_mode={update_mode!r}; expected 'wait' or 'interrupt'")
+        if not isinstance(requests_per_worker, int) or requests_per_worker < 1:
+            raise ValueError(f"RolloutStream: requests_per_worker={requests_per_worker!r}; expected at least 1")
+        if dynamic_sampling and (manager.samples_per_prompt < 2 or manager.rewards is None):
+            raise ValueError("RolloutStream: dynamic_sampling needs a reward function and samples_per_prompt > 1")
+        if manager.stream is not None:
+            raise ValueError("RolloutStream: the manager has a stream; close it first")
+        self.buffer = buffer
+        self._manager = manager
+        self._update_mode = update_mode
+        self._router = Router(
+            manager, prompts, buffer, dynamic_sampling=dynamic_sampling, requests_per_worker=requests_per_worker
+        )
+        self._changed = threading.Condition()
+        self._pauses = 0
+        self._idle = False
+        self._reported = False
+        """Whether all workers have reported since the update was announced."""
+        self._ended = False
+        self._closed = False
+        self._stuck: dict[int, int | None] | None = None
+        """Rank -> weight version, if no worker has that of the buffer."""
+        self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
+        self._thread.start()
+        manager.stream = self
+
+    @classmethod
+    def from_args(cls, args: Any, manager: RolloutManager, prompts: Prompts) -> RolloutStream:
+        """Create a stream and its buffer as a training run's configuration says; see `workers.train.args`.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
+        """
+        from workers.train.args import read_args
+
+        args = read_args(args)
+        buffer = SampleBuffer(
+            args.rollout_batch_size,
+            max_staleness=args.max_staleness if args.async_rollout else 0,
+            on_stale=args.on_stale,
+            order=args.rollout_order,
+            window=args.rollout_window,
+            update_interval=args.update_weights_interval,
+            num_batches=args.num_rollout,
+            max_filtered=4 * args.rollout_batch_size
+            if args.dynamic_sampling_max is None
+            else args.dynamic_sampling_max,
+            keep_batches=2 * args.peer_snapshot_interval,  # how far `RayTrainGroup.replace` goes back at most
+        )
+        return cls(
+            manager,
+            prompts,
+            buffer,
+            update_mode=args.update_weights_mode,
+            dynamic_sampling=args.dynamic_sampling,
+        )
+
+    # --- for the driver's script ----------------------------------------------------------------------------------
+
+    def take(self, timeout: float | None = None) -> TensorDict:
+        """Wait for the next batch. It says that the batch before is trained; see `SampleBuffer.take`.
+
+        If no worker has the version of the last update, because they were restarted, the manager's ``refresh`` is
+        called.
+
+        Args:
+            timeout: seconds to wait, or None. After a timeout, call it again.
+
+        Returns:
+            One row per completion, as `RolloutManager.generate` returns them. ``group_ids`` are the groups' numbers.
+
+        Raises:
+            TimeoutError: the batch is not complete.
+            PromptError, RewardError: as `RolloutManager.generate`. The stream has ended, as after any other error of
+                it.
+            WeightVersionError: no worker has the version of the last update, and there is no ``refresh``, or it did
+                not help.
+            ValueError: all batches were taken, or there was no update of the weights yet.
+            SingleControllerError: a worker could not be restarted, or a call of the group failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        refreshed = -1
+        while True:
+            left = IDLE_SECONDS if deadline is None else max(0.0, min(IDLE_SECONDS, deadline - time.monotonic()))
+            try:
+                taken = self.buffer.take(left)
+                break
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+            with self._changed:
+                stuck = self._stuck
+            if stuck is not None:
+                self._refresh(stuck, again=refreshed == self._router.recovery.deaths)
+                refreshed = self._router.recovery.deaths
+        with self._changed:
+            self._changed.notify_all()  # the router may begin further groups
+        groups: list[Generated] = [load(one.payload) for one in taken]
+        rows = [
+            (group.prompt, completion, one.number)
+            for one, group in zip(taken, groups, strict=True)
+            for completion in group.completions
+        ]
+        rewards = [reward for group in groups for reward in group.rewards or ()]
+        return collate_completions(
+            [prompt for prompt, _, _ in rows],
+            [completion for _, completion, _ in rows],
+            group_ids=[number for _, _, number in rows],
+            weight_versions=[None] * len(rows),
+            rewards=rewards if self._manager.reward_function is not None else None,
+            pad_token_id=self._manager.pad_token_id,
+        )
+
+    def _refresh(self, stuck: dict[int, int | None], *, again: bool) -> None:
+        refresh, version = self._manager.refresh, self.buffer.version
+        error = WeightVersionError(
+            f"the stream needs weight version {version}, but no worker has it: {stuck} (rank: version); update the "
+            "workers' weights",
+            expected=version,
+            versions=stuck,
+        )
+        if refresh is None or again:
+            raise error
+        logger.warning("%s. Calling refresh()", error)
+        refresh()  # and so `updating`, which waits for the router: no lock is held here
+
+    @contextmanager
+    def updating(self, timeout: float | None = None) -> Iterator[None]:
+        """Inside, the workers' weights can be updated. With ``update_mode="wait"`` no worker generates for the stream.
+        With "interrupt" they go on, until their engines load the weights. Afterwards the stream goes on with the
+        workers that have ``manager.weight_version``; if that is None, with those whose weights were never updated.
+
+        Args:
+            timeout: seconds to wait until the update can begin, or None. `RayTrainGroup.update_weights` passes
+                ``update_weights_timeout_minutes``.
+
+        Raises:
+            WeightSyncError: the time has passed. Nothing was updated, and the stream goes on as before.
+        """
+        with self._changed:
+            self._pauses += 1
+            self._changed.notify_all()
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._idle or self._ended, timeout):
+                    raise self._late(timeout)
+            yield
+            self.buffer.set_version(self._manager.weight_version or 0)
+        finally:
+            with self._changed:
+                self._pauses -= 1
+                self._idle = self._reported = False
+                self._stuck = None  # until the workers have reported again
+                self._changed.notify_all()
+
+    def _late(self, timeout: float | None) -> TimeUpError:
+        if self._reported:
+            why = (
+                "requests that are running have not ended. Use update_mode='interrupt' (update_weights_mode), which "
+                "does not wait for them, or raise the limit"
+            )
+        else:
+            why = (
+                "a call of exchange() of the workers has not returned. Either a worker hangs, or the function of the "
+                "prompts does, or workers are being restarted. With timeout= of RolloutManager, workers that hang are "
+                "restarted"
+            )
+        return TimeUpError(
+            f"the rollout stream was not ready for an update of the weights within {timeout:g} s, the time limit of an "
+            f"update (update_weights_timeout_minutes, or timeout= of updating()): {why}. The workers keep their "
+            "weights, and the update can be repeated"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what happened since the last call; see `SampleBuffer.metrics`. ``rollout/restarts``: how often workers
+        have died since the beginning, and others were started in their place, or will be."""
+        return {**self.buffer.metrics(), "rollout/restarts": float(self._router.recovery.deaths)}
+
+    def state_dict(self, *, trained: int | None = None) -> dict[str, Any]:
+        """Return the state for a checkpoint, as `RayTrainGroup.save_model` takes it; see `SampleBuffer.state_dict`."""
+        return self.buffer.state_dict(load, trained=trained)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from a state, before the first update. Each prompt that was not trained is generated, or was.
+
+        The versions of the weights must continue, too: with `RayTrainGroup.driver_state` they do.
+
+        Raises:
+            ValueError: see `SampleBuffer.load_state_dict`; or the state is None.
+        """
+        if state is None:
+            raise ValueError("the checkpoint has no state of a stream: save_model() got no driver_state")
+        self.buffer.load_state_dict(state, restore=store)
+
+    def close(self) -> None:
+        """End the thread, and abort what is being generated. `take` raises from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.buffer.fail(RolloutError("the stream was closed"))
+        if self._manager.stream is self:
+            self._manager.stream = None
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("the rollout stream has not ended within %.0f s; a call of its workers hangs", CLOSE_SECONDS)
+
+    # --- the router's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:  # read without the lock: `close` wakes a step that waits
+                self._step()
+            self._router.leave()
+        except BaseException as error:
+            self.buffer.fail(error)  # `take` raises it in the trainer's thread
+        finally:
+            with self._changed:
+                self._ended = True  # an update must not wait for a router that has ended
+                self._changed.notify_all()
+
+    def _step(self) -> None:
+        with self._changed:
+            updating = self._pauses > 0
+            waiting = updating and self._update_mode == "wait"
+            if waiting and self._idle:
+                self._changed.wait()
+                return
+        if not waiting:
+            self._router.begin_groups()
+        if updating or self._router.due:
+            reports = self._router.exchange(updating=updating)
+            if reports is not None:
+                self._look(reports, updating)
+            if updating:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._pauses, UPDATING_SECONDS)
+        else:
+            with self._changed:
+                if not self._closed and not self._pauses:
+                    self._changed.wait(IDLE_SECONDS)
+
+    def _look(self, reports: list[Report], updating: bool) -> None:
+        """Tell the other threads what the last exchange says about the workers."""
+        version = self.buffer.version
+        versions = {report.rank: report.weight_version for report in reports}
+        with self._changed:
+            if updating and self._pauses:
+                # All have reported since the update was announced: it will not be the first to meet a death.
+                self._reported = True
+                self._idle = self._update_mode == "interrupt" or not self._router.running
+                self._changed.notify_all()
+            elif not self._pauses and version is not None:
+                self._stuck = None if version in versions.values() else versions

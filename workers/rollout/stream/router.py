@@ -1,0 +1,377 @@
+"""Router: gives the groups of a `SampleBuffer` to rollout workers, one at a time and by load, and collects them.
+
+Threads: all methods are called by the thread of a `RolloutStream`, except `_rewarded`: the rewards of a finished group
+are computed in the threads of the manager's reward runner, which then put the group into the buffer. No locks.
+`workers.recovery.rollout_recovery` has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from single_controller import (
+    CallTimeoutError,
+    DispatchError,
+    GroupBrokenError,
+    ResultLostError,
+    SingleControllerError,
+    WorkerDiedError,
+)
+from workers.data.collate import token_versions
+from workers.recovery.rollout_recovery import GroupRecovery
+from workers.rollout.engines.rollout_engine import Completion
+from workers.rollout.rewards.reward_runner import Sample
+from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.rollout_manager import RolloutManager, checked_values, token_ids
+from workers.rollout.stream.exchange import Attempt, FinishedGroup, GroupRequest, Orders, Report
+from workers.rollout.stream.sample_buffer import SampleBuffer
+from workers.seeds import mixed_seed
+from workers.weight_sync.transports.peer_weights import WeightRequest
+
+logger = logging.getLogger(__name__)
+
+Prompts = Callable[[int], Any]
+"""``prompts(rollout_id)``: the prompts of a rollout, as `RolloutManager.generate` takes them, or (prompts, extras)."""
+
+WAIT_SECONDS = (0.02, 0.1)
+"""How long workers wait in one exchange for a group to finish. At first the former; up to the latter while nothing
+happens, and longer if exchanges take long by themselves, so that they take half of the time at most."""
+
+REPORT_SECONDS = 1.0
+"""How old the reports of idle workers may be, and how long workers wait in an exchange at most."""
+
+COPY_SECONDS = 0.05
+"""How old the reports may be while a worker waits for the weights of another one."""
+
+MAX_COPIES = 3
+"""How often others are asked to send a worker their weights, before it has to wait for the next update."""
+
+MAX_LOSSES = 3
+"""A group whose worker has died this many times is an error: it may be the reason."""
+
+ROLLOUTS = 64
+"""Of how many rollouts the prompts are kept. They can be asked for again."""
+
+
+class Generated(NamedTuple):
+    """What the buffer holds of a complete group, or of the partial completions of an interrupted one.
+
+    Attributes:
+        prompt: token ids.
+        completions: one per sample; each with the versions of its tokens.
+        rewards: one per sample; None if there is no reward function, or if the group is not complete.
+    """
+
+    prompt: list[int]
+    completions: list[Completion]
+    rewards: list[float] | None = None
+
+
+@dataclass(eq=False)
+class _Worker:
+    """What the router knows of one rank.
+
+    Attributes:
+        report: the last one; None after a restart.
+        running: requests that were not reported as finished.
+        unsent: attempts in ``running`` that no successful exchange has carried.
+        finished: attempts to acknowledge.
+        held: weight version and `RolloutEngine.weights_id`, as it last reported them, for a process that takes its
+            place at its rank. Nothing since an update may have begun: it may have died in the middle of it.
+    """
+
+    report: Report | None = None
+    running: dict[Attempt, GroupRequest] = field(default_factory=dict)
+    unsent: set[Attempt] = field(default_factory=set)
+    finished: list[Attempt] = field(default_factory=list)
+    held: tuple[int | None, str | None] = (None, None)
+
+    @property
+    def requests(self) -> int:
+        return sum(len(request.seeds) for request in self.running.values())
+
+
+class Router:
+    """See the module's docstring. `RolloutStream` has the arguments.
+
+    Attributes:
+        recovery: of the workers' group.
+    """
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        prompts: Prompts,
+        buffer: SampleBuffer,
+        *,
+        dynamic_sampling: bool,
+        requests_per_worker: int,
+    ) -> None:
+        self.recovery = GroupRecovery(manager.group)
+        self._buffer = buffer
+        self._manager = manager
+        self._prompts = prompts
+        self._dynamic_sampling = dynamic_sampling
+        self._limit = requests_per_worker
+        self._id = uuid.uuid4().hex[:12]
+        self._attempts = itertools.count()
+        self._members: list[Hashable] = []
+        """What identifies the process of each rank."""
+        self._workers: list[_Worker] = []
+        """By rank."""
+        self._follow_group()
+        self._reported: tuple[float, int | None] = (-REPORT_SECONDS, None)
+        self._wait = WAIT_SECONDS[0]
+        self._overhead = 0.0
+        self._rollouts: dict[int, tuple[list[list[int]], Mapping[str, Sequence[Any]]]] = {}
+        self._losses: dict[int, int] = {}
+        self._asked: Counter[str] = Counter()
+        """Id of a `WeightRequest` -> how often a worker was told to serve it."""
+
+    @property
+    def running(self) -> bool:
+        """Whether workers generate."""
+        return any(worker.running for worker in self._workers)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for an exchange."""
+        at, version = self._reported
+        copying = any(one.report is not None and one.report.needs_weights for one in self._workers)
+        old = time.monotonic() - at > (COPY_SECONDS if copying else REPORT_SECONDS) or version != self._buffer.version
+        return old or self.recovery.due or any(worker.running or worker.finished for worker in self._workers)
+
+    def begin_groups(self) -> None:
+        """Assign groups to the workers that have the buffer's version and room, while the buffer admits any."""
+        version = self._buffer.version
+        current = [one for one in self._workers if one.report is not None and one.report.weight_version == version]
+        while free := [worker for worker in current if self._has_room(worker)]:
+            begun = self._buffer.begin()
+            if begun is None:
+                return
+            worker = min(free, key=lambda one: one.requests)
+            request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
+            worker.running[request.attempt] = request
+            worker.unsent.add(request.attempt)
+
+    def _has_room(self, worker: _Worker) -> bool:
+        waiting = 0 if worker.report is None else worker.report.load.waiting
+        more = worker.requests + self._manager.samples_per_prompt
+        return not waiting and (not worker.running or more <= self._limit)
+
+    def _request(self, number: int, partial: Generated | None) -> GroupRequest:
+        manager, (rollout_id, index) = self._manager, divmod(number, self._buffer.groups_per_batch)
+        prompt = self._rollout(rollout_id)[0][index] if partial is None else partial.prompt
+        completions = None if partial is None else partial.completions
+        samples = manager.samples_per_prompt if completions is None else len(completions)
+        seeds = [mixed_seed(manager.seed, rollout_id, index, sample) for sample in range(samples)]
+        attempt = Attempt(number, next(self._attempts))
+        return GroupRequest(attempt, prompt, manager.sampling_params, seeds, completions)
+
+    def _rollout(self, rollout_id: int) -> tuple[list[list[int]], Mapping[str, Sequence[Any]]]:
+        """Return the prompts of a rollout, and their extras."""
+        if rollout_id not in self._rollouts:
+            given = self._prompts(rollout_id)
+            prompts, extras = given if isinstance(given, tuple) else (given, {})
+            if len(prompts) != self._buffer.groups_per_batch:
+                raise ValueError(
+                    f"prompts({rollout_id}) returned {len(prompts)} prompts; expected {self._buffer.groups_per_batch}"
+                )
+            first = rollout_id * len(prompts)
+            ids = [token_ids(first + index, prompt) for index, prompt in enumerate(prompts)]
+            self._rollouts[rollout_id] = (
+                ids,
+                {name: checked_values(name, values, len(ids)) for name, values in extras.items()},
+            )
+            if len(self._rollouts) > ROLLOUTS:
+                del self._rollouts[next(iter(self._rollouts))]
+        return self._rollouts[rollout_id]
+
+    def _copies(self) -> dict[int, list[WeightRequest]]:
+        """Choose who sends its weights to the workers that need them: rank -> requests. Busy workers last."""
+        version = self._buffer.version
+        reports = {rank: worker.report for rank, worker in enumerate(self._workers) if worker.report is not None}
+        # rank -> what makes it busy
+        busy = {
+            rank: (len(report.sending_weights), self._workers[rank].requests)
+            for rank, report in reports.items()
+            if report.weight_version == version
+        }
+        served = {id_ for report in reports.values() for id_ in report.sending_weights}
+        chosen: dict[int, list[WeightRequest]] = {}
+        for report in reports.values():
+            needed = report.needs_weights
+            if needed is None or needed.version != version or needed.id in served or not busy:
+                continue
+            if self._asked[needed.id] < MAX_COPIES:
+                self._asked[needed.id] += 1
+                sender = min(busy, key=lambda rank: busy[rank])
+                busy[sender] = busy[sender][0] + 1, busy[sender][1]
+                chosen.setdefault(sender, []).append(needed)
+        return chosen
+
+    def exchange(self, *, updating: bool = False) -> list[Report] | None:
+        """Give the workers their orders, and handle what they report.
+
+        Args:
+            updating: an update follows or is under way, so no worker copies the weights of another one, and workers do
+                not wait in the exchange: the update needs the thread.
+
+        Returns:
+            The reports. None if a worker died: its groups were given back, and the other orders have to be repeated.
+        """
+        self.recovery.grow()
+        self._follow_group()
+        expired = set(self._buffer.expired())
+        wait = 0.0 if updating else min(max(self._wait, self._overhead), REPORT_SECONDS)
+        version = self._buffer.version
+        copies = {} if updating else self._copies()
+        orders = [
+            Orders(
+                self._id,
+                version,
+                [worker.running[attempt] for attempt in sorted(worker.unsent)],
+                [attempt for attempt in worker.running if attempt.number in expired],
+                list(worker.finished),
+                wait,
+                not updating,
+                copies.get(rank, ()),
+                worker.held[1] if worker.held[0] == version else None,
+            )
+            for rank, worker in enumerate(self._workers)
+        ]
+        exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
+        began = time.monotonic()
+        try:
+            reports: list[Report] = exchange(orders)
+        except (WorkerDiedError, CallTimeoutError, GroupBrokenError) as error:
+            known = [worker.report for worker in self._workers if worker.report is not None]
+            self.recovery.recover(error, elastic=bool(known) and all(report.any_rank for report in known))
+            self._follow_group(error)
+            return None
+        except DispatchError:
+            if self._manager.group.world_size == len(orders):
+                raise
+            return None  # ranks were added or dropped meanwhile
+        except ResultLostError:
+            return None  # the workers are alive, and orders may be repeated
+        ended = time.monotonic()
+        self._reported, self._overhead = (ended, version), max(0.0, ended - began - wait)
+        for worker in self._workers:
+            worker.unsent.clear()
+            worker.finished.clear()
+        busy = any(order.submit or order.abort for order in orders) or any(report.finished for report in reports)
+        self._wait = WAIT_SECONDS[0] if busy else min(2 * self._wait, WAIT_SECONDS[1])
+        for worker, report in zip(self._workers, reports, strict=False):  # the group may have got further ranks
+            self._handle(worker, report)
+            worker.held = (None, None) if updating else (report.weight_version, report.weights_id)
+        return reports
+
+    def _follow_group(self, error: Exception | None = None) -> None:
+        """Take note of the processes that are the group's ranks now, and give back the groups of those that are not any
+        more."""
+        members = self.recovery.members()
+        if members == self._members:
+            return
+        before = self._workers
+        known = dict(zip(self._members, before, strict=True))
+        self._members, self._workers = (
+            members,
+            [known.pop(member) if member in known else _Worker() for member in members],
+        )
+        if len(before) == len(members):
+            for old, new in zip(before, self._workers, strict=True):
+                new.held = old.held
+        for worker in known.values():
+            for attempt in worker.running:
+                self._give_back_lost(attempt, error)
+
+    def _give_back_lost(self, attempt: Attempt, error: Exception | None = None) -> None:
+        losses = self._losses[attempt.number] = self._losses.get(attempt.number, 0) + 1
+        if losses >= MAX_LOSSES:
+            raise RolloutError(
+                f"group {attempt.number} was given to {losses} workers that died; its prompt may be the reason"
+            ) from error
+        self._buffer.give_back(attempt.number)
+
+    def _handle(self, worker: _Worker, report: Report) -> None:
+        worker.report = report
+        for finished in report.finished:
+            request = worker.running.pop(finished.attempt, None)
+            worker.finished.append(finished.attempt)
+            if request is not None:
+                self._finished(request, finished, report.weight_version)
+        for attempt in worker.running.keys() - set(report.running):  # somebody else has restarted the worker
+            del worker.running[attempt]
+            self._give_back_lost(attempt)
+
+    def _finished(self, request: GroupRequest, finished: FinishedGroup, version: int | None) -> None:
+        number = request.attempt.number
+        if finished.error is not None:
+            raise finished.error
+        self._losses.pop(number, None)
+        completions = [replace(one, weight_versions=[*token_versions(one, version)]) for one in finished.completions]
+        group = Generated(list(request.prompt), completions)
+        tokens = sum(len(one.token_ids) for one in completions)
+        if any(one.finish_reason == "abort" for one in completions):
+            self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
+            return
+        if self._manager.rewards is None:
+            self._put(number, group)
+            return
+        samples = [Sample(number, k, group.prompt, one.token_ids) for k, one in enumerate(completions)]
+        rollout_id, index = divmod(number, self._buffer.groups_per_batch)
+        extras = {name: {number: values[index]} for name, values in self._rollout(rollout_id)[1].items()}
+        future = self._manager.rewards.submit(samples, extras)
+        future.add_done_callback(lambda done: self._rewarded(number, group, done))
+
+    def _rewarded(self, number: int, group: Generated, done: Future[list[float]]) -> None:
+        """A callback of the rewards, in one of their threads."""
+        try:
+            self._put(number, group._replace(rewards=done.result()))
+        except CancelledError:
+            self._buffer.fail(RolloutError("the rewards were cancelled"))
+        except BaseException as error:
+            self._buffer.fail(error)
+
+    def _put(self, number: int, group: Generated) -> None:
+        versions = [
+            version for one in group.completions for version in one.weight_versions or () if version is not None
+        ]
+        flat = self._dynamic_sampling and group.rewards is not None and len(set(group.rewards)) == 1
+        self._buffer.put(
+            number,
+            store(group),
+            versions=(min(versions), max(versions)) if versions else None,
+            flat=flat,
+            tokens=len(versions),
+        )
+
+    def leave(self) -> None:
+        """Abort what is running; the workers keep nothing of this stream."""
+        if self.due:
+            try:
+                self._manager.group.exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
+            except SingleControllerError as error:
+                logger.debug("the stream could not take leave of its workers: %s", error)
+
+
+def store(value: Any) -> Any:
+    """Put a value into Ray's object store, if Ray runs: the driver then keeps a reference."""
+    import ray
+
+    return ray.put(value) if ray.is_initialized() else value
+
+
+def load(value: Any) -> Any:
+    import ray
+
+    return ray.get(value) if isinstance(value, ray.ObjectRef) else value

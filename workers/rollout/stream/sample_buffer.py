@@ -1,0 +1,481 @@
+"""SampleBuffer: what is generated, waits and is trained in an asynchronous run, and how old it may be.
+
+Pure Python: no Ray, no torch. The state machine, the policies and what they guarantee: ``docs/async-rl.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from workers.rollout.stream.flat_filter import FlatFilter
+from workers.rollout.stream.sample_group import Batch, Begun, Group, Taken
+from workers.rollout.stream.updates import Updates
+
+OnStale = Literal["wait", "drop", "train"]
+Order = Literal["fifo", "window"]
+_Convert = Callable[[Any], Any]
+
+KNOWN_BATCHES = 256
+"""How many batches `SampleBuffer.rewind` can go back."""
+
+COUNTS = ["arrived", "taken", "filtered", "dropped", "given_back", "interrupted"]
+COUNTS += ["arrived_tokens", "taken_tokens", "dropped_tokens", "wait_seconds"]
+
+
+class SampleBuffer:
+    """The store between generation and training. Methods may be called from any thread; one thread calls `take`.
+
+    A *group* is all samples of one prompt. Its *number* is the position of its prompt in the run, from 0. Batch b is
+    what the b-th `take` returns, from 0. The trainer's weights are sent before batch 0, and again before every batch
+    whose number is a multiple of ``update_interval``. The *staleness* of a group, in versions, is the number of updates
+    since the weights that generated its oldest token.
+
+    A payload is anything, usually a reference to the object store: the buffer keeps at most
+    ``groups_per_batch * update_interval * (max_staleness + 1)`` groups and those of the last ``keep_batches`` batches,
+    and drops its reference when a group is filtered or dropped.
+
+    Args:
+        groups_per_batch: groups that `take` returns.
+        max_staleness: largest staleness of a group when it is taken. A group is begun only if it will not be older in
+            order of number: see `begin`. 0: all groups are generated with the weights that train on them.
+        on_stale: which groups may be left behind when faster ones are taken. "wait": none that would become too old.
+            "drop": any; a group that becomes too old is dropped, and its prompt begins again. "train": any, and they
+            are trained however old they become. With ``order="fifo"`` no group is left behind and these are the same.
+        order: "fifo" takes groups in order of number. "window" lets ready groups overtake.
+        window: a group that is not ready may be overtaken only by the next ``window`` numbers; by default two batches.
+        update_interval: batches from one update to the next.
+        num_batches: batches of the run. No group begins that would be in a later one. None: no end.
+        max_filtered: how many flat groups (see `put`) may be filtered for each ``groups_per_batch`` groups that are
+            kept, in order of number; further ones are kept. None: no limit.
+        keep_batches: how many batches that were taken are kept, so that `rewind` need not generate them again. Twice
+            ``peer_snapshot_interval`` if the trainer takes snapshots.
+
+    Attributes:
+        version: the version in force; None before the first `set_version`. Read only, as ``batches``.
+        keep_batches: see above; may be raised at any time.
+        batches: number of batches taken, and so the number of the next one.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        groups_per_batch: int,
+        *,
+        max_staleness: int = 0,
+        on_stale: OnStale = "wait",
+        order: Order = "fifo",
+        window: int | None = None,
+        update_interval: int = 1,
+        num_batches: int | None = None,
+        max_filtered: int | None = None,
+        keep_batches: int = 0,
+    ) -> None:
+        needed = [("groups_per_batch", groups_per_batch, 1), ("max_staleness", max_staleness, 0)]
+        needed += [("update_interval", update_interval, 1), ("keep_batches", keep_batches, 0)]
+        optional = [("window", window, 1), ("num_batches", num_batches, 0), ("max_filtered", max_filtered, 0)]
+        for name, value, least in (*needed, *(one for one in optional if one[1] is not None)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"SampleBuffer: {name}={value!r}; expected an integer of at least {least}")
+        for name, word, known in (("on_stale", on_stale, get_args(OnStale)), ("order", order, get_args(Order))):
+            if word not in known:
+                raise ValueError(f"SampleBuffer: {name}={word!r}; expected one of {', '.join(known)}")
+        if order == "fifo" and window is not None:
+            raise ValueError(f"SampleBuffer: window={window} needs order='window'")
+        self.groups_per_batch = groups_per_batch
+        self.max_staleness = max_staleness
+        self.on_stale = on_stale
+        self.window = 0 if order == "fifo" else window or 2 * groups_per_batch
+        self.update_interval = update_interval
+        self.num_batches = math.inf if num_batches is None else num_batches
+        self.keep_batches = keep_batches
+        self.version: int | None = None
+        self.batches = 0
+
+        self._changed = threading.Condition()
+        """Its lock protects all attributes below, `version` and `batches`; methods whose names begin with _ are called
+        with it held. No other lock is taken and no function of the caller is called under it. Notified when `take` may
+        have become possible, or has to raise."""
+        self._groups: dict[int, Group] = {}
+        """In order of number: numbers enter in order, and a group that begins again keeps its place."""
+        self._pending: set[int] = set()
+        self._cursor = 0
+        """The lowest number that has never begun."""
+        self._taken: deque[Batch] = deque(maxlen=KNOWN_BATCHES)
+        """The batches that were taken, the last one at the end."""
+        self._interval = 0
+        """``batches // update_interval`` at the last update."""
+        self._updates = Updates()
+        self._filter = FlatFilter(groups_per_batch, max_filtered)
+        self._error: BaseException | None = None
+        self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
+
+    # --- for the side that generates --------------------------------------------------------------------------------
+
+    def begin(self) -> Begun | None:
+        """Return a group to generate now, with the version in force: the lowest number that was given back or dropped,
+        else the next prompt.
+
+        Taken in order of number, it will be in batch b, after all lower numbers that were not filtered. It begins only
+        if at most ``max_staleness`` updates come before batch b.
+
+        Returns:
+            None if no group may begin at the moment; ask again after `take`, `set_version` or `put`.
+        """
+        with self._changed:
+            if self.version is None or self._error is not None:
+                return None
+            number = min(self._pending, default=self._cursor)
+            before = len(self._groups) if number == self._cursor else sum(lower < number for lower in self._groups)
+            batch = self.batches + before // self.groups_per_batch
+            if self._updates_before(batch) > self.max_staleness or batch >= self.num_batches:
+                return None
+            if number == self._cursor:
+                self._cursor += 1
+                self._groups[number] = Group()
+            group = self._groups[number]
+            if self._too_old(group, self._updates_before(batch)):
+                self._drop(number)  # a partial completion that cannot be trained in time
+            self._pending.discard(number)
+            if group.update is None:
+                group.update = self._updates.count
+            partial, group.data, group.state = group.data, None, "in flight"
+            return Begun(number, partial)
+
+    def put(
+        self, number: int, payload: Any, *, versions: tuple[int, int] | None, flat: bool = False, tokens: int = 0
+    ) -> None:
+        """Add a group that is complete.
+
+        Args:
+            number: of a group in flight. The buffer knows no attempts: after `give_back`, a late result of the earlier
+                attempt must not be put.
+            payload: what `take` returns; not looked at.
+            versions: lowest and highest weight version of its tokens, as the workers report them; None if it has no
+                tokens.
+            flat: its rewards have no variance (dynamic sampling): the group is filtered, and a further prompt takes its
+                place, unless ``max_filtered`` were filtered already. Which ones are filtered depends on the numbers of
+                the flat groups and not on when they arrive.
+            tokens: number of generated tokens, for `metrics`.
+
+        Raises:
+            ValueError: the group is not in flight, or the versions are not versions.
+        """
+        if versions is not None and not 0 <= versions[0] <= versions[1]:
+            raise ValueError(f"group {number}: versions={versions!r}; expected (lowest, highest), both at least 0")
+        with self._changed:
+            group = self._in_flight(number)
+            group.state, group.data, group.tokens = "ready", payload, tokens
+            group.update = self._updates.count if versions is None else self._updates.of(versions[0])
+            self._count("arrived", tokens)
+            for other in self._filter.arrive(number, flat):
+                del self._groups[other]
+                self._counts["filtered"] += 1
+            if number in self._groups and self._too_old(group):
+                self._drop(number)
+            self._changed.notify_all()
+
+    def give_back(self, number: int, partial: Any = None, *, tokens: int = 0) -> None:
+        """Make a group in flight pending: its worker died, or it was interrupted or aborted.
+
+        Args:
+            number: of a group in flight.
+            partial: completions to continue, or None if there are no tokens. They count as generated with the weights
+                with which the group began.
+            tokens: number of generated tokens so far, for `metrics`.
+
+        Raises:
+            ValueError: the group is not in flight.
+        """
+        with self._changed:
+            group = self._in_flight(number)
+            group.data, group.tokens = partial, tokens
+            if self._too_old(group):
+                self._drop(number)
+                return
+            group.state = "pending"
+            self._pending.add(number)
+            self._counts["given_back" if partial is None else "interrupted"] += 1
+            if partial is None:
+                group.update, group.tokens = None, 0
+
+    def expired(self) -> list[int]:
+        """Numbers of the groups in flight that are too old to be trained. Abort them, then `give_back` each."""
+        with self._changed:
+            return [n for n, group in self._groups.items() if group.state == "in flight" and self._too_old(group)]
+
+    def fail(self, error: BaseException) -> None:
+        """End generation: `take` raises a copy of the first error, now and later, and no group begins."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # --- for the side that trains -----------------------------------------------------------------------------------
+
+    def take(self, timeout: float | None = None) -> list[Taken]:
+        """Return the next batch, in order of number.
+
+        Taking a batch says that the one before it is trained, and that this one will be trained with the version in
+        force: train, then update if it is time, then take.
+
+        Args:
+            timeout: seconds to wait for the batch. None: no limit. After a timeout, call it again.
+
+        Raises:
+            TimeoutError: the batch is not complete.
+            ValueError: all batches were taken, or there are no weights yet.
+        """
+        began = time.monotonic()
+        with self._changed:
+            if self.batches >= self.num_batches:
+                raise ValueError(f"all {self.num_batches} batches were taken")
+            if self.version is None:
+                raise ValueError("take() before the first set_version(): no group can begin")
+            # An update that is overdue will not come: whoever would send it is here.
+            self._interval = max(self._interval, self.batches // self.update_interval)
+            try:
+                while (chosen := self._choose()) is None:
+                    left = None if timeout is None else began + timeout - time.monotonic()
+                    if left is not None and left <= 0:
+                        states = ", ".join(f"{count} {state}" for state, count in self._states().items())
+                        raise TimeoutError(f"batch {self.batches} is not complete after {timeout} s; groups: {states}")
+                    self._changed.wait(left)  # without the lock, so other threads may put or fail
+            finally:
+                self._counts["wait_seconds"] += time.monotonic() - began
+            groups = {number: self._groups.pop(number) for number in chosen}
+            self._taken.append(Batch(chosen, groups, self._updates.count))
+            if len(self._taken) > self.keep_batches:
+                self._taken[-1 - self.keep_batches].groups = {}
+            self._updates.rewound = False
+            self.batches += 1
+            for group in groups.values():
+                self._count("taken", group.tokens)
+            return [Taken(number, group.data) for number, group in groups.items()]
+
+    def set_version(self, version: int, *, same_weights: bool = False) -> None:
+        """Say that the workers have weights of this version. No group begins before the first call.
+
+        Args:
+            version: the version. The one that is in force already changes nothing.
+            same_weights: these are the weights of the version before, sent again because a worker was restarted. No
+                group becomes older.
+
+        Raises:
+            ValueError: the version is lower than the one in force.
+        """
+        with self._changed:
+            if self.version is not None and version <= self.version:
+                if version < self.version:
+                    raise ValueError(f"set_version({version}): version {self.version} is in force")
+                return
+            if self._updates.add(version, same_weights=same_weights):
+                self._interval = max(self._interval, self.batches // self.update_interval)
+            self.version = version
+            self._drop_stale()
+            self._changed.notify_all()
+
+    def staleness(self, version: int) -> int:
+        """How many updates with new weights came after a version. Weights that were sent again do not count. 0 for
+        weights that the trainer will have again after a `rewind`."""
+        with self._changed:
+            return max(0, self._updates.count - self._updates.of(version))
+
+    def rewind(self, batch: int) -> None:
+        """Take batches again, because what was trained on them is lost: the trainer has returned to an earlier rollout.
+
+        The groups of these batches are ready again, as they were, if they are among the last ``keep_batches``; else
+        they are generated again. All other groups stay. Until the next `take`, versions are those of the weights with
+        which this batch was trained, sent again. What newer weights have generated is trained when the trainer has had
+        as many updates again; until then its staleness is 0.
+
+        Args:
+            batch: number of the batch that `take` shall return next.
+
+        Raises:
+            ValueError: the batch was not taken yet, or more than `KNOWN_BATCHES` batches ago.
+        """
+        with self._changed:
+            back = self.batches - batch
+            if not 0 <= back <= len(self._taken):
+                known = f"{self.batches - len(self._taken)} to {self.batches}"
+                raise ValueError(f"rewind({batch}): the batches that can be taken next are {known}")
+            if not back:
+                return
+            for _ in range(back):
+                again = self._taken.pop()
+                self._groups |= {number: again.groups.get(number) or Group() for number in again.numbers}
+                self._pending |= set(again.numbers) - again.groups.keys()
+            self._groups = dict(sorted(self._groups.items()))
+            self.batches, self._interval = batch, batch // self.update_interval
+            self._updates.rewind(again.update)
+            self._changed.notify_all()
+
+    # --- for checkpoints and logs -----------------------------------------------------------------------------------
+
+    def state_dict(self, materialize: _Convert | None = None, *, trained: int | None = None) -> dict[str, Any]:
+        """Return the state for a checkpoint. Groups in flight are saved as pending, without what they have generated.
+
+        Args:
+            materialize: makes of a payload or partial completions what is saved, such as `ray.get`. It is called
+                without the lock, while generation goes on.
+            trained: number of batches on which the saved weights have been trained. None: all that were taken. One
+                less: the batch taken last is saved as pending.
+
+        Returns:
+            A dict of numbers, lists, dicts and what ``materialize`` returns.
+
+        Raises:
+            ValueError: ``trained`` is another number.
+        """
+        with self._changed:
+            trained = self.batches if trained is None else trained
+            if not self.batches - min(1, len(self._taken)) <= trained <= self.batches:
+                raise ValueError(f"state_dict(trained={trained}): {self.batches} batches were taken")
+            # Copies, because the groups themselves change as soon as the lock is released.
+            groups = {} if trained == self.batches else dict.fromkeys(self._taken[-1].numbers, Group())
+            groups |= {n: Group() if one.state == "in flight" else copy.copy(one) for n, one in self._groups.items()}
+            state: dict[str, Any] = {"groups_per_batch": self.groups_per_batch, "batches": trained}
+            state |= {"cursor": self._cursor, "filter": self._filter.state_dict()}
+            updates = self._updates
+            state |= {"version": self.version, "updates": updates.state_dict(), "update": updates.count}
+            due = not updates.count or updates.behind or trained // self.update_interval > self._interval
+            state |= {"update_due": due}
+        for group in groups.values():
+            if materialize is not None and group.data is not None:
+                group.data = materialize(group.data)
+        saved = {n: (one.state, one.update, one.data, one.tokens) for n, one in sorted(groups.items())}
+        return {**state, "groups": saved}
+
+    def load_state_dict(
+        self, state: dict[str, Any], version: int | None = None, *, restore: _Convert | None = None
+    ) -> None:
+        """Continue from a state of `state_dict`. Arguments other than ``groups_per_batch`` may differ from those then.
+
+        Args:
+            state: the state.
+            version: the version with which the weights of the checkpoint are sent. None: the saved version, or the one
+                after it if an update was due; send them as `version` then. With any other number, ``restore`` has to
+                add the difference to the versions of the tokens.
+            restore: makes a payload or partial completions of what ``materialize`` returned, such as `ray.put`.
+
+        Raises:
+            ValueError: the state is of batches of another size, or groups are in flight.
+        """
+        if state["groups_per_batch"] != self.groups_per_batch:
+            sizes = f"{state['groups_per_batch']} groups per batch, and the buffer {self.groups_per_batch}"
+            raise ValueError(f"the state has {sizes}: the numbers of prompts would change")
+        groups = {number: Group(*saved) for number, saved in state["groups"].items()}
+        for group in groups.values():
+            if restore is not None and group.data is not None:
+                group.data = restore(group.data)
+        with self._changed:
+            if flying := self._states()["in flight"]:
+                raise ValueError(f"load_state_dict(): {flying} groups are in flight; give them back first")
+            self._groups, self._cursor, self.batches = groups, state["cursor"], state["batches"]
+            self._taken.clear()
+            self._pending = {number for number, group in groups.items() if group.state == "pending"}
+            self._filter.load_state_dict(state["filter"])
+            self._interval = self.batches // self.update_interval
+            due = int(state["update_due"])
+            same = (state["version"] or 0) + due
+            self.version = same if version is None else version
+            self._updates = Updates(state["updates"], self.version - same, state.get("update"))
+            if due:
+                self._updates.add(self.version)
+            self._error = None
+            self._drop_stale()  # of a run with another max_staleness
+            self._changed.notify_all()
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the last call, and how many groups there are now.
+
+        All names begin with ``buffer/``. Counts of groups: ``arrived`` (all that were put), ``taken``, ``filtered``,
+        ``dropped``, ``given_back`` (without tokens), ``interrupted`` (with tokens). Their generated tokens:
+        ``arrived_tokens``, ``taken_tokens``, ``dropped_tokens``; ``taken_tokens / taken`` below ``arrived_tokens /
+        arrived`` means that short completions are favoured. ``wait_seconds``: time in `take`. Groups now: ``pending``,
+        ``in_flight``, ``ready``.
+        """
+        with self._changed:
+            counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
+            now = {state.replace(" ", "_"): count for state, count in self._states().items()}
+        return {f"buffer/{name}": float(count) for name, count in (counts | now).items()}
+
+    # --- with the lock held -----------------------------------------------------------------------------------------
+
+    def _in_flight(self, number: int) -> Group:
+        group = self._groups.get(number)
+        if group is None or group.state != "in flight":
+            raise ValueError(f"group {number} is not in flight" + (f": it is {group.state}" if group else ""))
+        return group
+
+    def _count(self, what: str, tokens: int) -> None:
+        self._counts[what] += 1
+        self._counts[f"{what}_tokens"] += tokens
+
+    def _states(self) -> dict[str, int]:
+        counts = Counter(group.state for group in self._groups.values())
+        return {state: counts[state] for state in ("pending", "in flight", "ready")}
+
+    def _updates_before(self, batch: int) -> int:
+        """How many updates will come before a batch is trained."""
+        return batch // self.update_interval - self._interval
+
+    def _too_old(self, group: Group, updates: int = 0) -> bool:
+        """Whether a group would be too old after some more updates."""
+        if self.on_stale == "train" or group.update is None:
+            return False
+        return self._updates.count - group.update + updates > self.max_staleness
+
+    def _drop(self, number: int) -> None:
+        group = self._groups[number]
+        self._count("dropped", group.tokens)
+        group.state, group.update, group.data, group.tokens = "pending", None, None, 0
+        self._pending.add(number)
+        self._filter.drop(number)
+
+    def _drop_stale(self) -> None:
+        """Drop the groups that are too old, except those in flight: see `expired`.
+
+        With "wait" there are none as long as updates come every ``update_interval`` batches.
+        """
+        for number, group in self._groups.items():
+            if group.state != "in flight" and self._too_old(group):
+                self._drop(number)
+
+    def _choose(self) -> list[int] | None:
+        """Numbers of the next batch: the lowest that are ready, within the window. None: wait."""
+        if self._error is not None:
+            raise copy.copy(self._error) from self._error.__cause__  # a copy: an exception keeps its traceback
+        chosen: list[int] = []
+        end = math.inf
+        for number, group in self._groups.items():
+            if number >= end or len(chosen) == self.groups_per_batch:
+                break
+            if group.state == "ready" and number not in self._filter.undecided:
+                chosen.append(number)
+            else:
+                end = min(end, number + self.window)
+        if len(chosen) < self.groups_per_batch:
+            return None
+        # The lowest numbers are never refused, so that take() can only wait for a group in flight.
+        if self.on_stale == "wait" and end < math.inf and not self._in_time_without(set(chosen)):
+            return None
+        return chosen
+
+    def _in_time_without(self, chosen: set[int]) -> bool:
+        """Whether all other groups can be trained in time if they are taken in order of number from then on.
+
+        No other choice of ready groups leaves more time: each group waits for the lower numbers that are left.
+        """
+        left = (group for number, group in self._groups.items() if number not in chosen)
+        return not any(
+            self._too_old(group, self._updates_before(self.batches + 1 + place // self.groups_per_batch))
+            for place, group in enumerate(left)
+        )

@@ -1,0 +1,431 @@
+"""RayTrainGroup: the driver-side proxy of the ranks that train one model.
+
+To follow a step: `RayTrainGroup.async_train` checks the rows, puts them into order with `SharedRollout.take`, starts
+what the critic or the actor computes for both with `SharedRollout.computed`, and calls ``TrainWorker.train`` on all
+ranks. On a rank, `PolicyTrainWorker.train` takes it from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, Literal, Self
+
+import ray
+
+from single_controller import RayResourcePool, RayWorkerGroup, SingleControllerError
+from workers.data.shared_rollout import SharedRollout
+from workers.recovery.replacing import Progress
+from workers.recovery.train_handover import common_position, find_left
+from workers.train.args import TrainArgsError, read_args, update_seconds
+from workers.train.args_checks import ROLES, role_args
+from workers.train.backends import takes_version, worker_class
+from workers.train.checkpoints import LastCheckpoint
+from workers.train.lifecycle import TrainGroupLife
+from workers.train.role_placement import cluster_has_gpus, first_slots
+from workers.train.rollout_link import RolloutLink
+from workers.train.train_worker import TrainWorker
+from workers.weight_sync import SyncReport, WeightSyncError
+from workers.weight_sync.sync_protocol import TimeUpError
+
+logger = logging.getLogger(__name__)
+
+UPDATE_TRIES = 3
+"""How often an update of the weights is tried in which rollout workers die, if they are restarted."""
+
+
+class RayTrainGroup(TrainGroupLife):
+    """The train workers of one role: ``num_nodes * num_gpus_per_node`` ranks.
+
+    The ``async_*`` methods return one Ray reference per rank, for ``ray.get``; the other methods wait. The group is a
+    context manager: closing it ends its workers, and frees the pool if the group created it.
+
+    Args:
+        args: the configuration, see ARGUMENTS.md. It is checked here.
+        num_nodes: number of nodes.
+        num_gpus_per_node: ranks per node. Without GPUs in the cluster, ranks take CPU slots.
+        pg: the slots to run on: a `RayResourcePool`, or ``(placement_group, reordered_bundle_indices)``, optionally
+            with the GPU ids as a third element. The group takes the first slots. None creates a pool.
+        num_gpus_per_actor: share of a slot's GPU and CPU that a rank takes; without GPUs, of its CPU.
+        role: "actor" or "critic".
+        resources: custom resources that each rank takes.
+        num_resources_per_node: amount of each custom resource to reserve per node, if the pool is created here; by
+            default what the ranks take.
+        actor_cls: the worker class, a `TrainWorker`; by default that of ``args.train_backend``.
+        standby: how many standbys the group keeps, in slots of their own: see `RayWorkerGroup`. ``pg`` must have room.
+        on_death: what `replace` does if more ranks have died than there are standbys: ``"replace"`` starts new
+            processes, ``"shrink"`` goes on with fewer data-parallel ranks, until `grow` or `restart`.
+        detached: whether the workers outlive the driver; see `attach`. A pool that is passed must be detached too.
+        name_prefix: distinguishes the workers' names from those of other runs in the cluster.
+
+    Attributes:
+        args: the complete configuration.
+        role: the role.
+        weight_version: version of the weights that the rollout workers have; 0 before the first update.
+        next_rollout_id: after `attach`, the id of the rollout to train on next.
+
+    Raises:
+        TrainArgsError: the configuration is invalid, or the pool is too small.
+        TypeError: ``actor_cls`` is not a `TrainWorker` or lacks one of its methods, or ``pg`` has another type.
+        ValueError: a number or the role is invalid.
+        PlacementError, StartError: as `RayWorkerGroup` raises them.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        num_nodes: int,
+        num_gpus_per_node: int,
+        pg: RayResourcePool | Sequence[Any] | None = None,
+        num_gpus_per_actor: float = 1,
+        role: str = "actor",
+        *,
+        resources: Mapping[str, float] | None = None,
+        num_resources_per_node: float | None = None,
+        actor_cls: type[TrainWorker] | None = None,
+        standby: int = 0,
+        on_death: Literal["replace", "shrink"] = "replace",
+        detached: bool = False,
+        name_prefix: str = "",
+    ) -> None:
+        if role not in ROLES:
+            raise ValueError(f"role={role!r}: expected one of {', '.join(map(repr, ROLES))}")
+        self.args, self.role = read_args(args), role
+        self.weight_version = 0
+        self._ranks = _count("num_nodes", num_nodes) * _count("num_gpus_per_node", num_gpus_per_node)
+        if not 0 < num_gpus_per_actor <= 1:
+            raise ValueError(
+                f"num_gpus_per_actor={num_gpus_per_actor!r}: expected a share of a slot, above 0 and at most 1"
+            )
+        self._share = num_gpus_per_actor
+        if not isinstance(standby, int) or isinstance(standby, bool) or standby < 0:
+            raise ValueError(f"standby={standby!r}: expected an integer of at least 0")
+        if on_death not in ("replace", "shrink"):
+            raise ValueError(f"on_death={on_death!r}: expected 'replace' or 'shrink'")
+        self._standby, self._on_death = standby, on_death
+        self._resources = dict(resources or {})
+        if num_resources_per_node is not None and not (self._resources and pg is None):
+            raise ValueError(
+                f"num_resources_per_node={num_resources_per_node!r} applies to a pool that the group creates. Pass "
+                "resources= with it, and do not pass pg"
+            )
+        self._class = worker_class(self.args.train_backend, actor_cls)
+        self._takes_version = takes_version(self._class)
+        self._owned: RayResourcePool | None = None
+        self._closed = False
+        if pg is None:
+            per_node = {
+                name: amount if num_resources_per_node is None else num_resources_per_node / num_gpus_per_node
+                for name, amount in self._resources.items()
+            }
+            pg = self._owned = RayResourcePool(
+                [num_gpus_per_node] * num_nodes + [standby] * (standby > 0),
+                use_gpu=cluster_has_gpus(),
+                name_prefix=f"{role}_",
+                max_colocate_count=math.floor(1 / num_gpus_per_actor + 1e-6),
+                resources=per_node,
+                detached=detached,
+            )
+        self.pool = first_slots(pg, self._ranks + standby)
+        self._detached, self._name_prefix = bool(detached), name_prefix
+        self._placement: tuple[str, ...] = ()
+        self._with_ref: bool | None = None  # as given to async_init(); None before
+        self._saved = LastCheckpoint()
+        self._asleep = False
+        self._start_alone()
+        try:
+            self.create()
+        except BaseException:
+            self._end()
+            raise
+
+    # --- another driver ---------------------------------------------------------------------------------
+
+    @classmethod
+    def attach(
+        cls, name_prefix: str = "", role: str = "actor", *, namespace: str | None = None, timeout: float = 600.0
+    ) -> Self:
+        """Take over a group that was created with ``detached=True``, after its driver has ended. The workers go on at
+        the step that they are at, and load nothing. ``next_rollout_id`` is the rollout to train on next.
+
+        If workers have died, they are replaced, and all continue from snapshots in memory; see `replace`. Without
+        snapshots, or if the workers are not all at the same step, because the driver was killed while it sent a call,
+        they are restarted from the last checkpoint that the group saved; see `restart`.
+
+        Call `set_rollout_manager` and, with a critic, `connect` again. `close` ends the workers and removes their
+        placement groups, with everything else in those.
+
+        Args:
+            name_prefix: as given to the group.
+            role: its role.
+            namespace: Ray's namespace of the workers' names; by default the driver's own, or any other.
+            timeout: seconds that the workers may take to finish the step that they are in.
+
+        Raises:
+            ValueError: there is no such group, or `async_init` was not called.
+        """
+        workers, fields = find_left(f"{name_prefix}{role}_", namespace)
+        self = cls.__new__(cls)
+        vars(self).update(fields)
+        self._owned, self._closed = None, False
+        self._placement = workers.hand_over_placement()
+        self._start_alone()
+        self._group, self._made = workers, workers.workers
+        position = common_position(workers, timeout)
+        if position is None:
+            begun = (self.replace() if self.args.peer_snapshot_interval else None) or self.restart()
+            self.next_rollout_id = begun[0] if begun else None
+        else:
+            self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
+            self._progress.trained = position[0] - 1
+        return self
+
+    # --- training ---------------------------------------------------------------------------------------
+
+    def async_init(self, args: Any = None, role: str | None = None, with_ref: bool = False) -> list[Any]:
+        """Create the model on every rank; see `TrainWorker.init`.
+
+        Args:
+            args: replaces the group's configuration; None keeps it.
+            role: the group's role, or None.
+            with_ref: whether to keep a reference's weights too.
+
+        Returns:
+            By rank, a reference to the first rollout id.
+
+        Raises:
+            TrainArgsError: the configuration is invalid, or invalid for this number of ranks.
+            ModelFilesError: the configuration names no model.
+        """
+        if role is not None and role != self.role:
+            raise ValueError(f"async_init(role={role!r}): this group has the role {self.role!r}")
+        args = self.args if args is None else read_args(args)
+        workers = self.worker_group
+        self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
+        sent = workers.init.remote(args, self.role, with_ref)
+        self.args, self._with_ref = args, bool(with_ref)
+        self._saved, self._asleep = LastCheckpoint(), False
+        self._progress = Progress()
+        if self._rollout is not None:
+            self._rollout.forget()
+        if self._pair is not None:
+            self._pair.forget()
+        self._leave()
+        return list(sent.refs)
+
+    def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
+        """Train on a rollout, on every rank.
+
+        Args:
+            rollout_id: number of the rollout, from 0.
+            rollout_data_ref: a TensorDict (see `workers.data.rollout_data`), a future of one, a Ray reference to one,
+                or a list of references, one per dp rank. Pass the same object to the actor and to its critic: what both
+                need is then computed once.
+
+        Returns:
+            By rank, a reference to the metrics of the whole step.
+
+        Raises:
+            RolloutDataError: rows that are in this process are invalid; nothing was sent. For other rows, ``ray.get``
+                raises it.
+        """
+        workers = self.ready_workers("async_train")
+        if self.args.debug_rollout_only:
+            return list(workers.train.remote(rollout_id, None).refs)
+        if isinstance(rollout_data_ref, (list, tuple)) and len(rollout_data_ref) != workers.dp_size:
+            raise TrainArgsError(
+                f"async_train(): rollout_data_ref has {len(rollout_data_ref)} references for {workers.dp_size} dp "
+                "ranks; pass one for each dp rank"
+            )
+        if hasattr(rollout_data_ref, "keys"):
+            self._class.check_rows(self.args, rollout_data_ref)
+        shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
+        shared.take(rollout_id, rollout_data_ref)
+        self._progress.trained = rollout_id
+        return list(workers.train.remote(rollout_id, shared.data, **shared.computed()).refs)
+
+    def save_model(self, step: int, force_sync: bool = False, *, driver_state: Any = None) -> str | None:
+        """Write a checkpoint, and the Hugging Face export that ``args.save_hf`` asks for.
+
+        Args:
+            step: id of the last rollout that the model was trained on.
+            force_sync: write in the foreground, even with ``args.async_save``.
+            driver_state: anything that can be pickled, such as `RolloutStream.state_dict`, to store with it; see
+                `load_driver_state`.
+
+        Returns:
+            The checkpoint's folder; None if ``args.save`` is not set.
+        """
+        workers = self.ready_workers("save_model")
+        # Rank 0 alone fetches the state. A user's class may lack the parameter.
+        state = {} if driver_state is None else {"driver_state": [ray.put(pickle.dumps(driver_state))]}
+        with self._saved.failing():
+            folder: str | None = workers.save_model(step, force_sync, **state)[0]
+        if folder is not None:
+            self._saved.begun(folder, background=self.args.async_save and not force_sync)
+            self._leave()
+        return folder
+
+    def load_driver_state(self) -> Any:
+        """Return the ``driver_state`` of the checkpoint that `async_init` has loaded; None if there is none. The weight
+        versions continue from those of the checkpoint."""
+        state, version = self.ready_workers("load_driver_state").load_driver_state()[0]
+        self.weight_version = max(self.weight_version, version)
+        return None if state is None else pickle.loads(state)
+
+    def wait_for_save(self) -> None:
+        """Wait until the checkpoint that is being written in the background is on disk, and raise its error."""
+        workers = self.ready_workers("wait_for_save")
+        with self._saved.failing():
+            workers.wait_for_save()
+        self._saved.ended()
+        self._leave()
+
+    def update_weights(self, *, verify: Literal["fingerprint", "full", "none"] | None = None) -> int:
+        """Send the weights to the rollout workers, as the next version. If the manager has a `RolloutStream` and a
+        rollout worker dies in the update, the stream restarts it, and the update is repeated.
+
+        Args:
+            verify: what the rollout workers prove before they take the version, instead of ``update_weights_verify``:
+                that their engines hold what the trainer sent, by the digests of what has changed ("fingerprint") or of
+                everything ("full").
+
+        Returns:
+            The version. With ``debug_rollout_only``, nothing is sent and the version stays. `last_sync` has more.
+
+        Raises:
+            WorkerError: the update failed, with a `WeightSyncError` as its cause. Rollout workers that have kept the
+                version before are still in use.
+            WeightSyncError: the manager did not answer, or its stream did not pause, within the time limit. Nothing was
+                sent.
+        """
+        if verify not in (None, "fingerprint", "full", "none"):
+            raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or 'none'")
+        workers = self.ready_workers("update_weights")
+        version = self.weight_version + 1
+        for left in reversed(range(UPDATE_TRIES)):
+            try:
+                self._send(workers, version, verify)
+                break
+            except TimeUpError:  # of the stream: another try would take as long again
+                raise
+            except SingleControllerError as error:
+                if not left or workers.broken or self._rollout is None or not self._rollout.recovers:
+                    raise
+                logger.warning("repeating an update of the weights in which a rollout worker has died: %s", error)
+        return self.weight_version
+
+    def last_sync(self) -> SyncReport | None:
+        """Return what the last update took: seconds, bytes of rank 0, the pause of the rollout workers, the fingerprint
+        of the weights. None before the first one."""
+        report: SyncReport | None = self.ready_workers("last_sync").last_sync()
+        return report
+
+    def _send(self, workers: RayWorkerGroup, version: int, verify: str | None) -> None:
+        with nullcontext() if self._rollout is None else self._rollout.updating():
+            if self.args.debug_rollout_only:
+                return
+            if self._rollout is not None:
+                if self._rollout.outdated:
+                    self._rollout.introduce(workers.set_rollout_manager)
+                self._rollout.expect(version)  # before the update: from now on, other versions are an error
+            self._leave(weight_version=version)  # before: no other update may have this version
+            self._progress.sent_after = None  # an update that fails leaves rollout workers without weights
+            try:
+                workers.update_weights(
+                    *((version,) if self._takes_version else ()), **({} if verify is None else {"verify": verify})
+                )
+            except SingleControllerError:
+                if self._rollout is not None:  # workers that have kept the version before go on with it
+                    with suppress(WeightSyncError):
+                        self._rollout.expect(self.weight_version or None)
+                raise
+            self.weight_version, self._progress.sent_after = version, self._progress.trained
+
+    def onload(self) -> int:
+        """Move the workers' state back to device memory. Returns the bytes, summed over all ranks."""
+        taken = self.ready_workers("onload").wake_up()
+        self._asleep = False
+        self._leave()
+        return sum(taken_here or 0 for taken_here in taken)
+
+    def offload(self) -> int:
+        """Move the workers' state to host memory. Returns the freed device bytes, summed over all ranks."""
+        freed = self.ready_workers("offload").sleep()
+        self._asleep = True
+        self._leave()
+        return sum(freed_here or 0 for freed_here in freed)
+
+    def clear_memory(self) -> None:
+        """Free caches."""
+        self.ready_workers("clear_memory").clear_memory()
+
+    def set_rollout_manager(self, manager: Any) -> None:
+        """Set the rollout manager whose workers `update_weights` sends to.
+
+        Args:
+            manager: a `RolloutManager`, a Ray actor of one, any object with the workers' group as its ``group``, or
+                None. A manager in this process calls `update_weights` when its workers were restarted, unless its
+                ``refresh`` is set to something else; all workers then get the current weights, as the next version.
+        """
+        workers = self.ready_workers("set_rollout_manager")
+        link = RolloutLink(manager, self._refresh, update_seconds(self.args))
+        link.introduce(workers.set_rollout_manager)
+        self._rollout = None if manager is None else link
+
+    def _refresh(self) -> int:
+        """`update_weights`, also if the train workers are offloaded while others generate."""
+        asleep = self._asleep
+        if asleep:
+            self.onload()
+        try:
+            return self.update_weights()
+        finally:
+            if asleep and not self.worker_group.broken:
+                self.offload()
+
+    def get_parallel_config(self) -> dict[str, int]:
+        """Return the sizes of the parallel axes."""
+        config: dict[str, int] = self.ready_workers("get_parallel_config").get_parallel_config()[0]
+        return config
+
+    # --- the critic -------------------------------------------------------------------------------------
+
+    def connect(self, critic_group: RayTrainGroup) -> None:
+        """Connect rank i of this group to rank i of the critic. `async_train` then takes values from the critic.
+
+        Raises:
+            ValueError: the groups differ in size, or are not an actor and a critic.
+        """
+        if self.world_size != critic_group.world_size:
+            raise ValueError(
+                f"connect(): the {self.role} group has {self.world_size} ranks, the {critic_group.role} group "
+                f"{critic_group.world_size}; rank i of one connects to rank i of the other"
+            )
+        if (self.role, critic_group.role) != ("actor", "critic"):
+            raise ValueError(
+                "connect(): expected a group with role='actor' and an argument with role='critic', got "
+                f"{self.role!r} and {critic_group.role!r}"
+            )
+        self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
+        for group in (self, critic_group):
+            group.disconnect()
+        self._pair = critic_group._pair = SharedRollout(self, critic_group)
+
+    def disconnect(self) -> None:
+        """Disconnect an actor and its critic. Does nothing if they are not connected."""
+        for group in () if self._pair is None else self._pair.groups:
+            group._pair = None
+
+    def __repr__(self) -> str:
+        state = self._class.__name__ if self._alive else "released"
+        return f"<RayTrainGroup of {self.world_size}: {self.role}, {state}>"
+
+
+def _count(name: str, number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name}={number!r}: expected an integer of at least 1")
+    return number

@@ -1,0 +1,228 @@
+"""Weights that stay on the device: within one process, or between two processes that share a device.
+
+In each round, every train rank gets all pieces and serves the rollout workers on its own device: the one in its own
+process directly, others through handles to its memory (CUDA IPC handles, or shared memory if the device is the CPU).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.device import current_device, device
+from workers.weight_sync.buckets import FlatBuffer
+from workers.weight_sync.pieces import Header, Payload
+from workers.weight_sync.sync_protocol import Message, WeightSyncError, sync_error
+from workers.weight_sync.transports.weight_transport import Transport, Update, wait_all
+
+
+class DeviceTransport(Transport):
+    """See the module's docstring. The train ranks exchange their pieces in their own process group, round by round, so
+    that each rank can serve the receivers on its device."""
+
+    def __init__(self) -> None:
+        self._memory: SharedMemory | FlatBuffer | None = None
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        """The round, in the memory."""
+        self._served: list[str] = []
+        """Ids of the receivers that this rank serves in the update."""
+
+    def begin(self, update: Update) -> None:
+        """See `Transport.begin`."""
+        here = current_device()
+        if update.receivers.neighbour is None:
+            self._served = _served_by_this_rank(update, here)
+        if self._memory is None:
+            if here.type != "cuda" and not hasattr(os, "memfd_create"):
+                raise WeightSyncError(
+                    "transport='device' shares host memory only on Linux; use 'store', 'group' or 'disk' here"
+                )
+            self._memory = FlatBuffer(here) if here.type == "cuda" else SharedMemory()
+
+    def transfer(
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
+    ) -> None:
+        """See `Transport.transfer`. Returns when the receivers have copied the round."""
+        neighbour = update.receivers.neighbour
+        if neighbour is not None and update.ranks == 1:
+            for payload in payloads.values():
+                neighbour.take(update.key, payload)
+            return
+        offers = [(rank, index, header) for rank, of_rank in enumerate(headers) for index, header in of_rank.items()]
+        flats = self._memory_for([header for *_, header in offers])
+        works = []
+        for (rank, index, header), flat in zip(offers, flats, strict=True):
+            if rank == update.rank:
+                payloads[index].copy_to(flat, header)
+            if update.ranks > 1 and header.nbytes:
+                works.append(dist.broadcast(flat, group=update.process_group, group_src=rank, async_op=True))
+        for work in works:
+            work.wait()
+        if neighbour is not None:
+            own = next(index for index, one in enumerate(update.classes) if update.rank in one.members)
+            for (_, index, header), flat in zip(offers, flats, strict=True):
+                if index == own:
+                    neighbour.take(update.key, Payload.of(header, flat))
+            return
+        handles: dict[str, Any] = {}
+        error: WeightSyncError | None = None
+        try:
+            # CUDA counts how often a handle is opened, so each receiver needs a handle of its own.
+            handles = {receiver: self._handle() for receiver in self._served}
+        except Exception as failed:
+            error = sync_error(f"train rank {update.rank} could not share its weights", failed)
+
+        def load(offered: list[dict[str, Any]]) -> None:
+            every = {receiver: handle for theirs in offered for receiver, handle in theirs.items()}
+            class_of = {update.infos[one].id: index for index, of in enumerate(update.classes) for one in of.members}
+            shared = SharedRound(every, class_of, [(index, header) for _, index, header in offers])
+            wait_all(update.receivers.start("receive_weights", update.key, shared), update)
+
+        # Also the barrier behind which the next round may overwrite the memory: rank 0 waits for every receiver.
+        update.agree(f"shared {number}", handles, error, load)
+
+    def _memory_for(self, headers: Sequence[Header]) -> list[torch.Tensor]:
+        if self._memory is None:
+            raise WeightSyncError("no update has begun")
+        self._flat = self._memory.take(max(sum(header.nbytes for header in headers), 1))
+        return _split(self._flat, headers)
+
+    def flush(self, update: Update) -> None:
+        """See `Transport.flush`: `transfer` has waited for every round. Device memory is freed until the next update,
+        because the train ranks may be about to offload."""
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        if isinstance(self._memory, FlatBuffer):
+            self._memory = None
+            torch.cuda.ipc_collect()
+
+    def failed(self, update: Update) -> None:
+        """See `Transport.failed`."""
+        self.flush(update)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._memory = None
+
+    def _handle(self) -> Any:
+        if isinstance(self._memory, SharedMemory):
+            return self._memory.path
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return reduce_tensor(self._flat)[1]
+
+
+def _split(flat: torch.Tensor, headers: Sequence[Header]) -> list[torch.Tensor]:
+    parts, begin = [], 0
+    for header in headers:
+        parts.append(flat[begin : begin + header.nbytes])
+        begin += header.nbytes
+    return parts
+
+
+@dataclass(frozen=True)
+class SharedRound(Message):
+    """Load a round from the memory of a train process on the same device.
+
+    Attributes:
+        handles: by receiver id: a path of shared memory, or the arguments of torch's ``rebuild_cuda_tensor``.
+        classes: of the receivers, by id.
+        offers: the payloads in the memory, one after the other: class and header.
+    """
+
+    handles: dict[str, Any]
+    classes: dict[str, int]
+    offers: list[tuple[int, Header]]
+
+    def receive(self, receiver: Any, key: str) -> None:
+        """See `Message.receive`."""
+        receiver.check_update(key)
+        here = device(receiver.local_rank, receiver.device_ids)
+        own, headers = self.classes[receiver.receiver_id], [header for _, header in self.offers]
+        with self._opened(self.handles[receiver.receiver_id], here) as flat:
+            for (index, header), part in zip(self.offers, _split(flat, headers), strict=True):
+                if index == own:
+                    receiver.take(key, Payload.of(header, part))
+
+    @contextmanager
+    def _opened(self, handle: Any, here: torch.device) -> Iterator[torch.Tensor]:
+        """Open the memory on the receiver's device, which is also the current one inside. Torch keeps the current
+        device per thread, and the thread that runs a method of a worker may never have selected one."""
+        if isinstance(handle, str):
+            yield _mapped(handle, max(sum(header.nbytes for _, header in self.offers), 1))
+            return
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        arguments = list(handle)
+        arguments[6] = here.index  # the sender may see the same device under another index
+        with torch.cuda.device(here):
+            flat = rebuild_cuda_tensor(*arguments)
+            try:
+                yield flat
+            finally:
+                torch.cuda.synchronize(here)  # the sender overwrites the memory with the next round
+                del flat
+                torch.cuda.ipc_collect()
+
+
+class SharedMemory:
+    """Flat host memory that other processes of this machine can map. It is freed when the last of them closes it."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("weights")
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return that many bytes (uint8), valid until the next call."""
+        if self._memory.numel() < nbytes:
+            os.ftruncate(self._file, nbytes)
+            self._memory = _mapped(self.path, nbytes)
+        return self._memory[:nbytes]
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+@functools.cache
+def device_name(local_rank: int = 0, device_ids: tuple[str, ...] = ()) -> str:
+    """Return the name of a worker's device. It is the same in every process that can open memory there."""
+    return name_of(device(local_rank, device_ids))
+
+
+def name_of(here: torch.device) -> str:
+    """`device_name` of a torch device of this process."""
+    if here.type == "cuda":
+        return f"cuda:{torch.cuda.get_device_properties(here).uuid}"
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # macOS has neither /proc nor namespaces
+        namespace = ""
+    return f"cpu:{socket.gethostname()} {namespace}"
+
+
+def _mapped(path: str, nbytes: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _served_by_this_rank(update: Update, here: torch.device) -> list[str]:
+    """Ids of the receivers that this rank serves: each is served by the first train rank on its device."""
+    devices: list[str] = update.agree("devices", name_of(here), decide=list)
+    served = []
+    for info in update.infos:
+        if info.device not in devices:
+            raise WeightSyncError(
+                f"rollout rank {info.rank} is on the device {info.device}, but the train ranks are on "
+                f"{', '.join(dict.fromkeys(devices))}: transport='device' needs a train rank on the device of each "
+                "rollout worker; use 'store', 'group' or 'disk'"
+            )
+        if devices.index(info.device) == update.rank:
+            served.append(info.id)
+    return served

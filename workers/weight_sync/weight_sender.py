@@ -1,0 +1,460 @@
+"""WeightSender: the train side of weight sync. `workers.weight_sync.sync_protocol` says how an update proceeds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import pickle
+import time
+import uuid
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from single_controller.base.checks import check_seconds
+from workers.weight_sync.buckets import BUCKET_BYTES
+from workers.weight_sync.digest import combine
+from workers.weight_sync.pieces import Header, Packer, Payload
+from workers.weight_sync.receiver_calls import Receivers, Rollout
+from workers.weight_sync.shards import Shard
+from workers.weight_sync.sync_protocol import (
+    UPDATE_SECONDS,
+    Budget,
+    Finished,
+    ReceiverClass,
+    ReceiverInfo,
+    SyncReport,
+    Verify,
+    WeightSyncError,
+    sync_error,
+)
+from workers.weight_sync.transports.weight_transport import Transport, Update
+from workers.weight_sync.weight_plan import Box, Held, Round, make_plan, volume
+
+TransportName = Literal["store", "group", "disk", "device"]
+
+_MAX_TIMEOUT = 1e7  # seconds, 116 days: neither Ray nor torch accepts infinity
+
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype, list[Box]]]
+"""What a train rank has: name -> shape and dtype of the whole tensor, and the rank's boxes of it."""
+
+
+class WeightSender:
+    """Sends weights to rollout workers. Every train rank has one, and all ranks call `send` together.
+
+    Args:
+        transport: "store": Ray's object store. "group": process groups of train and rollout workers, gloo or nccl.
+            "disk": safetensors files. "device": from memory to memory, for rollout workers on the train ranks' own
+            devices, in the same process or not.
+        rollout: the group of rollout workers (as an argument of a call it arrives attached), a list of groups, a
+            function that returns them, or a manager with a ``group``. It is looked up again for each update.
+        bucket_bytes: how much of the weights is under way at a time. Each train rank and each receiver needs memory
+            for about two of them; a row of a tensor is never divided.
+        folder: for "disk": a folder that train and rollout workers see under this path, and nobody else uses.
+        timeout: seconds that an update may take, with all its phases. This includes the time for calls that were sent
+            to the receivers before. Keep it well below the timeout of the train ranks' collectives.
+        neighbour: for "device": the rollout worker in the same process, ``self.role_worker("rollout")``. ``rollout``
+            is not needed then.
+        process_group: of the train ranks; the default group if None.
+        verify: what the receivers prove before they take the version. "fingerprint": what the update has changed,
+            read back from the engine, has the digests that the trainer has computed. "full": all that the engine
+            holds. "none": nothing.
+        delta: send only the elements that have changed since the last update, bit for bit, to receivers that have
+            exactly its weights. Each rank keeps a copy of its shards in host memory for it. Not for "disk".
+        full_every: with ``delta``, send whole tensors every so many updates; 0: only to receivers that need them.
+        double_buffer: whether receivers keep the version before, and generate with it, until the update is complete,
+            for which they need host memory for another copy of the weights. None: those that have the memory. A
+            receiver that does not keep it has no version from the beginning of an update to its end. Differences are
+            sent only to receivers that do.
+
+    Raises:
+        ValueError: an unknown transport, or an option that is invalid or missing.
+    """
+
+    def __init__(
+        self,
+        transport: TransportName = "store",
+        rollout: Rollout = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        folder: str | os.PathLike[str] | None = None,
+        timeout: float = UPDATE_SECONDS,
+        neighbour: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        verify: Verify = "none",
+        delta: bool = False,
+        full_every: int = 0,
+        double_buffer: bool | None = None,
+    ) -> None:
+        if transport not in get_args(TransportName):
+            raise ValueError(f"transport={transport!r}: use one of {', '.join(map(repr, get_args(TransportName)))}")
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected an integer of at least 1")
+        if (folder is not None) is not (transport == "disk"):
+            raise ValueError(
+                f"transport={transport!r}, folder={folder!r}: 'disk' needs a folder; other transports do not use one"
+            )
+        if neighbour is not None and transport != "device":
+            raise ValueError(
+                f"transport={transport!r} sends to other processes; use 'device' for a rollout worker in this process"
+            )
+        _check_verify(verify)
+        if delta and (transport == "disk" or double_buffer is False):
+            raise ValueError(
+                f"delta=True with transport={transport!r} and double_buffer={double_buffer!r}: use another transport "
+                "than 'disk', whose files have whole tensors, and receivers that keep the version before"
+            )
+        if not isinstance(full_every, int) or full_every < 0:
+            raise ValueError(f"full_every={full_every!r}: expected an integer of at least 0")
+        self._timeout = min(check_seconds("timeout", timeout), _MAX_TIMEOUT)
+        self._bucket_bytes = bucket_bytes
+        self._process_group = process_group
+        self._verify = verify
+        self._full_every = full_every
+        self._double_buffer = double_buffer
+        self._transport = _transport(transport, folder)
+        self._name = transport
+        self._id = uuid.uuid4().hex
+        self._receivers = Receivers(rollout, neighbour)
+        self._packer = Packer(delta=delta)
+        self._updates = 0
+        self._previous: Update | None = None
+        self._layouts: list[Layout] = []
+        """On rank 0, of all ranks. They travel only when they change, and so does the plan."""
+        self._layout_id = self._plan_id = self._leader = ""
+        self._plan: tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], list[Round]] = {}, []
+
+    @property
+    def everywhere(self) -> bool:
+        """False. No transport needs all weights on every rank any more."""
+        warnings.warn(
+            "WeightSender.everywhere is always False; send what each rank has", DeprecationWarning, stacklevel=2
+        )
+        return False
+
+    def connect(self, rollout: Rollout) -> None:
+        """Send to these rollout workers from now on. Call it after the workers were created again."""
+        self._receivers = Receivers(rollout)
+
+    def versions(self) -> list[int | None]:
+        """Return the weight version of each rollout worker, in order of group and rank. It is None for a worker that
+        was restarted, was added later, or has no complete weights; the next `send` brings it up to date.
+
+        Raises:
+            WeightSyncError: a receiver does not respond.
+        """
+        try:
+            self._receivers.look_up(Budget(self._timeout))
+            return self._receivers.call("current_weight_version")
+        except Exception as error:
+            raise sync_error("the rollout workers' weight versions are not available", error) from error
+
+    def send(
+        self,
+        version: int,
+        weights: Iterable[Shard | tuple[str, torch.Tensor]],
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        verify: Verify | None = None,
+    ) -> SyncReport:
+        """Send weights to all rollout workers. All ranks call it together.
+
+        Args:
+            version: of the weights, from 1. Version 0 is what the rollout workers' engines start with, also after a
+                restart.
+            weights: what this rank has: `TrainModel.hf_shards`, or pairs of a name, as in the Hugging Face model's
+                ``state_dict()``, and a whole tensor. Together the ranks have each element of each tensor. Several ranks
+                may have the same shard; one of them sends it. Tied weights come once.
+            rank: of this process among the train ranks.
+            ranks: number of train ranks.
+            verify: instead of the sender's, in this update.
+
+        Raises:
+            WeightSyncError: on all ranks alike, within seconds of the first rank or receiver that fails. See there for
+                what the rollout workers have. If ``weights`` raised on some of the ranks while others wait for them in
+                a collective, those do not learn of it.
+            ValueError: the version is not an integer of at least 1.
+        """
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ValueError(
+                f"version={version!r}: expected an integer of at least 1; version 0 means that a rollout worker has "
+                "received no weights since it was started"
+            )
+        verify = self._verify if verify is None else _check_verify(verify)
+        begun = time.monotonic()
+        key = self._common_key(ranks)
+        leader = key.partition(" ")[0]
+        if leader != self._leader:  # another rank 0 than before, which knows no layouts
+            self._leader, self._layout_id, self._plan_id = leader, "", ""
+        update = Update(version, self._name, rank, ranks, self._receivers, Budget(self._timeout), key)
+        update.process_group = self._process_group
+        update.verify = None if verify == "none" else verify
+        if self._previous is not None:
+            self._previous.forget()
+        self._previous = update
+        self._updates += 1
+        try:
+            self._begin(update, weights)
+            nbytes, fingerprint = self._send_all(update)
+            finished = self._finish(update, fingerprint)
+        except BaseException as failed:  # KeyboardInterrupt too: what is left in progress would disturb the next update
+            self._abandon(update, failed)
+            raise
+        self._packer.end(key)
+        proofs = [one.proved for one in finished]
+        return SyncReport(
+            version,
+            time.monotonic() - begun,
+            nbytes,
+            len(update.rounds),
+            len(update.infos),
+            sum(len(one.members) for one in update.classes if one.patched),
+            max((one.pause for one in finished), default=0.0),
+            fingerprint,
+            next((proof for proof in proofs if proof != "engine"), "engine") if proofs else None,
+        )
+
+    def close(self) -> None:
+        """Free what is kept between updates: buffers, copies and process groups."""
+        self._transport.close()
+        self._packer = Packer(delta=False)
+
+    def _common_key(self, ranks: int) -> str:
+        """Return the key of an update. All ranks begin it together, so this is the one step that is a collective: it
+        waits no longer than any other collective, and what follows needs a name that all ranks know."""
+        key = f"{self._id} {uuid.uuid4().hex}"
+        if ranks == 1:
+            return key
+        keys: list[Any] = [None] * ranks
+        dist.all_gather_object(keys, key, self._process_group)
+        return str(keys[0])
+
+    # --- begin ------------------------------------------------------------------------------------------
+
+    def _begin(self, update: Update, weights: Iterable[Shard | tuple[str, torch.Tensor]]) -> None:
+        error: WeightSyncError | None = None
+        about: Any = None
+        own: list[ReceiverInfo] = []
+        try:
+            shards = [one if isinstance(one, Shard) else Shard.whole(*one) for one in weights]
+            layout = _layout_of(shards)
+            layout_id = hashlib.sha256(pickle.dumps(layout)).hexdigest()
+            base = self._packer.base
+            self._packer.begin(shards)
+            # Rank 0 keeps the layouts, so that they travel only when they change.
+            self._receivers.look_up(update.budget)
+            if self._receivers.neighbour is not None:
+                own = self._begin_receivers(update)
+            about = None if layout_id == self._layout_id else layout, layout_id, self._plan_id, base, own
+            self._layout_id = layout_id
+        except Exception as failed:
+            error = sync_error(f"train rank {update.rank} could not begin to send version {update.version}", failed)
+
+        def begin(values: list[Any]) -> Any:
+            infos = [info for *_, infos in values for info in infos] or self._begin_receivers(update)
+            known = self._layouts or [{}] * update.ranks
+            self._layouts = layouts = [known[rank] if new is None else new for rank, (new, *_) in enumerate(values)]
+            bases = {base for *_, base, _ in values}
+            base = bases.pop() if len(bases) == 1 else None
+            if self._full_every and not self._updates % self._full_every:
+                base = None
+            classes = _classes(infos, base)
+            held, update.tensors = _merge(layouts)
+            for info in infos:
+                _check_names(info, held, update.version)
+            made_from = [layout_id for _, layout_id, *_ in values], [one.slices for one in classes]
+            plan_id = hashlib.sha256(repr(made_from).encode()).hexdigest()
+            rounds = None
+            if any(known != plan_id for _, _, known, *_ in values):
+                try:
+                    rounds = make_plan(held, [one.slices for one in classes], self._bucket_bytes)
+                except ValueError as failed:
+                    raise WeightSyncError(f"weight version {update.version} was not sent: {failed}") from failed
+            update.infos = infos
+            plan = None if rounds is None else (update.tensors, rounds)
+            return infos, classes, plan_id, plan, self._transport.prepare(update)
+
+        infos, classes, self._plan_id, plan, shared = update.agree("begin", about, error, begin)
+        self._plan = self._plan if plan is None else plan
+        update.infos, update.classes, update.shared = infos, classes, shared
+        update.tensors, update.rounds = self._plan
+        try:
+            self._transport.begin(update)
+        except Exception as failed:
+            error = update.error(failed)
+        update.agree("begun", error=error)
+
+    def _begin_receivers(self, update: Update) -> list[ReceiverInfo]:
+        update.begun = True
+        try:
+            return self._receivers.call("begin_weights", update.key, update.version, self._id, self._double_buffer)
+        except Exception as failed:
+            raise update.error(failed) from failed
+
+    # --- rounds -----------------------------------------------------------------------------------------
+
+    def _send_all(self, update: Update) -> tuple[int, int | None]:
+        """Send this rank's pieces of all rounds. Returns their bytes, and the fingerprint of all ranks' weights."""
+        nbytes = 0
+        digests: list[tuple[str, tuple[int, ...], int]] = []
+        error: WeightSyncError | None = None
+        for number, pieces in enumerate(update.rounds):
+            payloads: dict[int, Payload] = {}
+            headers: dict[int, Header] = {}
+            try:
+                for index, receivers in enumerate(update.classes):
+                    if (update.rank, index) in pieces:
+                        made = pieces[update.rank, index]
+                        payloads[index] = self._packer.pack(made, receivers, digests=update.verify is not None)
+                        headers[index] = payloads[index].header()
+                self._packer.next_round()
+                update.budget.left()
+            except Exception as failed:
+                error = update.error(failed)
+            gathered = update.agree(f"round {number}", headers, error, list)
+            nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
+            for piece in payloads[0].pieces if 0 in payloads else ():
+                if piece.digest is not None:
+                    digests.append((piece.name, tuple(begin for begin, _ in piece.box), piece.digest))
+            try:
+                self._transport.transfer(update, number, payloads, gathered)
+            except Exception as failed:
+                error = update.error(failed)
+                update.agree("transfer", error=error)  # now: others may be waiting for what this rank did not send
+        try:
+            self._transport.flush(update)
+        except Exception as failed:
+            error = update.error(failed)
+        fingerprint = update.agree("sent", digests, error, lambda of_ranks: combine(itertools.chain(*of_ranks)))
+        return nbytes, None if update.verify is None else fingerprint
+
+    def _finish(self, update: Update, fingerprint: int | None) -> list[Finished]:
+        """Have the receivers take the version. Returns what they say."""
+        said: list[Finished] = []
+        error: WeightSyncError | None = None
+        # Each rank's own receiver, or rank 0 for all.
+        if not update.rank or self._receivers.neighbour is not None:
+            try:
+                self._transport.finish(update)
+                said = self._receivers.call("finish_weights", update.key, update.verify, fingerprint)
+            except Exception as failed:
+                error = update.error(failed)
+        of_ranks: list[list[Finished]] = update.agree("finish", said, error, list)
+        return [one for finished in of_ranks for one in finished]
+
+    def _abandon(self, update: Update, failed: BaseException) -> None:
+        """Tell everyone, and drop what is unfinished."""
+        with contextlib.suppress(dist.DistError):  # the store's process has died
+            update.give_up(failed if isinstance(failed, WeightSyncError) else update.error(failed))
+        if update.begun:
+            self._receivers.abandon(update.key, str(failed).partition("\n")[0])
+        self._packer.end(None)
+        self._layout_id = self._plan_id = ""  # rank 0 may not have got them, or this rank not the plan
+        self._transport.failed(update)
+
+
+def _check_verify(verify: Verify) -> Verify:
+    if verify not in get_args(Verify):
+        raise ValueError(f"verify={verify!r}: use one of {', '.join(map(repr, get_args(Verify)))}")
+    return verify
+
+
+def _layout_of(shards: Iterable[Shard]) -> Layout:
+    layout: Layout = {}
+    for shard in shards:
+        shape, dtype, boxes = layout.setdefault(shard.name, (shard.shape, shard.dtype, []))
+        if (shape, dtype) != (shard.shape, shard.dtype):
+            raise WeightSyncError(f"{shard.name!r} has shards of {dtype} {shape} and of {shard.dtype} {shard.shape}")
+        if not torch.can_cast(dtype, torch.float32):
+            raise WeightSyncError(f"{shard.name!r} has dtype {dtype}; expected real numbers")
+        boxes.append(shard.box)
+    return layout
+
+
+def _merge(layouts: Sequence[Layout]) -> tuple[dict[str, Held], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Return what all train ranks have together, and the shape and dtype of each tensor."""
+    held: dict[str, Held] = {}
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    boxes: dict[str, dict[Box, list[int]]] = {}
+    for rank, layout in enumerate(layouts):
+        for name, (shape, dtype, own) in layout.items():
+            if name not in held:
+                boxes[name], tensors[name] = {}, (shape, dtype)
+                held[name] = Held(shape, dtype.itemsize, boxes[name])
+            if tensors[name] != (shape, dtype):
+                raise WeightSyncError(
+                    f"train rank {rank} has {name!r} with shape and dtype {(shape, dtype)}, and another rank "
+                    f"{tensors[name]}"
+                )
+            for box in own:
+                if volume(box):
+                    boxes[name].setdefault(box, []).append(rank)
+    return held, tensors
+
+
+def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverClass]:
+    """Divide the receivers into classes."""
+    found: list[tuple[ReceiverInfo, list[int]]] = []
+    for number, info in enumerate(infos):
+        for first, members in found:
+            if (first.slices, first.dtypes) == (info.slices, info.dtypes):
+                members.append(number)
+                break
+        else:
+            found.append((info, [number]))
+    return [
+        ReceiverClass(
+            tuple(members),
+            first.slices,
+            first.dtypes,
+            base is not None and all(infos[member].base == base for member in members),
+        )
+        for first, members in found
+    ]
+
+
+def _check_names(info: ReceiverInfo, held: dict[str, Held], version: int) -> None:
+    """Check before anything is sent that a receiver gets all that its engine needs, and nothing else."""
+    which = f"rollout rank {info.rank}, version {version}"
+    missing = [name for name, shape in info.shapes.items() if name not in held and 0 not in shape]
+    unknown = [name for name in held if name not in info.shapes]
+    if unknown:
+        lora = ". Create the engine with lora=LoraSettings.from_args(args)" if ".lora_" in unknown[0] else ""
+        raise WeightSyncError(
+            f"{which}: the engine has no weight {unknown[0]!r}; it needs also: {_some(missing)}{lora}"
+        )
+    if missing:
+        raise WeightSyncError(f"{which}: no train rank has tensors that the engine needs: {_some(missing)}")
+    for name, shape in info.shapes.items():
+        if name in held and tuple(shape) != tuple(held[name].shape):
+            raise WeightSyncError(f"{which}: {name!r} has shape {held[name].shape}; the engine expects {tuple(shape)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "nothing"
+
+
+def _transport(name: TransportName, folder: str | os.PathLike[str] | None) -> Transport:
+    # Each transport is imported only when it is used: a transport may need libraries that the others do not.
+    if name == "store":
+        from workers.weight_sync.transports.object_store import ObjectStoreTransport
+
+        return ObjectStoreTransport()
+    if name == "group":
+        from workers.weight_sync.transports.process_group import ProcessGroupTransport
+
+        return ProcessGroupTransport()
+    if name == "disk":
+        from workers.weight_sync.transports.disk import DiskTransport
+
+        return DiskTransport(folder or "")
+    from workers.weight_sync.transports.same_device import DeviceTransport
+
+    return DeviceTransport()
