@@ -73,7 +73,6 @@ def collate_completions(
         "completion_lengths": loss_mask.sum(1),
         "truncated": torch.tensor([one.finish_reason == "length" for one in completions], dtype=torch.bool),
     }
-    data["answer_lengths"] = data["completion_lengths"].clone()  # the old name, kept for one release
     if rewards is not None:
         data["rewards"] = torch.tensor(rewards, dtype=torch.float32)
     return TensorDict(data, batch_size=[rows])

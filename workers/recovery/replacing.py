@@ -47,7 +47,7 @@ class Progress:
 
 
 class TrainGroup(Protocol):
-    """What is needed of a `RayTrainGroup`.
+    """What `replace_ranks` and `SharedRollout` need of a `RayTrainGroup`.
 
     Attributes:
         _with_ref: whether the ranks need the reference model's weights; None if they have no model.
@@ -63,6 +63,8 @@ class TrainGroup(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    def ready_workers(self, method: str) -> RayWorkerGroup: ...
 
     def _replace_dead(self) -> None: ...
 

@@ -56,7 +56,6 @@ class ModelWorker(TrainWorker):
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
-        """See `TrainWorker.check_args`."""
         if args.debug_rollout_only:
             return
         refuse_no_model(args)
@@ -116,7 +115,6 @@ class ModelWorker(TrainWorker):
     # --- life -------------------------------------------------------------------------------------------
 
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:
-        """See `TrainWorker.init`."""
         if role not in ROLES:
             raise ValueError(f"init(role={role!r}): expected one of {', '.join(map(repr, ROLES))}")
         if self._peers is not None:
@@ -252,18 +250,15 @@ class ModelWorker(TrainWorker):
         return live_tensors(self._state())
 
     def peer_snapshots(self) -> Versions:
-        """See `TrainWorker.peer_snapshots`."""
         if self._peers is None:
             return {}
         return self._peers.versions(lambda shard: self.reshards or shard[1] == self.shards)
 
     def take_peer_snapshot(self) -> None:
-        """See `TrainWorker.take_peer_snapshot`."""
         if self._peers is not None and self.next_rollout_id is not None:
             self._snapshot(self.next_rollout_id - 1)
 
     def recover(self, args: Any, role: str, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:
-        """See `TrainWorker.recover`."""
         return self._anew(args, role, lambda: self._restore(with_ref, recovery, version, current))
 
     def _restore(self, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:
@@ -290,7 +285,6 @@ class ModelWorker(TrainWorker):
         return recovery.rollout_id + 1
 
     def get_parallel_config(self) -> dict[str, int]:
-        """See `TrainWorker.get_parallel_config`."""
         return {"dp_size": dist.get_world_size(self.dp_group)}
 
     @classmethod
@@ -306,7 +300,6 @@ class ModelWorker(TrainWorker):
     # --- weights ----------------------------------------------------------------------------------------
 
     def update_weights(self, version: int | None = None, verify: Verify | None = None) -> int:
-        """See `TrainWorker.update_weights`."""
         if self.args.debug_rollout_only:
             return self.weight_version
         version = self.weight_version + 1 if version is None else version
@@ -332,7 +325,6 @@ class ModelWorker(TrainWorker):
                 self.backup.drop(name)
 
     def set_rollout_manager(self, manager: Any) -> None:
-        """See `TrainWorker.set_rollout_manager`."""
         super().set_rollout_manager(manager)
         if self.args.debug_rollout_only:
             return
@@ -369,7 +361,6 @@ class ModelWorker(TrainWorker):
     # --- checkpoints ------------------------------------------------------------------------------------
 
     def save_model(self, step: int, force_sync: bool = False, driver_state: list[Any] | None = None) -> str | None:
-        """See `TrainWorker.save_model`."""
         if self.args.debug_rollout_only:
             return None
         self._refuse_asleep("save_model")
@@ -397,12 +388,10 @@ class ModelWorker(TrainWorker):
             self.tokenizer.save_pretrained(folder)
 
     def load_driver_state(self) -> tuple[bytes | None, int]:
-        """See `TrainWorker.load_driver_state`."""
         loaded = not self.args.debug_rollout_only and not self.rank
         return self.checkpoints.driver_state() if loaded else None, self.weight_version
 
     def wait_for_save(self) -> None:
-        """See `TrainWorker.wait_for_save`."""
         if not self.args.debug_rollout_only:
             self.checkpoints.wait()
             self.checkpoints.wait_for_deletion()
@@ -410,14 +399,12 @@ class ModelWorker(TrainWorker):
     # --- memory -----------------------------------------------------------------------------------------
 
     def sleep(self) -> int:
-        """See `TrainWorker.sleep`."""
         if self.args.debug_rollout_only:
             return 0
         self.clear_memory()
         return self.memory.sleep()
 
     def wake_up(self) -> int:
-        """See `TrainWorker.wake_up`."""
         if self.args.debug_rollout_only:
             return 0
         taken = self.memory.wake_up()
@@ -432,7 +419,6 @@ class ModelWorker(TrainWorker):
         return taken
 
     def clear_memory(self) -> None:
-        """See `TrainWorker.clear_memory`."""
         gc.collect()
         if has_cuda() and not ("memory" in vars(self) and self.memory.paused):
             torch.cuda.empty_cache()

@@ -48,7 +48,6 @@ class PolicyTrainWorker(ModelWorker):
     # --- training ---------------------------------------------------------------------------------------
 
     def train(self, rollout_id: int, rollout_data_ref: Any, **computed: Any) -> dict[str, float]:
-        """See `TrainWorker.train`."""
         if self.args.debug_rollout_only:
             return {}
         began = time.perf_counter()
@@ -315,11 +314,9 @@ class PolicyTrainWorker(ModelWorker):
         rewards = data.get("rewards", torch.zeros(0)).double()
         said = self._over_dp((tokens, real, float(rewards.sum()), float(len(rewards)), self._staleness(data)))
         tokens, real, reward, rows = (sum(part[k] for part in said) for k in range(4))
-        # "answer_tokens" is the old name of "completion_tokens", kept for one release.
         return {
             "tokens": real,
             "completion_tokens": tokens,
-            "answer_tokens": tokens,
             **({"reward": reward / rows} if rows else {}),
             **staleness_metrics(sum((part[4] for part in said), Counter())),
         }

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from single_controller import Broadcast, RayWorkerGroup, WorkerFuture
+from single_controller import Broadcast, WorkerFuture
 from workers.data.balance import balanced_rows
+from workers.recovery.replacing import TrainGroup
 from workers.train.train_worker import Referred
-
-
-class TrainGroup(Protocol):
-    """What it needs of a `RayTrainGroup`."""
-
-    args: Any
-    role: str
-
-    @property
-    def worker_group(self) -> RayWorkerGroup: ...
-
-    def ready_workers(self, method: str) -> RayWorkerGroup: ...
-
 
 G = TypeVar("G", bound=TrainGroup)
 
