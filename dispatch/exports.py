@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_exports(
-    package: str, homes: Mapping[str, str], deprecated: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's ``__getattr__`` and ``__dir__``.
 
     Args:
         package: name of the package.
         homes: exported name -> the module that defines it.
-        deprecated: old name -> its new name in ``homes``. Accessing the old name emits a `DeprecationWarning`.
     """
-    renamed = deprecated or {}
 
     def __getattr__(name: str) -> Any:
-        if name in renamed:
-            new = renamed[name]
-            warnings.warn(f"{package}.{name} was renamed to {package}.{new}", DeprecationWarning, stacklevel=2)
-            return __getattr__(new)
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -155,7 +155,5 @@ _HOMES = {
     "transformer_config": "workers.megatron.config",
 }
 
-_DEPRECATED = {"Answer": "Completion", "Placement": "RolePlacement", "Sampling": "SamplingParams"}
-
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES, _DEPRECATED)
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

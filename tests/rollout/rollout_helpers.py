@@ -11,9 +11,9 @@ from plain_train_workers import Plain
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from single_controller import Dispatch, register
+from workers.rollout.engines.decoding import truncated
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import Completion, RolloutEngine
-from workers.rollout.engines.sampler import truncated
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.weight_sync import WeightSender

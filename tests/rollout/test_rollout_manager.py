@@ -160,21 +160,6 @@ def test_options_of_a_single_call(echoes):
     assert data["input_ids"].tolist() == [[1, 2, 2], [0, 3, 3]] and "rewards" not in data.keys()  # noqa: SIM118
 
 
-def test_old_names_warn(echoes):
-    import workers
-
-    for old, new in (("Sampling", "SamplingParams"), ("Answer", "Completion"), ("Placement", "RolePlacement")):
-        with pytest.warns(DeprecationWarning, match=f"{old} was renamed to workers.{new}"):
-            assert getattr(workers, old) is getattr(workers, new)
-    with pytest.warns(DeprecationWarning, match="from_args"):
-        assert SamplingParams.of({"rollout_max_response_len": 3}) == SamplingParams(3)
-    with pytest.warns(DeprecationWarning, match="sampling_params="):
-        manager = RolloutManager(echoes, sampling=SamplingParams(2))
-    with pytest.warns(DeprecationWarning, match="sampling_params="):
-        data = manager.generate([[1, 2]], sampling=SamplingParams(1))
-    assert data["answer_lengths"].tolist() == data["completion_lengths"].tolist() == [1]
-
-
 def test_group_can_be_called_without_a_manager(echoes):
     found = echoes.generate([[1, 2], [3], [4]], Broadcast(SamplingParams(1)), [0, 0, 0])
     assert [(one.completion.token_ids, one.weight_version, one.rank) for one in found] == [

@@ -21,19 +21,16 @@ class FSDPTrainWorker(PolicyTrainWorker):
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
-        """See `TrainWorker.check_args`."""
         super().check_args(args, ranks, with_ref)
         if ranks % (args.fsdp_shard_size or ranks):
             raise TrainArgsError(f"fsdp_shard_size={args.fsdp_shard_size} does not divide the group's {ranks} ranks")
 
     def begin(self) -> None:
-        """See `ModelWorker.begin`."""
         self.device = take_device(self.local_rank, self.device_ids)
         initialize_distributed(self, every_backend(), self.args.distributed_timeout_minutes)
         self.register_layout({"dp": self.world_size}, dp=self.rank)
 
     def make_model(self, hf_config: Any, *, empty: bool = False) -> FSDPTrainModel:
-        """See `ModelWorker.make_model`."""
         args = self.args
         options = FSDPOptions(
             param_dtype=dtype_of(args.param_dtype),
@@ -60,7 +57,6 @@ class FSDPTrainWorker(PolicyTrainWorker):
 
     @property
     def shards(self) -> int:
-        """See `ModelWorker.shards`."""
         return self.args.fsdp_shard_size or self.world_size
 
     @property
@@ -80,7 +76,6 @@ class FSDPTrainWorker(PolicyTrainWorker):
         return dist.group.WORLD
 
     def get_parallel_config(self) -> dict[str, int]:
-        """See `TrainWorker.get_parallel_config`."""
         return {
             **super().get_parallel_config(),
             "shard_size": self.shards,

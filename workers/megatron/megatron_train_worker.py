@@ -20,7 +20,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
-        """See `TrainWorker.check_args`."""
         super().check_args(args, ranks, with_ref)
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         if ranks % (tp * pp):
@@ -31,7 +30,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
             )
 
     def begin(self) -> None:
-        """See `ModelWorker.begin`."""
         from megatron.core import parallel_state
 
         args = self.args
@@ -47,7 +45,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         )
 
     def seed(self, number: int) -> None:
-        """See `ModelWorker.seed`."""
         from megatron.core import parallel_state, tensor_parallel
 
         number += 100 * parallel_state.get_pipeline_model_parallel_rank()  # megatron's own rule
@@ -55,7 +52,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         tensor_parallel.model_parallel_cuda_manual_seed(number, force_reset_rng=True)
 
     def make_model(self, hf_config: Any, *, empty: bool = False) -> MegatronTrainModel:
-        """See `ModelWorker.make_model`."""
         args = self.args
         overrides = dict(args.megatron_overrides)
         if args.gradient_checkpointing:
@@ -84,7 +80,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         return model
 
     def make_empty_model(self, hf_config: Any) -> MegatronTrainModel:
-        """See `ModelWorker.make_empty_model`."""
         return self.make_model(hf_config, empty=True)
 
     # The ranks are ordered by tp, then dp, then pp. Computed here, because the state is needed while megatron is not
@@ -98,7 +93,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
 
     @property
     def shard(self) -> int:
-        """See `ModelWorker.shard`."""
         if self.args.use_distributed_optimizer:
             return self.rank
         tp, stage = self.args.tensor_model_parallel_size, self.world_size // self.args.pipeline_model_parallel_size
@@ -106,7 +100,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
 
     @property
     def dp_replica(self) -> tuple[int, int]:
-        """See `Worker.dp_replica`."""
         if "args" not in vars(self):
             return super().dp_replica
         tp, pp = self.args.tensor_model_parallel_size, self.args.pipeline_model_parallel_size
@@ -115,13 +108,11 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
 
     @property
     def dp_group(self) -> Any:
-        """See `ModelWorker.dp_group`."""
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_group()
 
     def of_last_stage(self, value: Any) -> Any:
-        """See `ModelWorker.of_last_stage`."""
         from megatron.core import parallel_state
 
         values = [value]
@@ -133,7 +124,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         return values[0]
 
     def get_parallel_config(self) -> dict[str, int]:
-        """See `TrainWorker.get_parallel_config`."""
         from megatron.core import parallel_state
 
         return {

@@ -6,15 +6,13 @@ A reward function must not wait for another rollout of the same manager, whose r
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from single_controller import Broadcast, WorkerFuture
 from workers.data.collate import collate_completions
@@ -30,21 +28,6 @@ if TYPE_CHECKING:
     from workers.rollout.rollout_worker import Generated
 
 logger = logging.getLogger(__name__)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _old_keyword(function: F) -> F:
-    """Accept ``sampling=``, the old name of ``sampling_params=``, with a warning."""
-
-    @functools.wraps(function)
-    def accepting(*args: Any, **kwargs: Any) -> Any:
-        if "sampling" in kwargs:
-            warnings.warn("sampling= was renamed to sampling_params=", DeprecationWarning, stacklevel=2)
-            kwargs["sampling_params"] = kwargs.pop("sampling")
-        return function(*args, **kwargs)
-
-    return accepting  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -96,7 +79,6 @@ class RolloutManager:
             ``reward_workers``.
     """
 
-    @_old_keyword
     def __init__(
         self,
         group: Any,
@@ -146,13 +128,6 @@ class RolloutManager:
         """The reward function."""
         return None if self.rewards is None else self.rewards.function
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """The old name of `sampling_params`."""
-        warnings.warn("RolloutManager.sampling was renamed to sampling_params", DeprecationWarning, stacklevel=2)
-        return self.sampling_params
-
-    @_old_keyword
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -193,7 +168,6 @@ class RolloutManager:
         self.refresh()
         return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))
 
-    @_old_keyword
     def generate_async(
         self,
         prompts: Sequence[Sequence[int]],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -33,12 +32,6 @@ class Generated(NamedTuple):
     weight_version: int | None
     rank: int
     refused: PromptError | None = None
-
-    @property
-    def answer(self) -> Completion | None:
-        """The old name of `completion`."""
-        warnings.warn("Generated.answer was renamed to Generated.completion", DeprecationWarning, stacklevel=2)
-        return self.completion
 
 
 class RolloutWorker(WeightReceiver):

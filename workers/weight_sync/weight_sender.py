@@ -9,7 +9,6 @@ import os
 import pickle
 import time
 import uuid
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
@@ -129,14 +128,6 @@ class WeightSender:
         """On rank 0, of all ranks. They travel only when they change, and so does the plan."""
         self._layout_id = self._plan_id = self._leader = ""
         self._plan: tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], list[Round]] = {}, []
-
-    @property
-    def everywhere(self) -> bool:
-        """False. No transport needs all weights on every rank any more."""
-        warnings.warn(
-            "WeightSender.everywhere is always False; send what each rank has", DeprecationWarning, stacklevel=2
-        )
-        return False
 
     def connect(self, rollout: Rollout) -> None:
         """Send to these rollout workers from now on. Call it after the workers were created again."""

@@ -88,11 +88,9 @@ class HFEngine(RequestEngine):
         self._batch: Batch | None = None
 
     def prepare_thread(self) -> None:
-        """See `RequestEngine.prepare_thread`."""
         use_device(self.device)
 
     def serve(self) -> None:
-        """See `RequestEngine.serve`."""
         from workers.rollout.engines.decoding import Batch
 
         self._batch = batch = Batch(self.model, self.device)
@@ -145,11 +143,9 @@ class HFEngine(RequestEngine):
                 own[name].copy_(tensor)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `RolloutEngine.weight_shapes`."""
         return shapes_of(self._tensors())
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """See `RolloutEngine.weight_dtypes`."""
         own = self._tensors()
         return {name: own[name].dtype for name in self.weight_shapes()}
 
@@ -164,7 +160,6 @@ class HFEngine(RequestEngine):
         return {name: (shape, dtypes[name]) for name, shape in self.weight_shapes().items()}
 
     def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """See `RolloutEngine.read_raw`."""
         return self.read_weights(names)
 
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -183,7 +183,6 @@ class OpenAI:
         raise self.lacks("sleep")
 
     def cache_usage(self) -> float | None:
-        """See `EngineLoad.cache_usage`."""
         return None
 
     def lacks(self, what: str) -> RolloutError:
@@ -209,7 +208,6 @@ class VLLM(OpenAI):
     )
 
     def start(self) -> Served:
-        """See `OpenAI.start`."""
         served = super().start()
         self.pauses = self.server.has("/is_paused")
         if not self.pauses:
@@ -228,11 +226,9 @@ class VLLM(OpenAI):
         self.server.post("/pause", mode="keep", clear_cache="false")
 
     def resume(self) -> None:
-        """See `OpenAI.resume`."""
         self.server.post("/resume")
 
     def reload(self, folder: str, version: str) -> None:
-        """See `OpenAI.reload`."""
         self.pause()
         self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
         # Requests of others go back to the queue, because they hold keys and values of the old weights.
@@ -242,7 +238,6 @@ class VLLM(OpenAI):
         self.server.post("/update_weight_version", {"new_version": version})
 
     def version(self) -> str | None:
-        """See `OpenAI.version`."""
         if not self.pauses:
             return None
         found: str = self.server.get("/weight_info")["weight_version"]
@@ -255,11 +250,9 @@ class VLLM(OpenAI):
         self.server.post("/sleep", level="1", mode="keep")
 
     def wake_up(self) -> None:
-        """See `OpenAI.wake_up`."""
         self.server.post("/wake_up")
 
     def cache_usage(self) -> float | None:
-        """See `EngineLoad.cache_usage`."""
         return _metric(self.server, "vllm:kv_cache_usage_perc")
 
 
@@ -274,7 +267,6 @@ class SGLang(OpenAI):
     modes = "start SGLang without the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     def start(self) -> Served:
-        """See `OpenAI.start`."""
         info = self.server.get("/model_info")
         listed = super().start()
         options = self.server.get("/server_info")
@@ -331,11 +323,9 @@ class SGLang(OpenAI):
         self.server.post("/pause_generation", {"mode": "in_place"})
 
     def resume(self) -> None:
-        """See `OpenAI.resume`."""
         self.server.post("/continue_generation", {})
 
     def reload(self, folder: str, version: str) -> None:
-        """See `OpenAI.reload`."""
         # Requests of others go back to the queue: SGLang flushes its cache only when it holds nothing for any of them.
         self.server.post("/pause_generation", {"mode": "retract"})
         body = {"model_path": folder, "flush_cache": True, "weight_version": version}
@@ -344,7 +334,6 @@ class SGLang(OpenAI):
             raise ServerError(f"the server at {self.server.url} did not load the weights: {answer.get('message')}")
 
     def version(self) -> str | None:
-        """See `OpenAI.version`."""
         found: str | None = self.server.get("/model_info").get("weight_version")
         return found
 
@@ -355,7 +344,6 @@ class SGLang(OpenAI):
         self.server.post("/release_memory_occupation", {})
 
     def wake_up(self) -> None:
-        """See `OpenAI.wake_up`."""
         self.server.post("/resume_memory_occupation", {})
         self.resume()
 

@@ -185,7 +185,6 @@ class HTTPEngine(RequestEngine):
         check(self._log_probs, self._dialect, sampling_params)
 
     def serve(self) -> None:
-        """See `RequestEngine.serve`."""
         parts: queue.SimpleQueue[tuple[_Reader, Any]] = queue.SimpleQueue()
         waiting = self._waiting
         waiting.clear()  # what a step that failed has left
@@ -325,7 +324,6 @@ class HTTPEngine(RequestEngine):
                 self._recompute = True
 
     def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
         if self._server_paused:
             self._dialect.resume()
             self._server_paused = False
@@ -343,7 +341,6 @@ class HTTPEngine(RequestEngine):
         return super().load()
 
     def cache_usage(self) -> float | None:
-        """See `EngineLoad.cache_usage`."""
         return self._usage[1]
 
     def close(self) -> None:
@@ -362,7 +359,6 @@ class HTTPEngine(RequestEngine):
 
     @property
     def keeps_weights(self) -> bool:
-        """See `RolloutEngine.keeps_weights`."""
         return True
 
     @property
@@ -453,7 +449,6 @@ class HTTPEngine(RequestEngine):
         super().finish_update(version)
 
     def abandon_update(self) -> None:
-        """See `RolloutEngine.abandon_update`."""
         self._remove_files()
         super().abandon_update()
 

@@ -294,7 +294,6 @@ class RequestEngine(RolloutEngine):
         seed: int,
         partial: Completion | None = None,
     ) -> Future[Completion]:
-        """See `RolloutEngine.submit`."""
         self.check_request(None, prompt, sampling_params)
         request = Request(request_id, list(prompt), sampling_params, seed)
         if partial is not None:
@@ -341,7 +340,6 @@ class RequestEngine(RolloutEngine):
             raise RolloutError(f"{what} {why}")
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """See `RolloutEngine.abort`."""
         with self._changed:
             chosen = list(self._requests) if request_ids is None else list(request_ids)
             ended = [self._requests[id_] for id_ in dict.fromkeys(chosen) if id_ in self._requests]
@@ -384,19 +382,16 @@ class RequestEngine(RolloutEngine):
                 self._changed.notify_all()
 
     def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
         with self._changed:
             self._holds.discard("pause")
             self._changed.notify_all()
 
     def load(self) -> EngineLoad:
-        """See `RolloutEngine.load`."""
         with self._changed:
             running = sum(request.begun for request in self._requests.values())
             return EngineLoad(running, len(self._requests) - running, self.cache_usage())
 
     def cache_usage(self) -> float | None:
-        """See `EngineLoad.cache_usage`."""
         return None
 
     def begin_update(self) -> None:
@@ -411,12 +406,10 @@ class RequestEngine(RolloutEngine):
             super().begin_update()
 
     def finish_update(self, version: int) -> None:
-        """See `RolloutEngine.finish_update`."""
         super().finish_update(version)
         self._release("update")
 
     def abandon_update(self) -> None:
-        """See `RolloutEngine.abandon_update`."""
         with self._changed:
             self._holds.add("abandoned")
             self._holds.discard("update")

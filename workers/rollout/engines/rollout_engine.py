@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -88,12 +87,6 @@ class SamplingParams:
             "top_k": args.eval_top_k,
         }
         return replace(cls.from_args(args), **{name: value for name, value in given.items() if value is not None})
-
-    @classmethod
-    def of(cls, args: Any) -> SamplingParams:
-        """The old name of `from_args`."""
-        warnings.warn("SamplingParams.of() was renamed to SamplingParams.from_args()", DeprecationWarning, stacklevel=2)
-        return cls.from_args(args)
 
 
 def _is_int(number: Any, minimum: int) -> bool:

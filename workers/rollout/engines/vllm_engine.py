@@ -311,7 +311,6 @@ class VLLMEngine(RequestEngine):
         super().finish_update(version)
 
     def abandon_update(self) -> None:
-        """See `RolloutEngine.abandon_update`."""
         super().abandon_update()
         self._end_reload()
 
@@ -324,7 +323,6 @@ class VLLMEngine(RequestEngine):
         self._parts = None
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `RolloutEngine.weight_shapes`."""
         return dict(self._shapes)
 
     def weight_dtypes(self) -> dict[str, torch.dtype] | None:
@@ -373,7 +371,6 @@ class VLLMEngine(RequestEngine):
         return [found[name] for name in names]
 
     def load_raw(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutEngine.load_raw`."""
         self._check_awake("load_raw")
         with self._told("could not load weights"):
             self._raw = True

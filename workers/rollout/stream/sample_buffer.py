@@ -9,13 +9,108 @@ import copy
 import math
 import threading
 import time
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 from workers.rollout.stream.flat_filter import FlatFilter
-from workers.rollout.stream.sample_group import Batch, Begun, Group, Taken
-from workers.rollout.stream.updates import Updates
+
+
+class Begun(NamedTuple):
+    """A group to generate: its number, and the partial completions to continue; None begins with the prompt alone."""
+
+    number: int
+    partial: Any
+
+
+class Taken(NamedTuple):
+    """A group to train on: its number, and what `SampleBuffer.put` got."""
+
+    number: int
+    payload: Any
+
+
+@dataclass(slots=True)
+class Group:
+    """A group that has begun, and is neither taken nor filtered.
+
+    Attributes:
+        state: "pending" waits to begin again.
+        update: number of the update whose weights generated its oldest token, or, in flight, that was in force when it
+            began; None while it has no tokens.
+        data: the payload of a ready group, the partial completions of a pending one.
+        tokens: generated tokens in ``data``.
+    """
+
+    state: Literal["pending", "in flight", "ready"] = "pending"
+    update: int | None = None
+    data: Any = None
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch that was taken.
+
+    Attributes:
+        numbers: of its groups.
+        groups: by number; empty if they are not kept.
+        update: number of the update that was in force.
+    """
+
+    numbers: list[int]
+    groups: dict[int, Group]
+    update: int
+
+
+class Updates:
+    """Numbers the updates with new weights from 1. Versions only grow; the number goes back with the trainer.
+
+    Args:
+        state: of `state_dict`; a list of versions numbers them from 1.
+        shift: what to add to the versions of the state.
+        count: see below; by default the last number of the state.
+
+    Attributes:
+        count: number of the update whose weights the trainer has sent last, or had when `rewind` was called.
+        rewound: whether the next versions are those weights, sent again.
+    """
+
+    def __init__(self, state: Iterable[int | tuple[int, int]] = (), shift: int = 0, count: int | None = None) -> None:
+        entries = [(one, number) if isinstance(one, int) else one for number, one in enumerate(state, 1)]
+        self._versions = [version + shift for version, _ in entries]
+        self._numbers = [number for _, number in entries]
+        self.count = (self._numbers[-1] if entries else 0) if count is None else count
+        self.rewound = self.behind
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last version has newer weights than the trainer."""
+        return bool(self._numbers) and self.count < self._numbers[-1]
+
+    def add(self, version: int, *, same_weights: bool = False) -> bool:
+        """Note that the workers have a version, higher than all before. Returns whether its weights are new."""
+        new = not self.count or not (same_weights or self.rewound)
+        self.count += new
+        self._versions.append(version)
+        self._numbers.append(self.count)
+        return new
+
+    def of(self, version: int) -> int:
+        """Return the number of the update whose weights a version has; 0 for those before the first update."""
+        known = bisect_right(self._versions, version)
+        return self._numbers[known - 1] if known else 0
+
+    def rewind(self, count: int) -> None:
+        """Note that the trainer has the weights of an earlier update again."""
+        self.count, self.rewound = count, True
+
+    def state_dict(self) -> list[tuple[int, int]]:
+        """Return (version, number) of all versions."""
+        return list(zip(self._versions, self._numbers, strict=True))
+
 
 OnStale = Literal["wait", "drop", "train"]
 Order = Literal["fifo", "window"]

@@ -85,7 +85,6 @@ class DiskTransport(Transport):
         return str(new)
 
     def begin(self, update: Update) -> None:
-        """See `Transport.begin`."""
         if not Path(update.shared).is_dir():
             raise WeightSyncError(
                 f"train rank {update.rank} does not see {update.shared}, which train rank 0 created; all train and "
@@ -134,7 +133,6 @@ class DiskTransport(Transport):
         self._remove_unfinished()
 
     def failed(self, update: Update) -> None:
-        """See `Transport.failed`."""
         if update.rank == 0 and update.shared is not None:
             shutil.rmtree(update.shared, ignore_errors=True)
 

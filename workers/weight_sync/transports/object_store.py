@@ -42,7 +42,6 @@ class ObjectStoreTransport(Transport):
         return copies
 
     def flush(self, update: Update) -> None:
-        """See `Transport.flush`."""
         in_flight, self._in_flight = self._in_flight, []
         wait_all(in_flight, update)
 
@@ -51,5 +50,4 @@ class ObjectStoreTransport(Transport):
         self._in_flight = []
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._pinned.free()

@@ -142,11 +142,9 @@ class ProcessGroupTransport(Transport):
             self._channel.release_memory()
 
     def failed(self, update: Update) -> None:
-        """See `Transport.failed`."""
         self._leave()
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._leave()
         self._server = self._members = None
 

@@ -36,7 +36,6 @@ class DeviceTransport(Transport):
         """Ids of the receivers that this rank serves in the update."""
 
     def begin(self, update: Update) -> None:
-        """See `Transport.begin`."""
         here = current_device()
         if update.receivers.neighbour is None:
             self._served = _served_by_this_rank(update, here)
@@ -104,11 +103,9 @@ class DeviceTransport(Transport):
             torch.cuda.ipc_collect()
 
     def failed(self, update: Update) -> None:
-        """See `Transport.failed`."""
         self.flush(update)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._memory = None
 
     def _handle(self) -> Any:
@@ -142,7 +139,6 @@ class SharedRound(Message):
     offers: list[tuple[int, Header]]
 
     def receive(self, receiver: Any, key: str) -> None:
-        """See `Message.receive`."""
         receiver.check_update(key)
         here = device(receiver.local_rank, receiver.device_ids)
         own, headers = self.classes[receiver.receiver_id], [header for _, header in self.offers]
