@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from dispatch.drawing import aligned
 from single_controller.base.errors import PlacementError
-from single_controller.ray.feasibility import (
+from single_controller.ray.placement.feasibility import (
     Amounts,
     Forecast,
     Request,
@@ -19,8 +19,8 @@ from single_controller.ray.feasibility import (
     shortage,
     slots_that_fit,
 )
+from single_controller.ray.placement.slots import Slot, SlotLocation
 from single_controller.ray.runtime import Node
-from single_controller.ray.slots import Slot, SlotLocation
 
 _HEADLINE: dict[State, str] = {  # the worst state first
     "impossible": "{} can never be placed here.",

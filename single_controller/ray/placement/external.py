@@ -9,11 +9,11 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from single_controller.base.errors import GroupClosedError
-from single_controller.ray.feasibility import Request
-from single_controller.ray.placement import Reservation
-from single_controller.ray.pool_options import PoolOptions
+from single_controller.ray.placement.feasibility import Request
+from single_controller.ray.placement.options import PoolOptions
+from single_controller.ray.placement.reservation import Reservation
+from single_controller.ray.placement.slots import Slot, assign_ranks
 from single_controller.ray.runtime import ensure_ray
-from single_controller.ray.slots import Slot, assign_ranks
 
 _HOW = "from_placement_group() takes a placement group, (pg, bundle_indices) or (pg, bundle_indices, gpu_ids)"
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from single_controller.base.closing import Closing
 from single_controller.base.errors import ForkedProcessError, GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
-from single_controller.ray.external_group import external_reservation
-from single_controller.ray.feasibility import Forecast, Request, join_requests, shortage
-from single_controller.ray.placement import Reservation
-from single_controller.ray.pool_options import PoolOptions
-from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
+from single_controller.ray.placement.external import external_reservation
+from single_controller.ray.placement.feasibility import Forecast, Request, join_requests, shortage
+from single_controller.ray.placement.options import PoolOptions
+from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
+from single_controller.ray.placement.reservation import Reservation
+from single_controller.ray.placement.slots import Slot, SlotLocation, location_key
 from single_controller.ray.runtime import ensure_ray, forked, nodes, session
-from single_controller.ray.slots import Slot, SlotLocation, location_key
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

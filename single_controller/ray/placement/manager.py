@@ -8,9 +8,9 @@ from typing import Any
 
 from single_controller.base.closing import Closing
 from single_controller.base.errors import GroupClosedError, PlacementError
-from single_controller.ray.feasibility import Forecast, join_requests, shortage
-from single_controller.ray.pool import RayResourcePool
-from single_controller.ray.pool_plan import plan_pool, refuse_impossible
+from single_controller.ray.placement.feasibility import Forecast, join_requests, shortage
+from single_controller.ray.placement.plan import plan_pool, refuse_impossible
+from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.runtime import nodes
 
 

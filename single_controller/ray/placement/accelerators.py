@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from single_controller.base.errors import PlacementError
 from single_controller.ray.devices import own_devices
 from single_controller.ray.internals import accelerator_names
-from single_controller.ray.slots import Slot
+from single_controller.ray.placement.slots import Slot
 
 RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory")
 """Resources that are no custom resources."""
