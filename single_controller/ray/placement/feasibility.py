@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from single_controller.ray.placement.accelerators import device_kinds
-from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks
+from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds
 from single_controller.ray.runtime import Node
 
 State = Literal["placed", "fits", "waits", "impossible"]

@@ -33,11 +33,10 @@ from ray.util.placement_group import (
 
 from single_controller.base.errors import GroupClosedError, PlacementError
 from single_controller.ray.internals import worker_pools
-from single_controller.ray.placement.accelerators import device_kinds, devices_in
 from single_controller.ray.placement.feasibility import Forecast, Request, expected_nodes, forecast, shortage
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import plan_pool, refuse_impossible
-from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks
+from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds, devices_in
 from single_controller.ray.runtime import Node, nodes, session
 
 logger = logging.getLogger(__name__)
