@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dispatch.drawing import aligned
@@ -138,35 +138,43 @@ class PoolPlan:
     def _node_table(self) -> list[str]:
         names = {name for node in self.nodes for name in node.total}
         resources = [name for name in _COLUMNS if name in names] + sorted(names - set(_COLUMNS))
-        counted, lacking = (
-            any(column) for column in ([n.now is not None for n in self.nodes], [n.lacks for n in self.nodes])
-        )
-        heading = ["node", *(f"{name} free/total" for name in resources)]
-        rows = [heading + ["processes now/at most"] * counted + ["lacks"] * lacking]
+        rows = []
         for node in self.nodes:
-            row = [f"{node.address} ({node.hostname})"]
+            row = {"node": f"{node.address} ({node.hostname})"}
             for name in resources:
                 free, total = (format_amount(name, has.get(name, 0.0)) for has in (node.free, node.total))
-                row.append(f"{free.removesuffix(' GiB')}/{total}")
-            lacks = ", ".join(f"{format_amount(name, amount)} {name}" for name, amount in node.lacks.items())
-            rows.append(row + [f"{node.now}/{node.most}"] * counted + [lacks or "-"] * lacking)
-        return aligned(rows)
+                row[f"{name} free/total"] = f"{free.removesuffix(' GiB')}/{total}"
+            if node.now is not None:
+                row["processes now/at most"] = f"{node.now}/{node.most}"
+            if any(other.lacks for other in self.nodes):
+                lacks = (f"{format_amount(name, amount)} {name}" for name, amount in node.lacks.items())
+                row["lacks"] = ", ".join(lacks) or "-"
+            rows.append(row)
+        return _table(rows)
 
     def _rank_table(self) -> list[str]:
-        rows = [["rank", "node", "entry", "bundle", "device"]] if self.ranks else []
+        rows = []
         for rank in self.ranks:
             expected = "~" if self.state == "fits" and rank.devices else ""
             device = "?" if rank.devices is None else f"{expected}{rank.device or '-'}"
-            entry, bundle = ("-" if number is None else str(number) for number in (rank.entry, rank.bundle))
-            rows.append([str(rank.rank), f"{rank.address} ({rank.hostname})", entry, bundle, device])
-        return aligned(rows)
+            rows.append({"rank": rank.rank, **_where(rank), "device": device})
+        return _table(rows)
 
     def _standby_table(self) -> list[str]:
-        rows = [["standby of", "node", "entry", "bundle", "memory"]] if self.standbys else []
+        rows = []
         for one in self.standbys:
             memory = "starting" if one.memory is None else f"{one.memory / 2**20:.0f} MiB"
-            rows.append([one.group, f"{one.address} ({one.hostname})", str(one.entry), str(one.bundle), memory])
-        return aligned(rows)
+            rows.append({"standby of": one.group, **_where(one), "memory": memory})
+        return _table(rows)
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    return aligned([list(rows[0]), *(list(map(str, row.values())) for row in rows)]) if rows else []
+
+
+def _where(one: RankPlan | StandbyPlan) -> dict[str, object]:
+    entry, bundle = ("-" if number is None else number for number in (one.entry, one.bundle))
+    return {"node": f"{one.address} ({one.hostname})", "entry": entry, "bundle": bundle}
 
 
 def plan_pool(
