@@ -133,13 +133,8 @@ class Forecast(NamedTuple):
 
 
 def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Forecast:
-    """Return what would become of a request that Ray has not been sent.
-
-    Args:
-        request: what is asked for.
-        cluster: the nodes.
-        free: what each node has left; reduced by what the request would take.
-    """
+    """Return what would become of a request that Ray has not been sent; take it from ``free``, what each node has
+    left."""
     if shortage(request, [node.total for node in cluster]):
         return Forecast(request, "impossible")
     homes = expected_nodes(request, free)

@@ -198,16 +198,15 @@ def plan_pool(
     missing = "nothing"
     if state == "impossible":
         missing = "; ".join(shortage(request, [node.total for node in cluster]) for request in worst)
+    elif state == "waits" and all(n.free.get(name) == n.total.get(name) for n in cluster for name in worst[0].bundle):
+        missing = "an arrangement in which whole entries fit side by side: smaller entries, or across_nodes=True"
     elif state == "waits":
-        words = [shortage(request, [node.free for node in cluster], free=True) for request in worst]
-        missing = "nothing, but it is in use now, by other pools of this script or by others"
-        missing += ": " + "; ".join(filter(None, words)) if any(words) else ""
-        if all(node.free.get(name) == node.total.get(name) for node in cluster for name in worst[0].bundle):
-            missing = "an arrangement in which whole entries fit side by side: smaller entries, or across_nodes=True"
+        words = "; ".join(filter(None, (shortage(one, [n.free for n in cluster], free=True) for one in worst)))
+        missing = "nothing, but it is in use now, by other pools of this script or by others" + (words and f": {words}")
     joint = join_requests([each.request for each in forecasts])
     asked = "\n".join(map(str, [joint] if joint and len(forecasts) > 1 else [each.request for each in forecasts]))
-    known = [slot for slot in slots or () if slot.location is not None and state in ("fits", "placed")]
-    ranks = tuple(_rank_plan(rank, slot.location, slot) for rank, slot in enumerate(known) if slot.location is not None)
+    shown = slots or () if state in ("fits", "placed") else ()
+    ranks = tuple(_rank_plan(rank, slot.location, slot) for rank, slot in enumerate(shown) if slot.location is not None)
     nodes = tuple(_node_plan(node, worst[0], state) for node in cluster)
     return PoolPlan(what, state, ranks, nodes, asked, missing, tuple(standbys))
 
@@ -228,14 +227,8 @@ def plan_group(
     cluster: Sequence[Node],
     standbys: Sequence[StandbyPlan] = (),
 ) -> PoolPlan:
-    """Return the plan of a group that runs.
-
-    Args:
-        what: the group, in words.
-        ranks: location and slot of each; None for the slots of a group that was attached to.
-        cluster: the nodes.
-        standbys: of the group.
-    """
+    """Return the plan of a group that runs: the location and the slot of each rank, None for the slots of a group that
+    was attached to."""
     plans = tuple(_rank_plan(rank, where, slot) for rank, (where, slot) in enumerate(ranks))
     asked = f"runs: {count_processes(len(plans))}"
     return PoolPlan(what, "placed", plans, tuple(map(_node_plan, cluster)), asked, "nothing", tuple(standbys))

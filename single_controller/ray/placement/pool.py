@@ -50,12 +50,12 @@ Member = tuple[Reservation, int]
 SlotsOf = Mapping[Reservation, Sequence[Slot]]
 """The slots of each reservation by rank."""
 
-_occupied: weakref.WeakKeyDictionary[Occupant, frozenset[Member]] = weakref.WeakKeyDictionary()
-"""By group, the slots of any pool in which its workers count. Weak, so that a group that nobody closed frees its slots
-when it is collected: Ray ends its workers then, unless they are detached."""
+_occupied: weakref.WeakKeyDictionary[Occupant, tuple[RayResourcePool, frozenset[Member]]] = weakref.WeakKeyDictionary()
+"""By group, its pool, and the slots of any pool in which its workers count. Weak, so that a group that nobody closed
+frees its slots when it is collected: Ray ends its workers then, unless they are detached."""
 
 _occupying = threading.Lock()
-"""Protects `_occupied`, and every pool's groups and closed state, so that no group is admitted to a pool that is being
+"""Protects `_occupied`, and every pool's closed state, so that no group is admitted to a pool that is being
 closed. One lock for all pools, because a slice and the pool that it is cut from share slots. Held for bookkeeping only:
 no other lock is taken and Ray is not called while it is held."""
 
@@ -177,7 +177,6 @@ class RayResourcePool(Closing, ResourcePool):
         )
         self._sorts = merged and not self._order_given
         self._closed = False
-        self._groups: weakref.WeakSet[Occupant] = weakref.WeakSet()
 
     @classmethod
     def _borrow(
@@ -337,7 +336,7 @@ class RayResourcePool(Closing, ResourcePool):
         slots_of = {reservation: each.slots for reservation, each in forecasts.items() if each.slots is not None}
         slots = self._slots_in(slots_of) if len(slots_of) == len(forecasts) else None
         with _occupying:
-            groups = list(self._groups)
+            groups = self._groups()
         standbys = [one for group in groups if not group.closed for one in group.standbys()]
         return plan_pool(repr(self), list(forecasts.values()), slots, cluster, standbys)
 
@@ -466,7 +465,7 @@ class RayResourcePool(Closing, ResourcePool):
         with _occupying:
             self._check_open()  # again: another thread may have closed the pool while this one waited
             # A group that is closed ends its workers by itself, so its slots are free. A restarted group is its own.
-            others = [(o.name, held) for o, held in _occupied.items() if not o.closed and o is not group]
+            others = [(o.name, held) for o, (_, held) in _occupied.items() if not o.closed and o is not group]
             for member in wanted:
                 there = sorted(name for name, held in others if member in held)
                 if len(there) >= self.max_colocate_count:
@@ -476,15 +475,14 @@ class RayResourcePool(Closing, ResourcePool):
                         "larger max_colocate_count"
                     )
             # Under the same lock as the check: of two groups at once, only one may take the last place of a slot.
-            _occupied[group] = frozenset(wanted)
-            self._note(group)
+            _occupied[group] = (self, frozenset(wanted))
 
-    def _note(self, group: Occupant) -> None:
-        """Remember a group, to close it with this pool and with every pool whose slots this one borrows. The caller
-        holds `_occupying`."""
-        self._groups.add(group)
-        for pool, _ in self._parts:
-            pool._note(group)
+    def _groups(self) -> list[Occupant]:
+        """The groups on this pool and on every pool that borrows its slots. The caller holds `_occupying`."""
+        return [group for group, (pool, _) in _occupied.items() if pool._borrows_from(self)]
+
+    def _borrows_from(self, other: RayResourcePool) -> bool:
+        return self is other or any(pool._borrows_from(other) for pool, _ in self._parts)
 
     def close(self) -> None:
         """Close the groups in the pool, and free the slots that it owns. A second close does nothing, and neither does
@@ -493,7 +491,7 @@ class RayResourcePool(Closing, ResourcePool):
             return
         with _occupying:
             self._closed = True  # from here on no group is admitted, so the list is complete
-            groups = list(self._groups)
+            groups = self._groups()
         # Outside the lock, because closing a group asks Ray.
         try:
             for group in groups:

@@ -281,14 +281,11 @@ def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
         PlacementError: Ray has not placed them, or a node has died since.
     """
     known = {node["NodeID"]: node for node in ray.nodes()}
-    homes: dict[PlacementGroup | None, dict[int, str]] = {
-        group: placement_group_table(group).get("bundles_to_node_id", {})
-        for group in dict.fromkeys(slot.placement_group for slot in slots)
-        if group is not None
-    }
+    groups = {slot.placement_group for slot in slots if slot.placement_group is not None}
+    homes = {group: placement_group_table(group).get("bundles_to_node_id", {}) for group in groups}
     locations = []
     for slot in slots:
-        node = known.get(homes.get(slot.placement_group, {}).get(slot.bundle, ""))
+        node = known.get(homes[slot.placement_group].get(slot.bundle, "")) if slot.placement_group else None
         if node is None:
             raise PlacementError(f"{label}: bundle {slot.bundle} is not on any node")
         locations.append(SlotLocation(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
