@@ -1,7 +1,7 @@
 """The feasibility check: what these nodes can never hold, and where slots would be.
 
 The check only adds up what each node has. What the totals rule out is refused at once; everything else is left to Ray,
-and a pool that Ray does not place within its timeout raises with the same table, that of `pool_plan`.
+and a pool that Ray does not place within its timeout raises with the same table, that of `plan`.
 """
 
 from __future__ import annotations

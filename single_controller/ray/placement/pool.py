@@ -1,7 +1,7 @@
 """RayResourcePool: slots for processes on Ray's nodes. A slice of a pool, and several pools merged, are pools too.
 
 Locks: `_occupying` protects which group is in which slot; the slots themselves belong to reservations, which have locks
-of their own (see `placement`). No thread holds one of each at once. No thread is started here.
+of their own (see `reservation`). No thread holds one of each at once. No thread is started here.
 """
 
 from __future__ import annotations
