@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from single_controller.ray.class_with_args import RayClassWithInitArgs
     from single_controller.ray.group import RayWorkerGroup, attach
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-    from single_controller.ray.pool import RayResourcePool, merge_resource_pool, split_resource_pool
-    from single_controller.ray.pool_manager import ResourcePoolManager
+    from single_controller.ray.placement.manager import ResourcePoolManager
+    from single_controller.ray.placement.pool import RayResourcePool, merge_resource_pool, split_resource_pool
 
 __all__ = [
     "Broadcast",
@@ -125,10 +125,10 @@ _HOMES = {
     "NVMegatronRayWorkerGroup": "single_controller.ray.megatron_group",
     "PlacementError": "single_controller.base.errors",
     "RayClassWithInitArgs": "single_controller.ray.class_with_args",
-    "RayResourcePool": "single_controller.ray.pool",
+    "RayResourcePool": "single_controller.ray.placement.pool",
     "RayWorkerGroup": "single_controller.ray.group",
     "ResourcePool": "single_controller.base.pool",
-    "ResourcePoolManager": "single_controller.ray.pool_manager",
+    "ResourcePoolManager": "single_controller.ray.placement.manager",
     "ResultError": "dispatch",
     "ResultLostError": "single_controller.base.errors",
     "SingleControllerError": "dispatch",
@@ -146,11 +146,11 @@ _HOMES = {
     "create_colocated_worker_raw_cls": "single_controller.base.colocate",
     "end_detached": "single_controller.ray.attach",
     "make_nd_compute_dataproto_dispatch_fn": "dispatch",
-    "merge_resource_pool": "single_controller.ray.pool",
+    "merge_resource_pool": "single_controller.ray.placement.pool",
     "register": "dispatch",
     "register_batch_type": "dispatch",
     "register_dispatch_mode": "dispatch",
-    "split_resource_pool": "single_controller.ray.pool",
+    "split_resource_pool": "single_controller.ray.placement.pool",
     "update_dispatch_mode": "dispatch",
 }
 

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from single_controller.ray.class_with_args import RayClassWithInitArgs
     from single_controller.ray.group import RayWorkerGroup
     from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-    from single_controller.ray.pool import RayResourcePool, merge_resource_pool, split_resource_pool
-    from single_controller.ray.pool_manager import ResourcePoolManager
+    from single_controller.ray.placement.manager import ResourcePoolManager
+    from single_controller.ray.placement.pool import RayResourcePool, merge_resource_pool, split_resource_pool
 
 __all__ = [
     "NVMegatronRayWorkerGroup",
@@ -24,11 +24,11 @@ __all__ = [
 _HOMES = {
     "NVMegatronRayWorkerGroup": "single_controller.ray.megatron_group",
     "RayClassWithInitArgs": "single_controller.ray.class_with_args",
-    "RayResourcePool": "single_controller.ray.pool",
+    "RayResourcePool": "single_controller.ray.placement.pool",
     "RayWorkerGroup": "single_controller.ray.group",
-    "ResourcePoolManager": "single_controller.ray.pool_manager",
-    "merge_resource_pool": "single_controller.ray.pool",
-    "split_resource_pool": "single_controller.ray.pool",
+    "ResourcePoolManager": "single_controller.ray.placement.manager",
+    "merge_resource_pool": "single_controller.ray.placement.pool",
+    "split_resource_pool": "single_controller.ray.placement.pool",
 }
 
 if not TYPE_CHECKING:

@@ -17,7 +17,7 @@ from single_controller.base.errors import CallTimeoutError, WorkerDiedError
 from single_controller.base.worker import Worker
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.internals import all_actors
-from single_controller.ray.placement import remove_pools_of
+from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import ensure_ray
 

@@ -40,7 +40,7 @@ from single_controller.base.methods import CallOptions
 from single_controller.base.monitor import FIRST_WAIT_SECONDS, monitor
 from single_controller.base.supervision import check_ranks, restart
 from single_controller.ray.engine import RayEngine, Standby
-from single_controller.ray.placement import wait_started
+from single_controller.ray.placement.reservation import wait_started
 from single_controller.ray.results import one_line
 from single_controller.ray.start import (
     StartPlan,

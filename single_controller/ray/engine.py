@@ -37,10 +37,10 @@ from single_controller.ray.contact import Contact
 from single_controller.ray.control_server import Answer, ask
 from single_controller.ray.internals import death_of, death_seconds, note_calls, ray_worker
 from single_controller.ray.lane import Lane, LaneToken
-from single_controller.ray.placement import remove_pools_of
-from single_controller.ray.pool_plan import StandbyPlan
+from single_controller.ray.placement.plan import StandbyPlan
+from single_controller.ray.placement.reservation import remove_pools_of
+from single_controller.ray.placement.slots import Slot
 from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
-from single_controller.ray.slots import Slot
 
 logger = logging.getLogger(__name__)
 

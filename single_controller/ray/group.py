@@ -22,8 +22,8 @@ from single_controller.ray.elastic import ElasticGroup
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.group_records import Registration
 from single_controller.ray.lane import lane_enabled
-from single_controller.ray.pool import RayResourcePool
-from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_group
+from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_group
+from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import (
     StartPlan,

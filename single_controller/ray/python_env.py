@@ -24,9 +24,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from single_controller.base.errors import StartError
+from single_controller.ray.placement.slots import SlotLocation
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import session
-from single_controller.ray.slots import SlotLocation
 
 CHECK_SECONDS = 60.0
 """How long a Python may take to import this library. On a network file system the first import can be slow."""

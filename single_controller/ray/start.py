@@ -31,11 +31,11 @@ from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.engine import Rank, RayEngine, Standby
 from single_controller.ray.internals import death_of
 from single_controller.ray.lane import Lane
-from single_controller.ray.placement import node_locations, remove_pools_of, wait_started
-from single_controller.ray.pool import RayResourcePool
+from single_controller.ray.placement.pool import RayResourcePool
+from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
+from single_controller.ray.placement.slots import Slot, SlotLocation
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes, session
-from single_controller.ray.slots import Slot, SlotLocation
 from single_controller.ray.worker_env import before_start
 
 logger = logging.getLogger(__name__)

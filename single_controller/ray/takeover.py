@@ -17,9 +17,9 @@ from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.group_records import TAKEOVER, GroupRecord
 from single_controller.ray.internals import death_of
 from single_controller.ray.lane import Lane
-from single_controller.ray.pool import RayResourcePool
+from single_controller.ray.placement.pool import RayResourcePool
+from single_controller.ray.placement.slots import Slot
 from single_controller.ray.runtime import ensure_ray
-from single_controller.ray.slots import Slot
 from single_controller.ray.start import StartPlan, standby_of
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from single_controller import PlacementError, RayResourcePool, ResourcePoolManager
-from single_controller.ray.feasibility import Request, expected_nodes, forecast, shortage, slots_that_fit
-from single_controller.ray.pool_options import PoolOptions
-from single_controller.ray.pool_plan import plan_pool, refuse_impossible
+from single_controller.ray.placement.feasibility import Request, expected_nodes, forecast, shortage, slots_that_fit
+from single_controller.ray.placement.options import PoolOptions
+from single_controller.ray.placement.plan import plan_pool, refuse_impossible
+from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks
 from single_controller.ray.runtime import Node, address_key
-from single_controller.ray.slots import Slot, SlotLocation, assign_ranks
 
 
 class TestRankAssignment:

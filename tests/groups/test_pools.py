@@ -24,7 +24,7 @@ from single_controller import (
     merge_resource_pool,
     split_resource_pool,
 )
-from single_controller.ray import placement as placement_module
+from single_controller.ray.placement import reservation as placement_module
 
 
 def counter(**kwargs):
@@ -147,7 +147,7 @@ def test_impossible_placement_is_rejected_at_once(ray_cluster, pool, missing):
 
 
 def test_busy_resources_are_awaited_until_the_timeout(ray_cluster, caplog, monkeypatch):
-    monkeypatch.setattr("single_controller.ray.placement.SAY_SECONDS", 0.4)
+    monkeypatch.setattr("single_controller.ray.placement.reservation.SAY_SECONDS", 0.4)
     wait_free(CRATES)
     with RayResourcePool([4], use_gpu=False, resources={"crate": 2}) as all_of_it:
         all_of_it.place()

@@ -251,7 +251,7 @@ def test_python_that_hangs_is_refused(pool, tmp_path, monkeypatch):
 
 
 def test_repaired_environment_is_checked_again_and_a_good_one_once(pool, tmp_path, monkeypatch):
-    nodes = single_controller.ray.placement.node_locations(pool.slots(), "test")
+    nodes = single_controller.ray.placement.reservation.node_locations(pool.slots(), "test")
     python = make_environment(tmp_path, distribution("ray", "1.2.3"))
     with pytest.raises(StartError):
         python_env.check(str(python), {}, nodes, "test")

@@ -8,9 +8,9 @@ from typing import Any
 
 from single_controller.base.closing import Closing
 from single_controller.base.errors import GroupClosedError, PlacementError
-from single_controller.ray.feasibility import Forecast, join_requests, shortage
-from single_controller.ray.pool import RayResourcePool
-from single_controller.ray.pool_plan import plan_pool, refuse_impossible
+from single_controller.ray.placement.feasibility import join_requests
+from single_controller.ray.placement.plan import refuse_impossible
+from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.runtime import nodes
 
 
@@ -82,20 +82,19 @@ class ResourcePoolManager(Closing):
             name: RayResourcePool(entries, **{"name_prefix": name, **self._options})
             for name, entries in self.resource_pool_spec.items()
         }
-        cluster = nodes()
-        beside = []
+        cluster, beside = nodes(), []
         for name, pool in made.items():
-            request = pool.reservations[0].request
-            refuse_impossible(request, cluster, f"the pool {name!r}")
-            beside.append(request)
-            joint = join_requests(beside)  # never None: the pools have the same options
-            if joint is not None and shortage(joint, [node.total for node in cluster]):
+            beside.append(pool.reservations[0].request)
+            refuse_impossible(beside[-1], cluster, f"the pool {name!r}")
+            try:
+                # Never None: the pools have the same options.
+                refuse_impossible(join_requests(beside) or beside[-1], cluster, "the pools so far")
+            except PlacementError as error:
                 others = ", ".join(f"{other} {self.resource_pool_spec[other]}" for other in made if other != name)
-                plan = plan_pool("the pools so far", [Forecast(joint, "impossible")], None, cluster)
                 raise PlacementError(
                     f"the cluster cannot hold all pools at once: {name} {self.resource_pool_spec[name]} does not fit "
-                    f"together with {others}.\n{plan}"
-                )
+                    f"together with {others}.\n{error}"
+                ) from None
         self.resource_pool_dict = made
 
     def get_resource_pool(self, role: Hashable) -> RayResourcePool:

@@ -32,13 +32,12 @@ from ray.util.placement_group import (
 )
 
 from single_controller.base.errors import GroupClosedError, PlacementError
-from single_controller.ray.accelerators import device_kinds, devices_in
-from single_controller.ray.feasibility import Forecast, Request, expected_nodes, forecast, shortage
 from single_controller.ray.internals import worker_pools
-from single_controller.ray.pool_options import PoolOptions
-from single_controller.ray.pool_plan import plan_pool, refuse_impossible
+from single_controller.ray.placement.feasibility import Forecast, Request, expected_nodes, forecast, shortage
+from single_controller.ray.placement.options import PoolOptions
+from single_controller.ray.placement.plan import plan_pool, refuse_impossible
+from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds, devices_in
 from single_controller.ray.runtime import Node, nodes, session
-from single_controller.ray.slots import Slot, SlotLocation, assign_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -282,14 +281,11 @@ def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
         PlacementError: Ray has not placed them, or a node has died since.
     """
     known = {node["NodeID"]: node for node in ray.nodes()}
-    homes: dict[PlacementGroup | None, dict[int, str]] = {
-        group: placement_group_table(group).get("bundles_to_node_id", {})
-        for group in dict.fromkeys(slot.placement_group for slot in slots)
-        if group is not None
-    }
+    groups = {slot.placement_group for slot in slots if slot.placement_group is not None}
+    homes = {group: placement_group_table(group).get("bundles_to_node_id", {}) for group in groups}
     locations = []
     for slot in slots:
-        node = known.get(homes.get(slot.placement_group, {}).get(slot.bundle, ""))
+        node = known.get(homes[slot.placement_group].get(slot.bundle, "")) if slot.placement_group else None
         if node is None:
             raise PlacementError(f"{label}: bundle {slot.bundle} is not on any node")
         locations.append(SlotLocation(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dispatch.drawing import aligned
 from single_controller.base.errors import PlacementError
-from single_controller.ray.feasibility import (
+from single_controller.ray.placement.feasibility import (
     Amounts,
     Forecast,
     Request,
@@ -19,8 +19,8 @@ from single_controller.ray.feasibility import (
     shortage,
     slots_that_fit,
 )
+from single_controller.ray.placement.slots import Slot, SlotLocation
 from single_controller.ray.runtime import Node
-from single_controller.ray.slots import Slot, SlotLocation
 
 _HEADLINE: dict[State, str] = {  # the worst state first
     "impossible": "{} can never be placed here.",
@@ -138,35 +138,43 @@ class PoolPlan:
     def _node_table(self) -> list[str]:
         names = {name for node in self.nodes for name in node.total}
         resources = [name for name in _COLUMNS if name in names] + sorted(names - set(_COLUMNS))
-        counted, lacking = (
-            any(column) for column in ([n.now is not None for n in self.nodes], [n.lacks for n in self.nodes])
-        )
-        heading = ["node", *(f"{name} free/total" for name in resources)]
-        rows = [heading + ["processes now/at most"] * counted + ["lacks"] * lacking]
+        rows = []
         for node in self.nodes:
-            row = [f"{node.address} ({node.hostname})"]
+            row = {"node": f"{node.address} ({node.hostname})"}
             for name in resources:
                 free, total = (format_amount(name, has.get(name, 0.0)) for has in (node.free, node.total))
-                row.append(f"{free.removesuffix(' GiB')}/{total}")
-            lacks = ", ".join(f"{format_amount(name, amount)} {name}" for name, amount in node.lacks.items())
-            rows.append(row + [f"{node.now}/{node.most}"] * counted + [lacks or "-"] * lacking)
-        return aligned(rows)
+                row[f"{name} free/total"] = f"{free.removesuffix(' GiB')}/{total}"
+            if node.now is not None:
+                row["processes now/at most"] = f"{node.now}/{node.most}"
+            if any(other.lacks for other in self.nodes):
+                lacks = (f"{format_amount(name, amount)} {name}" for name, amount in node.lacks.items())
+                row["lacks"] = ", ".join(lacks) or "-"
+            rows.append(row)
+        return _table(rows)
 
     def _rank_table(self) -> list[str]:
-        rows = [["rank", "node", "entry", "bundle", "device"]] if self.ranks else []
+        rows = []
         for rank in self.ranks:
             expected = "~" if self.state == "fits" and rank.devices else ""
             device = "?" if rank.devices is None else f"{expected}{rank.device or '-'}"
-            entry, bundle = ("-" if number is None else str(number) for number in (rank.entry, rank.bundle))
-            rows.append([str(rank.rank), f"{rank.address} ({rank.hostname})", entry, bundle, device])
-        return aligned(rows)
+            rows.append({"rank": rank.rank, **_where(rank), "device": device})
+        return _table(rows)
 
     def _standby_table(self) -> list[str]:
-        rows = [["standby of", "node", "entry", "bundle", "memory"]] if self.standbys else []
+        rows = []
         for one in self.standbys:
             memory = "starting" if one.memory is None else f"{one.memory / 2**20:.0f} MiB"
-            rows.append([one.group, f"{one.address} ({one.hostname})", str(one.entry), str(one.bundle), memory])
-        return aligned(rows)
+            rows.append({"standby of": one.group, **_where(one), "memory": memory})
+        return _table(rows)
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    return aligned([list(rows[0]), *(list(map(str, row.values())) for row in rows)]) if rows else []
+
+
+def _where(one: RankPlan | StandbyPlan) -> dict[str, object]:
+    entry, bundle = ("-" if number is None else number for number in (one.entry, one.bundle))
+    return {"node": f"{one.address} ({one.hostname})", "entry": entry, "bundle": bundle}
 
 
 def plan_pool(
@@ -190,16 +198,15 @@ def plan_pool(
     missing = "nothing"
     if state == "impossible":
         missing = "; ".join(shortage(request, [node.total for node in cluster]) for request in worst)
+    elif state == "waits" and all(n.free.get(name) == n.total.get(name) for n in cluster for name in worst[0].bundle):
+        missing = "an arrangement in which whole entries fit side by side: smaller entries, or across_nodes=True"
     elif state == "waits":
-        words = [shortage(request, [node.free for node in cluster], free=True) for request in worst]
-        missing = "nothing, but it is in use now, by other pools of this script or by others"
-        missing += ": " + "; ".join(filter(None, words)) if any(words) else ""
-        if all(node.free.get(name) == node.total.get(name) for node in cluster for name in worst[0].bundle):
-            missing = "an arrangement in which whole entries fit side by side: smaller entries, or across_nodes=True"
+        words = "; ".join(filter(None, (shortage(one, [n.free for n in cluster], free=True) for one in worst)))
+        missing = "nothing, but it is in use now, by other pools of this script or by others" + (words and f": {words}")
     joint = join_requests([each.request for each in forecasts])
     asked = "\n".join(map(str, [joint] if joint and len(forecasts) > 1 else [each.request for each in forecasts]))
-    known = [slot for slot in slots or () if slot.location is not None and state in ("fits", "placed")]
-    ranks = tuple(_rank_plan(rank, slot.location, slot) for rank, slot in enumerate(known) if slot.location is not None)
+    shown = slots or () if state in ("fits", "placed") else ()
+    ranks = tuple(_rank_plan(rank, slot.location, slot) for rank, slot in enumerate(shown) if slot.location is not None)
     nodes = tuple(_node_plan(node, worst[0], state) for node in cluster)
     return PoolPlan(what, state, ranks, nodes, asked, missing, tuple(standbys))
 
@@ -220,14 +227,8 @@ def plan_group(
     cluster: Sequence[Node],
     standbys: Sequence[StandbyPlan] = (),
 ) -> PoolPlan:
-    """Return the plan of a group that runs.
-
-    Args:
-        what: the group, in words.
-        ranks: location and slot of each; None for the slots of a group that was attached to.
-        cluster: the nodes.
-        standbys: of the group.
-    """
+    """Return the plan of a group that runs: the location and the slot of each rank, None for the slots of a group that
+    was attached to."""
     plans = tuple(_rank_plan(rank, where, slot) for rank, (where, slot) in enumerate(ranks))
     asked = f"runs: {count_processes(len(plans))}"
     return PoolPlan(what, "placed", plans, tuple(map(_node_plan, cluster)), asked, "nothing", tuple(standbys))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from single_controller.base.checks import check_amounts, check_seconds
-from single_controller.ray.accelerators import RAYS_OWN
 from single_controller.ray.internals import accelerator_names
+from single_controller.ray.placement.slots import RAYS_OWN
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 

@@ -1,7 +1,7 @@
 """RayResourcePool: slots for processes on Ray's nodes. A slice of a pool, and several pools merged, are pools too.
 
 Locks: `_occupying` protects which group is in which slot; the slots themselves belong to reservations, which have locks
-of their own (see `placement`). No thread holds one of each at once. No thread is started here.
+of their own (see `reservation`). No thread holds one of each at once. No thread is started here.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from single_controller.base.closing import Closing
 from single_controller.base.errors import ForkedProcessError, GroupClosedError, PlacementError
 from single_controller.base.pool import ResourcePool
-from single_controller.ray.external_group import external_reservation
-from single_controller.ray.feasibility import Forecast, Request, join_requests, shortage
-from single_controller.ray.placement import Reservation
-from single_controller.ray.pool_options import PoolOptions
-from single_controller.ray.pool_plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
+from single_controller.ray.placement.external import external_reservation
+from single_controller.ray.placement.feasibility import Forecast, Request, join_requests, shortage
+from single_controller.ray.placement.options import PoolOptions
+from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
+from single_controller.ray.placement.reservation import Reservation
+from single_controller.ray.placement.slots import Slot, SlotLocation
 from single_controller.ray.runtime import ensure_ray, forked, nodes, session
-from single_controller.ray.slots import Slot, SlotLocation, location_key
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -46,24 +47,24 @@ class Occupant(Protocol):
 Member = tuple[Reservation, int]
 """A slot: the reservation that it is in, and its number there."""
 
-_occupied: weakref.WeakKeyDictionary[Occupant, frozenset[Member]] = weakref.WeakKeyDictionary()
-"""By group, the slots of any pool in which its workers count. Weak, so that a group that nobody closed frees its slots
-when it is collected: Ray ends its workers then, unless they are detached."""
+SlotsOf = Mapping[Reservation, Sequence[Slot]]
+"""The slots of each reservation by rank."""
+
+_occupied: weakref.WeakKeyDictionary[Occupant, tuple[RayResourcePool, frozenset[Member]]] = weakref.WeakKeyDictionary()
+"""By group, its pool, and the slots of any pool in which its workers count. Weak, so that a group that nobody closed
+frees its slots when it is collected: Ray ends its workers then, unless they are detached."""
 
 _occupying = threading.Lock()
-"""Protects `_occupied`, and every pool's groups and closed state, so that no group is admitted to a pool that is being
+"""Protects `_occupied`, and every pool's closed state, so that no group is admitted to a pool that is being
 closed. One lock for all pools, because a slice and the pool that it is cut from share slots. Held for bookkeeping only:
 no other lock is taken and Ray is not called while it is held."""
 
+_ATTRIBUTES = ("use_gpu", "name_prefix", "max_colocate_count", "detached", "accelerator_type", "placement_timeout")
+"""Options that are attributes of the pool too. So is ``resources``, as a dict."""
+
 _ALIKE = (
-    "use_gpu",
-    "accelerator_type",
-    "max_colocate_count",
-    "resources",
-    "detached",
-    "num_cpus",
-    "num_gpus",
-    "memory",
+    *("use_gpu", "accelerator_type", "max_colocate_count", "resources", "detached"),
+    *("num_cpus", "num_gpus", "memory"),
 )
 """Options in which pools must agree to be merged."""
 
@@ -111,6 +112,14 @@ class RayResourcePool(Closing, ResourcePool):
         ValueError: an argument is not possible.
     """
 
+    use_gpu: bool
+    name_prefix: str
+    max_colocate_count: int
+    detached: bool
+    accelerator_type: str | None
+    resources: dict[str, float]
+    placement_timeout: float
+
     def __init__(
         self,
         process_on_nodes: Sequence[int],
@@ -156,45 +165,30 @@ class RayResourcePool(Closing, ResourcePool):
         order_given: bool = False,
         merged: bool = False,
     ) -> None:
-        """Set the fields of a pool.
-
-        Args:
-            options: what a slot reserves.
-            owned: the reservation that this pool owns; None for a pool that borrows slots.
-            parts: the pools whose slots it borrows, with the numbers of those slots.
-            order_given: whether the user gave the order of the slots.
-            merged: whether ranks are ordered by (node, device), unless the user gave an order; otherwise as listed.
-        """
+        """Set the fields of a pool that owns a reservation, or borrows slots: those of these numbers of each of these
+        pools. Where the user gave an order, a merged pool keeps it; otherwise it is sorted as any pool."""
         self.options = options
-        self.use_gpu = options.use_gpu
-        self.name_prefix = options.name_prefix
-        self.max_colocate_count = options.max_colocate_count
-        self.detached = options.detached
-        self.accelerator_type = options.accelerator_type
+        for name in _ATTRIBUTES:
+            setattr(self, name, getattr(options, name))
         self.resources = dict(options.resources)
-        self.placement_timeout = options.placement_timeout
-        self._owned = owned
-        self._parts = tuple(parts)
+        self._owned, self._parts = owned, tuple(parts)
         self._order_given: bool = order_given or any(
             pool._order_given or list(numbers) != sorted(numbers) for pool, numbers in parts
         )
         self._sorts = merged and not self._order_given
-        self._members_by_rank: list[Member] | None = None
         self._closed = False
-        self._groups: weakref.WeakSet[Occupant] = weakref.WeakSet()
 
     @classmethod
     def _borrow(
         cls, parts: Sequence[tuple[RayResourcePool, Sequence[int]]], *, merged: bool = False
     ) -> RayResourcePool:
         """A pool of other pools' slots."""
-        for pool, _ in parts:
-            pool._check_open()
         pools = [pool for pool, _ in parts]
-        prefixes = dict.fromkeys(pool.name_prefix for pool in pools if pool.name_prefix)
+        for pool in pools:
+            pool._check_open()
         options = replace(
             pools[0].options,
-            name_prefix="_".join(prefixes),
+            name_prefix="_".join(dict.fromkeys(pool.name_prefix for pool in pools if pool.name_prefix)),
             placement_timeout=max(pool.placement_timeout for pool in pools),
         )
         borrowing = RayResourcePool.__new__(RayResourcePool)
@@ -289,8 +283,7 @@ class RayResourcePool(Closing, ResourcePool):
     @property
     def store(self) -> list[int]:
         """Slots of each entry that has slots here."""
-        sizes = Counter(slot.entry for slot in self.slots())
-        return [sizes[entry] for entry in sorted(sizes)]
+        return [size for _, size in sorted(Counter(slot.entry for slot in self.slots()).items())]
 
     def _homes(self) -> Sequence[Hashable]:
         return [slot.home for slot in self.slots()]
@@ -310,8 +303,8 @@ class RayResourcePool(Closing, ResourcePool):
         if isinstance(key, slice):
             chosen = list(numbers[key])
             if not chosen:
-                parts = (key.start, key.stop) if key.step is None else (key.start, key.stop, key.step)
-                words = ":".join("" if part is None else str(part) for part in parts)
+                given = [key.start, key.stop] + [key.step] * (key.step is not None)
+                words = ":".join("" if part is None else str(part) for part in given)
                 raise ValueError(f"{self!r} has the slots 0 to {self.world_size - 1}; [{words}] leaves none of them")
         else:
             try:
@@ -343,7 +336,7 @@ class RayResourcePool(Closing, ResourcePool):
         slots_of = {reservation: each.slots for reservation, each in forecasts.items() if each.slots is not None}
         slots = self._slots_in(slots_of) if len(slots_of) == len(forecasts) else None
         with _occupying:
-            groups = list(self._groups)
+            groups = self._groups()
         standbys = [one for group in groups if not group.closed for one in group.standbys()]
         return plan_pool(repr(self), list(forecasts.values()), slots, cluster, standbys)
 
@@ -431,7 +424,7 @@ class RayResourcePool(Closing, ResourcePool):
     def slots(self) -> list[Slot]:
         """Return the slots: by rank with locations once the ranks are assigned, until then as declared. Waits for
         nothing, and reserves nothing."""
-        return self._slots_in({reservation: reservation.slots for reservation in self.reservations})
+        return self._slots_in(self._slots_now())
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -472,9 +465,9 @@ class RayResourcePool(Closing, ResourcePool):
         with _occupying:
             self._check_open()  # again: another thread may have closed the pool while this one waited
             # A group that is closed ends its workers by itself, so its slots are free. A restarted group is its own.
-            others = [(o.name, held) for o, held in _occupied.items() if not o.closed and o is not group]
-            for slot in wanted:
-                there = sorted(name for name, held in others if slot in held)
+            others = [(o.name, held) for o, (_, held) in _occupied.items() if not o.closed and o is not group]
+            for member in wanted:
+                there = sorted(name for name, held in others if member in held)
                 if len(there) >= self.max_colocate_count:
                     raise PlacementError(
                         f"{self!r} is full: max_colocate_count={self.max_colocate_count} and it already has "
@@ -482,15 +475,14 @@ class RayResourcePool(Closing, ResourcePool):
                         "larger max_colocate_count"
                     )
             # Under the same lock as the check: of two groups at once, only one may take the last place of a slot.
-            _occupied[group] = frozenset(wanted)
-            self._note(group)
+            _occupied[group] = (self, frozenset(wanted))
 
-    def _note(self, group: Occupant) -> None:
-        """Remember a group, to close it with this pool and with every pool whose slots this one borrows. The caller
-        holds `_occupying`."""
-        self._groups.add(group)
-        for pool, _ in self._parts:
-            pool._note(group)
+    def _groups(self) -> list[Occupant]:
+        """The groups on this pool and on every pool that borrows its slots. The caller holds `_occupying`."""
+        return [group for group, (pool, _) in _occupied.items() if pool._borrows_from(self)]
+
+    def _borrows_from(self, other: RayResourcePool) -> bool:
+        return self is other or any(pool._borrows_from(other) for pool, _ in self._parts)
 
     def close(self) -> None:
         """Close the groups in the pool, and free the slots that it owns. A second close does nothing, and neither does
@@ -499,7 +491,7 @@ class RayResourcePool(Closing, ResourcePool):
             return
         with _occupying:
             self._closed = True  # from here on no group is admitted, so the list is complete
-            groups = list(self._groups)
+            groups = self._groups()
         # Outside the lock, because closing a group asks Ray.
         try:
             for group in groups:
@@ -522,42 +514,29 @@ class RayResourcePool(Closing, ResourcePool):
         if self.closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")
 
-    def _members(self, slots_of: Mapping[Reservation, Sequence[Slot]] | None = None) -> list[Member]:
-        """The slots by rank.
-
-        Args:
-            slots_of: the slots of each reservation by rank; by default as they are now.
-        """
+    def _members(self, slots_of: SlotsOf | None = None) -> list[Member]:
+        """The slots by rank, as the reservations are now or as ``slots_of`` says."""
         if self._owned is not None:
             return [(self._owned, number) for number in range(len(self._owned.slots))]
-        if self._members_by_rank is not None:
-            return self._members_by_rank
-        # Asked before the slots are read: ranks that another thread assigns in between must not make an order final
-        # that was computed without them. Threads that get here at once compute the same order, so there is no lock.
-        final = slots_of is None and all(reservation.assigned for reservation in self.reservations)
-        listed = [(pool._members(slots_of), numbers) for pool, numbers in self._parts]
+        known = slots_of or self._slots_now()
+        listed = [(pool._members(known), numbers) for pool, numbers in self._parts]
         members = [of_pool[number] for of_pool, numbers in listed for number in numbers]
-        known = slots_of or {reservation: reservation.slots for reservation in self.reservations}
-        if self._sorts:
-            locations = [(member, known[member[0]][member[1]].location) for member in members]
-            keys = {member: location_key(location) for member, location in locations if location is not None}
-            if len(keys) == len(members):
-                members.sort(key=keys.__getitem__)
-        if final:
-            self._members_by_rank = members  # even if Ray moves a bundle to another node later
+        orders = {member: known[member[0]][member[1]].order for member in members}
+        if self._sorts and all(orders.values()):
+            members.sort(key=orders.__getitem__)
         return members
 
-    def _slots_in(self, slots_of: Mapping[Reservation, Sequence[Slot]]) -> list[Slot]:
+    def _slots_now(self) -> dict[Reservation, Sequence[Slot]]:
+        return {reservation: reservation.slots for reservation in self.reservations}
+
+    def _slots_in(self, slots_of: SlotsOf) -> list[Slot]:
         """The slots by rank, out of those of the reservations. A pool that borrows slots numbers their entries anew, in
         order of rank."""
         if self._owned is not None:
             return list(slots_of[self._owned])
         entries: dict[tuple[Reservation, int], int] = {}
-        slots = []
-        for reservation, number in self._members(slots_of):
-            slot = slots_of[reservation][number]
-            slots.append(replace(slot, entry=entries.setdefault((reservation, slot.entry), len(entries))))
-        return slots
+        found = [(reservation, slots_of[reservation][number]) for reservation, number in self._members(slots_of)]
+        return [replace(slot, entry=entries.setdefault((of, slot.entry), len(entries))) for of, slot in found]
 
     def _check_distinct(self) -> None:
         for (reservation, number), count in Counter(self._members()).items():
@@ -617,13 +596,13 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
             f"split_size is the slots of each part: a positive integer, or a list of them ([3, 1]); got {split_size!r}"
         )
     if not isinstance(split_size, Sequence):
-        if slots % sizes[0]:
+        left = slots % split_size
+        sizes *= slots // split_size
+        if left:
             raise ValueError(
                 f"{resource_pool!r} has {slots} slots, which is not a multiple of {split_size}; pass a list of the "
-                f"sizes of the slices, for example {[*sizes * (slots // sizes[0]), slots % sizes[0]]}"
+                f"sizes of the slices, for example {[*sizes, left]}"
             )
-        sizes *= slots // sizes[0]
     if sum(sizes) != slots:
         raise ValueError(f"{resource_pool!r} has {slots} slots; the parts {sizes} have {sum(sizes)}")
-    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    return [resource_pool[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return [resource_pool[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -1,7 +1,7 @@
 """The feasibility check: what these nodes can never hold, and where slots would be.
 
 The check only adds up what each node has. What the totals rule out is refused at once; everything else is left to Ray,
-and a pool that Ray does not place within its timeout raises with the same table, that of `pool_plan`.
+and a pool that Ray does not place within its timeout raises with the same table, that of `plan`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from single_controller.ray.accelerators import device_kinds
+from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds
 from single_controller.ray.runtime import Node
-from single_controller.ray.slots import Slot, SlotLocation, assign_ranks
 
 State = Literal["placed", "fits", "waits", "impossible"]
 
@@ -91,13 +90,14 @@ def shortage(request: Request, nodes: Sequence[Amounts], *, free: bool = False) 
     short = []
     for name, amount in request.bundle.items():
         there, asked = sum(node.get(name, 0.0) for node in nodes), amount * sum(request.entries)
-        if there < asked - _EPSILON and name.startswith("accelerator_type:"):
+        if there >= asked - _EPSILON:
+            continue
+        if name.startswith("accelerator_type:"):
             short.append(f"nodes whose accelerators are of type {name.partition(':')[2]} ({name})")
-        elif there < asked - _EPSILON:
-            missing, wanted, has = (format_amount(name, value) for value in (asked - there, asked, there))
-            no_gpus = name == "GPU" and there == 0 and not free
-            hint = "; use_gpu=False makes CPU-only slots" if no_gpus else ""
-            short.append(f"{missing} {name} (asked {wanted}, {'free' if free else 'there'} are {has}){hint}")
+            continue
+        missing, wanted, has = (format_amount(name, value) for value in (asked - there, asked, there))
+        hint = "; use_gpu=False makes CPU-only slots" if name == "GPU" and there == 0 and not free else ""
+        short.append(f"{missing} {name} (asked {wanted}, {'free' if free else 'there'} are {has}){hint}")
     if short:
         return "; ".join(short)
     rooms = [slots_that_fit(request.bundle, node) for node in nodes]
@@ -112,14 +112,12 @@ def shortage(request: Request, nodes: Sequence[Amounts], *, free: bool = False) 
                 return (
                     f"nodes for whole entries: {entries} entries have {count_processes(size)} or more, room for {able}"
                 )
-    if request.strategy == "STRICT_SPREAD":
+    if request.strategy == "STRICT_SPREAD" and expected_nodes(request, nodes) is None:
+        # Exact: the largest placement group first, on the nodes with the most room, finds a way if there is one.
         able = sum(room > 0 for room in rooms)
         if sizes[0] > able:
             return f"{sizes[0]} nodes, one for each process; {able} can hold one"
-        for count in range(1, min(len(sizes), max(rooms)) + 1):
-            # A node holds at most one slot of each placement group (the Gale-Ryser condition).
-            if sum(sizes[:count]) > sum(min(room, count) for room in rooms):
-                return f"more nodes: {count} placement groups need a node of their own for each process"
+        return f"more nodes: {len(sizes)} placement groups need a node of their own for each process"
     return "" if sum(rooms) >= sum(sizes) else f"room for {count_processes(sum(sizes) - sum(rooms))}"
 
 
@@ -135,27 +133,38 @@ class Forecast(NamedTuple):
 
 
 def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Forecast:
-    """Return what would become of a request that Ray has not been sent.
-
-    Args:
-        request: what is asked for.
-        cluster: the nodes.
-        free: what each node has left; reduced by what the request would take.
-    """
+    """Return what would become of a request that Ray has not been sent; take it from ``free``, what each node has
+    left."""
     if shortage(request, [node.total for node in cluster]):
         return Forecast(request, "impossible")
     homes = expected_nodes(request, free)
     if homes is None:
         return Forecast(request, "waits")
-    devices = _expected_devices(request, cluster, free, homes)
-    locations = []
-    for home, mine in zip((home for group in homes for home in group), devices, strict=True):
-        node = cluster[home]
-        locations.append(SlotLocation(node.address, node.hostname, node.node_id, mine))
-        for name, amount in request.bundle.items():
-            free[home][name] = free[home].get(name, 0.0) - amount
-    slots = assign_ranks(request.slots(), locations, request.entries if request.across else None)
-    return Forecast(request, "fits", slots)
+    locations: dict[tuple[int, int], SlotLocation] = {}
+    for group in request.largest_first:  # in the order in which Ray gets them
+        for number, home in enumerate(homes[group]):
+            node = cluster[home]
+            devices = _next_devices(request.bundle, node, free[home])
+            locations[group, number] = SlotLocation(node.address, node.hostname, node.node_id, devices)
+            for name, amount in request.bundle.items():
+                free[home][name] = free[home].get(name, 0.0) - amount
+    by_slot = [locations[key] for key in sorted(locations)]
+    return Forecast(
+        request, "fits", assign_ranks(request.slots(), by_slot, request.entries if request.across else None)
+    )
+
+
+def _next_devices(bundle: Amounts, node: Node, left: Amounts) -> tuple[str, ...] | None:
+    """The devices of the next slot on a node. Ray hands out the GPUs of a node from the first on; once one was in use
+    it is unknown which come next, and the devices are None."""
+    kinds = device_kinds(bundle)
+    total, amount = node.total.get("GPU", 0.0), bundle.get("GPU", 0.0)
+    if not kinds:
+        return ()
+    if kinds != {"GPU"} or node.free.get("GPU") != total:
+        return None
+    taken = total - left.get("GPU", 0.0)
+    return tuple(map(str, range(int(taken + _EPSILON), math.ceil(taken + amount - _EPSILON))))
 
 
 def expected_nodes(request: Request, nodes: Sequence[Amounts], tight: bool = False) -> list[list[int]] | None:
@@ -182,26 +191,6 @@ def expected_nodes(request: Request, nodes: Sequence[Amounts], tight: bool = Fal
                 homes += [node] * take
                 rooms[node] -= take
     return chosen
-
-
-def _expected_devices(
-    request: Request, cluster: Sequence[Node], free: Sequence[Amounts], homes: Sequence[Sequence[int]]
-) -> list[tuple[str, ...] | None]:
-    """The devices of each slot. Ray hands out the GPUs of a node from the first on; once one is in use it is unknown
-    which come next, and the devices are None."""
-    kinds = device_kinds(request.bundle)
-    if not kinds:
-        return [()] * sum(request.sizes)
-    amount = request.bundle.get("GPU", 0.0)
-    taken = [node.total.get("GPU", 0.0) - left.get("GPU", 0.0) for node, left in zip(cluster, free, strict=True)]
-    found: dict[tuple[int, int], tuple[str, ...]] = {}
-    for group in request.largest_first:
-        for slot, home in enumerate(homes[group]):
-            if kinds == {"GPU"} and cluster[home].free.get("GPU") == cluster[home].total.get("GPU"):
-                last = math.ceil(taken[home] + amount - _EPSILON)
-                found[group, slot] = tuple(map(str, range(int(taken[home] + _EPSILON), last)))
-            taken[home] += amount
-    return [found.get((group, slot)) for group, nodes in enumerate(homes) for slot in range(len(nodes))]
 
 
 def format_amount(resource: str, amount: float) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from single_controller.base.errors import GroupClosedError
-from single_controller.ray.feasibility import Request
-from single_controller.ray.placement import Reservation
-from single_controller.ray.pool_options import PoolOptions
+from single_controller.ray.placement.feasibility import Request
+from single_controller.ray.placement.options import PoolOptions
+from single_controller.ray.placement.reservation import Reservation
+from single_controller.ray.placement.slots import Slot, assign_ranks
 from single_controller.ray.runtime import ensure_ray
-from single_controller.ray.slots import Slot, assign_ranks
 
 _HOW = "from_placement_group() takes a placement group, (pg, bundle_indices) or (pg, bundle_indices, gpu_ids)"
 
@@ -40,39 +40,32 @@ def external_reservation(
     table = placement_group_table(given)
     if table.get("state", "REMOVED") == "REMOVED":
         raise GroupClosedError("from_placement_group(): the placement group is removed")
-    bundles: list[Mapping[str, float]] = [dict(bundle) for bundle in given.bundle_specs]
-    numbers = list(range(len(bundles))) if bundle_indices is None else _checked_indices(bundle_indices, len(bundles))
-    devices = [None] * len(numbers) if gpu_ids is None else _checked_ids(gpu_ids, len(numbers))
-    pool_options = _options([bundles[number] for number in numbers], use_gpu, **options)
+    numbers = _checked_indices(bundle_indices, given.bundle_count)
+    devices = _checked_ids(gpu_ids, len(numbers))
+    pool_options = _options([given.bundle_specs[number] for number in numbers], use_gpu, **options)
     label = f"the placement group {table.get('name') or given.id.hex()}"
     reservation = Reservation([len(numbers)], pool_options, label)
     slots = [Slot(given, number, 0) for number in numbers]
-    request = Request((len(numbers),), pool_options.bundle, table["strategy"])
-    reservation.adopt([given], slots, request)
+    reservation.adopt([given], slots, Request((len(numbers),), pool_options.bundle, table["strategy"]))
     reservation.wait()
     locations = [where._replace(devices=ids) for where, ids in zip(reservation.node_locations(), devices, strict=True)]
-    ordered = bundle_indices is not None or gpu_ids is not None
-    if ordered:
+    # In the order given. Without one, by node; `Reservation.assign` sorts again once the devices are known.
+    reservation.assigned = bundle_indices is not None or gpu_ids is not None
+    if reservation.assigned:
         ranked = [replace(slot, location=where) for slot, where in zip(slots, locations, strict=True)]
     else:
-        ranked = list(assign_ranks(slots, locations))
+        ranked = assign_ranks(slots, locations)
     # The slots on one node are an entry; entries are numbered in order of rank.
     entry_of: dict[str, int] = {}
-    entries = [entry_of.setdefault(slot.home[1], len(entry_of)) for slot in ranked]
-    reservation.adopt(
-        [given],
-        [
-            replace(slot, entry=entry, location=slot.location if ordered else None)
-            for slot, entry in zip(ranked, entries, strict=True)
-        ],
-        request,
-    )
-    reservation.assigned = ordered
+    ranked = [replace(slot, entry=entry_of.setdefault(slot.home[1], len(entry_of))) for slot in ranked]
+    if not reservation.assigned:
+        ranked = [replace(slot, location=None, order=()) for slot in ranked]
+    reservation.slots = ranked
     return reservation
 
 
-def _checked_indices(indices: Sequence[int], count: int) -> list[int]:
-    numbers = list(indices)
+def _checked_indices(indices: Sequence[int] | None, count: int) -> list[int]:
+    numbers = list(range(count) if indices is None else indices)
     if not numbers:
         raise ValueError("bundle_indices is empty; leave it out for all bundles")
     for number in numbers:
@@ -84,7 +77,9 @@ def _checked_indices(indices: Sequence[int], count: int) -> list[int]:
     return numbers
 
 
-def _checked_ids(ids: Sequence[int | str], count: int) -> list[tuple[str, ...] | None]:
+def _checked_ids(ids: Sequence[int | str] | None, count: int) -> list[tuple[str, ...] | None]:
+    if ids is None:
+        return [None] * count
     if len(ids) != count:
         raise ValueError(f"gpu_ids has {len(ids)} ids for {count} bundles; it has one for each, in the same order")
     for device in ids:

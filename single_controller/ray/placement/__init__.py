@@ -1,0 +1,1 @@
+"""Resource pools: slots on Ray's nodes, what the cluster can hold, and where every rank is."""
