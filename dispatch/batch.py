@@ -157,8 +157,10 @@ def batch_type(value: Any) -> BatchType | None:
         return _NDARRAY
     if tensordict is not None and (isinstance(value, tensordict.TensorDictBase) or tensordict.is_tensorclass(value)):
         return _TENSORDICT
-    if not isinstance(value, type) and all(hasattr(value, name) for name in ("__len__", "chunk", "concat")):
+    if not isinstance(value, type) and hasattr(value, "__len__") and hasattr(value, "chunk") and _joins_itself(value):
         return _CHUNKED
+    if isinstance(value, dict) and type(value).__getitem__ is not dict.__getitem__ and _own_state(value):
+        return _SLICED
     return None
 
 
@@ -191,6 +193,11 @@ def length(value: Any) -> int | None:
     fields = fields_of(value)
     if fields is None:
         raise BatchError(f"{describe(value)} cannot be cut into rows")
+    if state := _own_state(value):
+        raise BatchError(
+            f"{describe(value)} has state of its own beside its items, {', '.join(map(repr, state))}, and no way to "
+            f"cut it. Tell how with register_batch_type({type(value).__name__}, ...), or pass a dict"
+        )
     rows: int | None = None
     first: Any = None
     for key, part in fields:
@@ -426,6 +433,19 @@ def fields_of(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def _own_state(value: Any) -> list[str]:
+    """The attributes of a dict that are not items too. Every shard would have those of the whole."""
+    if type(value) is dict or not isinstance(value, dict):
+        return []
+    slots = (name for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name))
+    return [name for name in (*getattr(value, "__dict__", ()), *slots) if name not in value]
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    names = cls.__dict__.get("__slots__", ())
+    return tuple(name for name in ((names,) if isinstance(names, str) else names) if not name.startswith("__"))
+
+
 def rebuild(like: Any, fields: dict[Any, Any]) -> Any:
     """A dict or named tuple of the same type with other values."""
     if isinstance(like, tuple):
@@ -539,7 +559,35 @@ def _chunked_rows(value: Any, start: int, stop: int) -> Any:
     rows = list(value.chunk(len(value)))[start:stop]
     if not rows:
         raise BatchError(f"{type(value).__name__} has chunk() but no slicing, so no empty shard can be made")
-    return type(value).concat(rows)
+    return _join_own(rows)
+
+
+def _sliced_rows(value: Any, start: int, stop: int) -> Any:
+    """Rows of a dict with state of its own that slices itself."""
+    try:
+        piece = value[start:stop]
+    except Exception:  # a user's __getitem__ may raise anything for a slice: the type does not slice
+        piece = None
+    if type(piece) is not type(value) or len(piece) != stop - start:
+        raise BatchError(
+            f"{describe(value)} has state of its own beside its items, and slicing it does not give its rows. Tell how "
+            f"to cut it with register_batch_type({type(value).__name__}, ...)"
+        )
+    return piece
+
+
+def _joins_itself(value: Any) -> bool:
+    return hasattr(value, "concat") or hasattr(value, "cat")
+
+
+def _join_own(values: list[Any]) -> Any:
+    if not _joins_itself(values[0]):
+        raise BatchError(
+            f"{describe(values[0])} has neither concat() nor cat(). Tell how to join it with "
+            f"register_batch_type({type(values[0]).__name__}, ...)"
+        )
+    kind: Any = type(values[0])
+    return kind.concat(values) if hasattr(kind, "concat") else kind.cat(values)
 
 
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
@@ -548,4 +596,5 @@ _JAGGED = BatchType(jagged.length, cut, join)
 _NESTED = BatchType(_refuse_nested, _refuse_nested, _refuse_nested)
 _NDARRAY = BatchType(len, _slice, _join_ndarrays)
 _TENSORDICT = BatchType(_tensordict_rows, _slice, join)
-_CHUNKED = BatchType(len, _chunked_rows, lambda values: type(values[0]).concat(values))
+_CHUNKED = BatchType(len, _chunked_rows, _join_own)
+_SLICED = BatchType(len, _sliced_rows, _join_own)

@@ -375,3 +375,81 @@ def test_library_that_another_thread_imports_is_not_looked_into(tmp_path, monkey
     events.go.set()
     thread.join(10)
     assert imported("slow_library") is sys.modules.pop("slow_library")
+
+
+class Counted(dict):
+    """Has state of its own, and no way to cut it."""
+
+    def __init__(self, n, **fields):
+        super().__init__(fields)
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+
+class Slotted(dict):
+    __slots__ = ("n",)
+
+
+class SlicedDict(Counted):
+    def __getitem__(self, key):
+        if isinstance(key, slice):
+            found = {name: part[key] for name, part in self.items()}
+            return type(self)(len(range(self.n)[key]), **found)
+        return super().__getitem__(key)
+
+
+class Catting(SlicedDict):
+    @classmethod
+    def cat(cls, parts):
+        return cls(
+            sum(part.n for part in parts), **{key: [one for part in parts for one in part[key]] for key in parts[0]}
+        )
+
+
+class Methods(dict):
+    def total(self):
+        return sum(map(len, self.values()))
+
+
+class Attributes(dict):
+    def __init__(self, **fields):
+        super().__init__(fields)
+        self.__dict__ = self
+
+
+class TestDictsWithStateOfTheirOwn:
+    @pytest.mark.parametrize("make", [Counted, Slotted])
+    def test_that_cannot_be_cut_are_refused(self, make):
+        value = Counted(4, a=[1, 2, 3, 4]) if make is Counted else Slotted(a=[1, 2, 3, 4])
+        value.n = 4
+        with pytest.raises(BatchError, match=rf"'n'.*register_batch_type\({make.__name__}"):
+            length(value)
+        with pytest.raises(BatchError, match=rf"register_batch_type\({make.__name__}"):
+            join([value, value])
+        with pytest.raises(BatchError, match="register_batch_type"):
+            length({"inner": value})
+
+    def test_are_cut_by_their_own_slices(self):
+        value = SlicedDict(4, a=[1, 2, 3, 4])
+        shards = shard(value, share_rows(4, 2))
+        assert [(type(one), one.n, len(one), dict(one)) for one in shards] == [
+            (SlicedDict, 2, 2, {"a": [1, 2]}),
+            (SlicedDict, 2, 2, {"a": [3, 4]}),
+        ]
+        with pytest.raises(BatchError, match=r"register_batch_type\(SlicedDict"):
+            join(shards)
+
+    def test_are_joined_by_their_own_cat(self):
+        joined = join(shard(Catting(5, a=[1, 2, 3, 4, 5]), share_rows(5, 2, "ragged")))
+        assert (type(joined), joined.n, dict(joined)) == (Catting, 5, {"a": [1, 2, 3, 4, 5]})
+
+    @pytest.mark.parametrize("make", [Methods, Attributes, OrderedDict])
+    def test_others_are_cut_field_by_field(self, make):
+        shards = shard(make(a=[1, 2], b=[3, 4]), share_rows(2, 2))
+        assert [(type(one), dict(one)) for one in shards] == [
+            (make, {"a": [1], "b": [3]}),
+            (make, {"a": [2], "b": [4]}),
+        ]
+        assert dict(join(shards)) == {"a": [1, 2], "b": [3, 4]}
