@@ -28,7 +28,6 @@ help:
 	@echo 'make demo        GRPO teaches a small language model, on three workers (about a minute)'
 	@echo 'make test        lint, types and tests (about ten minutes on two cores)'
 	@echo 'make test-all    what make test leaves out as well: the demo in four ways, chaos, hosts, notebooks, deep properties,'
-	@echo '                 and the tests of groups without the lane'
 	@echo 'make test-vllm   the tests of VLLMEngine, in an environment of their own; test-all includes them'
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
@@ -52,7 +51,6 @@ test: lint
 
 test-all: lint test-vllm
 	@$(PY) -m pytest -n $(JOBS) --full $(ARGS)
-	@SINGLE_CONTROLLER_LANE=0 $(PY) -m pytest -n $(JOBS) tests/groups
 
 test-vllm: $(VLLM_READY)
 	@$(VLLM_PY) -m pytest --full tests/with_vllm $(ARGS)

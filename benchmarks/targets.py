@@ -70,8 +70,7 @@ TARGETS = (
             Target(f"start-{ranks}-torch", "", 1 / 2.2, "verl"),
         )
     ),
-    Target("empty-", "empty, no lane", 1.15, "ray", "empty"),
-    Target("empty-", "empty", 0.25, "ray", "empty"),
+    Target("empty-", "empty", 0.2, "ray", "empty"),
     Target("empty-", "empty", 0.5, "monarch", "empty"),
     Target("empty-", "16 kB", 0.4, "ray", "16 kB"),
     Target("plan", "4,096 ranks", 4.4, "ours", "1,024 ranks"),  # linear, with a tolerance of 10%

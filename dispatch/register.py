@@ -179,8 +179,7 @@ def register(
             of a node share, without a copy. The method must never write to it, in place or through a view
             (``x.add_(1)``, ``x[0] = 1``): views are not write-protected, and every other reader sees the write.
         concurrent: exempt an ``async def`` method (or a short plain one) from the order in which calls run on a rank:
-            it may begin while an earlier call is still running. Even without the lane, the other methods of such a
-            worker then run in a thread of their own instead of the process's main thread.
+            it may begin while an earlier call is still running, in a thread of its own.
         device: the device to which the arguments' tensors are moved before the method runs, such as ``"cuda"``. Tensors
             travel as CPU tensors, wherever they were before, and otherwise stay so. With ``inputs="view"`` they are
             moved to the device without a copy on the host.

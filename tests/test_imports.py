@@ -114,7 +114,8 @@ MAY_IMPORT = {
     "dispatch": set(),
     "single_controller.base": {"dispatch"},
     "single_controller.local": {"dispatch", "single_controller.base"},
-    "single_controller.ray": {"dispatch", "single_controller.base"},
+    "single_controller.wire": set(),
+    "single_controller.ray": {"dispatch", "single_controller.base", "single_controller.wire"},
     "workers": {"dispatch", "single_controller", "single_controller.base", "single_controller.ray"},
 }
 """layer -> the layers below it. The package `single_controller` itself only re-exports names from all of its layers."""

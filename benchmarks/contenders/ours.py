@@ -214,20 +214,17 @@ class Ours:
         yield {"": Call(run, finish)}
 
     def small_calls(self, ranks: int) -> Iterator[dict[str, Call]]:
-        """Calls without an argument or with a small one, and without a result: on the lane, and on Ray alone."""
-        calls = {}
+        """Calls without an argument or with a small one, and without a result."""
         with ExitStack() as stack:
             threads = stack.enter_context(ThreadPoolExecutor(100))
-            for suffix, lane in (("", True), (", no lane", False)):
-                group = stack.enter_context(_group(Small, ranks, lane=lane))
-                if len({rank.hostname for rank in group.plan().ranks}) < min(ranks, len(ray.nodes())):
-                    raise RuntimeError("the ranks are not spread over all hosts")
-                found = small_calls(group.take, ranks)
-                if ranks == 4:
-                    submit = functools.partial(threads.submit, group.take)
-                    found["100 in flight, threads"] = in_flight(submit, lambda call: call.result(), ranks)
-                    found["100 in flight, futures"] = in_flight(group.take.remote, lambda call: call.result(), ranks)
-                calls |= {name + suffix: call for name, call in found.items()}
+            group = stack.enter_context(_group(Small, ranks))
+            if len({rank.hostname for rank in group.plan().ranks}) < min(ranks, len(ray.nodes())):
+                raise RuntimeError("the ranks are not spread over all hosts")
+            calls = small_calls(group.take, ranks)
+            if ranks == 4:
+                submit = functools.partial(threads.submit, group.take)
+                calls["100 in flight, threads"] = in_flight(submit, lambda call: call.result(), ranks)
+                calls["100 in flight, futures"] = in_flight(group.take.remote, lambda call: call.result(), ranks)
             yield calls
 
     def plan(self, sizes: list[int]) -> Iterator[dict[str, Call]]:

@@ -14,14 +14,14 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
    the engine is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be short,
    and must not acquire ``sending``.
 4. ``Monitor._changed`` protects the set of watched calls.
-5. Leaves: ``RayEngine._probing``, ``Executor._loop_lock``, ``BufferPool._lock``, the codec's counter of mapped bytes,
-   ``LocalRank._lock``, ``LocalResults._lock``, ``Peer._noting`` and ``Lane._changing``. ``Lane._leading`` is only ever
-   acquired without waiting, with none of these locks but ``sending`` held, and ``Lane._changing`` is acquired under it.
+5. ``RayEngine._asking``, ``Link.lock`` and ``Session.changed``, under which only ``Connection._sending`` is acquired. A
+   Ray task is submitted under the last two, which waits for nothing.
+6. Leaves: ``Connection._sending``, ``Arrivals._lock``, ``Hub._starting``, ``Executor._loop_lock``,
+   ``BufferPool._lock``, the codec's counter of mapped bytes, ``LocalRank._lock`` and ``LocalResults._lock``.
 
 Outside this list: ``RewardRunner._turn`` comes before all of it, because a reward function may call groups.
-No thread ever waits for ``_brief_wait`` of `single_controller.base.future`.
-The locks of pools (`single_controller.ray.pool`, `single_controller.ray.placement`) are leaves; a restart may acquire
-them while it holds ``sending``.
+The locks of pools (`single_controller.ray.placement`) are leaves; a restart may acquire them while it holds
+``sending``.
 
 1, 3 and 4 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
 """
@@ -32,10 +32,11 @@ import contextlib
 import copy
 import logging
 import os
+import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -62,6 +63,9 @@ from single_controller.base.stats import CallRecord, CallStats
 logger = logging.getLogger(__name__)
 
 LATE_LOG_SECONDS = 30.0
+LOST_SECONDS = 0.5
+"""How long the error of a lost result waits for news of its rank's death."""
+
 DEATH_SHOWS_SECONDS = 2.0
 """How long an error that may be an echo of a death waits for that death to be reported, at least. While ranks that have
 not ended cannot be reached, it waits for `Engine.death_seconds`."""
@@ -248,6 +252,7 @@ class Call:
         started: when it was sent, by the monotonic clock.
         check_process: `GroupState.check_process` of the group.
         settled: whether the call has an outcome.
+        reported: whether somebody was told of its error.
         error: the error, once settled; None if the call succeeded.
     """
 
@@ -279,8 +284,10 @@ class Call:
         self._waiting = sent.waiting
         self._withdrawn = False
         self._device = device
-        self._source = sent.results
-        self._reported = False
+        self._make_source = sent.results
+        self._source: CallResults | None = None
+        self.reported = False
+        self.dropped = False
         self.number = 0
         self.error: Exception | None = None
         self.settled = False
@@ -323,14 +330,26 @@ class Call:
         return self.settled and not self._pending
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the value is here, and made of plain data: reading it runs nobody's code."""
+        simple = self.error is None and self.collect is None and self._device is None
+        return simple and all(map(_is_plain, self._results.values()))
+
+    @property
     def results(self) -> CallResults:
-        """Where any process can fetch the results; only for a call that was sent with ``future=True``."""
-        if self._source is None:
-            raise RuntimeError(f"{self.label}() was sent without keeping its results")
-        return self._source
+        """Where any process can fetch the results."""
+        with self._lock:
+            if self._source is None:
+                if self._make_source is None:
+                    raise RuntimeError(f"{self.label}() was sent without keeping its results")
+                self._source = self._make_source()
+                if self.error is not None:
+                    self._source.fail(self.error)
+            return self._source
 
     def refs(self) -> list[Any]:
         """The engine's references to the results, to be handed out."""
+        self.reported = True  # Ray tells whoever has them
         with self._lock:
             if not self.settled:
                 self._state.referred.add(self)
@@ -366,8 +385,6 @@ class Call:
                 in_vain = [waiting] if waiting is not None else list(self._pending)
         if in_vain:  # outside the lock: this asks the engine
             self.engine.withdraw(in_vain)
-        if self._reported:
-            self._mark_reported(arrived.values())
 
     def _absorb(self, arrived: Mapping[Token, RankResult]) -> None:
         now = time.time()
@@ -391,19 +408,23 @@ class Call:
             SingleControllerError: the call's error.
         """
         if self.error is not None:
-            self._reported = True
-            self._mark_reported(self._results.values())
+            self.reported = True
             # A copy: an exception keeps its traceback, which refers to every caller that has waited, and their batches.
             error = copy.copy(self.error)
-            if isinstance(error, WorkerError) and self._source is None:
+            if isinstance(error, WorkerError):
                 error.results = self._returned()
             raise error from self.error.__cause__
         begun = time.perf_counter()
         results = [self._results[rank] for rank in self._collecting]
-        source: CallResults | InlineResults = self._source or InlineResults(self.label, results)
-        if self._source is not None and not self.engine.connected:
+        kept = any(result.kept for result in results)
+        source: CallResults | InlineResults = self.results if kept else InlineResults(self.label, results)
+        if kept and not self.engine.connected:
             raise GroupBrokenError(f"the results of {self.label}() are lost: {ENGINE_GONE}")
-        value = join_results(source, results, self.join)
+        try:
+            value = join_results(source, results, self.join)
+        except ResultError as error:
+            death = self._death_of(error) if kept else None
+            raise death or error from error.__cause__
         if self.collect is not None:
             value = self.collect(value)
         if self._device is not None:
@@ -412,15 +433,32 @@ class Call:
             self._stats.add_join(self._record, time.perf_counter() - begun)
         return value
 
+    def _death_of(self, error: ResultError) -> WorkerDiedError | None:
+        """The death with which a result was lost that was still on its rank; None if the rank lives, or its death was
+        known before, or it was replaced."""
+        state, rank, end = self._state, error.rank, time.monotonic() + LOST_SECONDS
+        while rank is not None and state.broken is None and self.engine is state.engine and not self.engine.ended:
+            reason = self.engine.deaths().get(rank)
+            if reason is not None and rank not in self.engine.restarted:
+                death = self._death([rank], reason)
+                state.deaths.append((state.restarts, death))
+                state.break_(str(death), [rank])
+                return death
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        return None
+
     def _returned(self) -> dict[int, Any]:
         """rank -> value, of the collecting ranks that have returned one which can be decoded here."""
         with self._lock:
-            arrived = {rank: self._results[rank] for rank in self._collecting if rank in self._results}
+            arrived = {k: self._results[rank] for k, rank in enumerate(self._collecting) if rank in self._results}
         values = {}
-        for rank, result in arrived.items():
+        for k, result in arrived.items():
             if result.failure is None and result.died is None and not result.empty:
                 with contextlib.suppress(ResultError):  # the error of the call matters more
-                    values[rank] = InlineResults(self.label, [result]).values([0], private=True)[0]
+                    one = self.results.only([k]) if result.kept else InlineResults(self.label, [result])
+                    values[result.rank] = one.values([0], private=True)[0]
         return values
 
     def when_settled(self, callback: Callable[[], None]) -> None:
@@ -484,14 +522,6 @@ class Call:
         """The engine is gone, and with it the workers: break the group, which ends this call."""
         self._state.break_(ENGINE_GONE)
         self.abandon()
-
-    def _mark_reported(self, results: Iterable[RankResult]) -> None:
-        """The caller was told of these failures. Ray would otherwise log each one again when its reference is
-        dropped."""
-        if self._source is not None and self.engine.connected:
-            for result in list(results):
-                if result.failure is not None:
-                    self._source.mark_reported(result.rank)
 
     # --- the outcome ----------------------------------------------------------------------------------------------
 
@@ -652,6 +682,15 @@ class Call:
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+        if self.dropped:
+            self.drop()
+
+    def drop(self) -> None:
+        """Nobody has the call's future any longer. An error of a method that nobody was told of is logged."""
+        self.dropped = True
+        if isinstance(self.error, WorkerError) and not self.reported:
+            self.reported = True
+            logger.error("Unhandled error of %s(), whose future was dropped: %s", self.label, self.error)
 
     def _hosts(self, ranks: Sequence[int]) -> str:
         return hosts_text([self.engine.host(rank) for rank in ranks])
@@ -659,6 +698,13 @@ class Call:
     def rank_results(self) -> Mapping[int, RankResult]:
         """The results by rank; only for a call that succeeded."""
         return self._results
+
+
+def _is_plain(result: RankResult) -> bool:
+    if result.value is None:
+        return not result.nbytes
+    # Pickles call functions and classes by this opcode alone. In data, the byte only costs a thread.
+    return not (result.value.buffers or result.value.references) and pickle.STACK_GLOBAL not in result.value.header
 
 
 def _start_thread(target: Callable[..., None], *args: Any) -> bool:

@@ -76,6 +76,10 @@ class Encoded:
         this process already maps `MAX_MAPPED_BYTES`."""
         return self.decode(private=_Mapped.total_bytes + self.nbytes > MAX_MAPPED_BYTES)
 
+    def as_kept(self) -> KeptResult:
+        """The same for `ray.get`, which decodes it."""
+        return KeptResult(self.header, self.buffers, self.references)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.header, tuple(map(pickle.PickleBuffer, self.buffers)), self.references)
 
@@ -418,7 +422,6 @@ class CallMessage(NamedTuple):
         rows: rows of this rank's shard, padding included.
         real: rows of this rank's shard without padding.
         device: device to move the arguments' tensors to; None leaves them where they are.
-        concurrent: whether the method may run beside others.
     """
 
     method: str
@@ -430,7 +433,6 @@ class CallMessage(NamedTuple):
     rows: int | None = None
     real: int | None = None
     device: str | None = None
-    concurrent: bool = False
 
 
 def call_message(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) -> CallMessage:
@@ -438,7 +440,7 @@ def call_message(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bo
     how = spec.registration
     joins, private = plan.join is Join.ROWS, how.inputs == "copy"
     rows = plan.rows, shard.rows, shard.real
-    return CallMessage(spec.name, spec.role, collects, joins, private, *rows, how.device, how.concurrent)
+    return CallMessage(spec.name, spec.role, collects, joins, private, *rows, how.device)
 
 
 BESIDE = 0

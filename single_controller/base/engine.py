@@ -60,13 +60,13 @@ class Sent:
 
     Attributes:
         tokens: token -> rank, for every called rank.
-        results: where the collecting ranks' results can be fetched; None if they come inside the `RankResult`s.
+        results: makes what fetches the collecting ranks' results; None if they all come inside the `RankResult`s.
         nbytes: rank -> bytes of arguments sent to it, for `stats`.
         waiting: what waits for the deferred arguments on behalf of all ranks; None if each rank waits itself.
     """
 
     tokens: dict[Token, int]
-    results: CallResults | None = None
+    results: Callable[[], CallResults] | None = None
     nbytes: dict[int, int] = field(default_factory=dict)
     waiting: Token | None = None
 

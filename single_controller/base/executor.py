@@ -184,7 +184,8 @@ class Executor:
                         )
                         raise
                     referring = referring or bool(encoded.references)
-            if referring:
+            # The future of a call that has ended may be sent with its results, without a reference.
+            if referring or any(isinstance(value, DeferredArgument) for value in arguments.values()):
                 alike = True  # until all ranks know that what they wait for has come
                 located, rows, real = self._locate(message, arguments)
                 alike = False
@@ -215,6 +216,7 @@ class Executor:
             return self.failed(error, message.method, message.role, alike=alike), error
         finally:
             del self._calls[entry]
+        result.kept = keep
         if not keep:
             result.value = returned
         return result, returned

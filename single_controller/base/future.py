@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures as cf
 import contextlib
-import functools
-import itertools
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar, cast
 
 from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.base.background import background
 from single_controller.base.call import Call
 from single_controller.base.errors import CallTimeoutError
 from single_controller.base.joining import CallResults, Located, join_results
 from single_controller.base.monitor import monitor
 
 R_co = TypeVar("R_co", covariant=True)
-
-BRIEF_SECONDS = 0.01
-"""How long a thread waits for the results of a call that is awaited, before it has the engine call back."""
-
-_brief_wait = threading.Lock()
-"""Held by the one thread that waits so; it is only ever acquired without waiting. With several calls awaited at once,
-the others' callbacks run while that thread waits."""
 
 
 class WorkerFuture(Deferred, Generic[R_co]):
@@ -149,77 +140,76 @@ class WorkerFuture(Deferred, Generic[R_co]):
         return WorkerFuture, (None, self._source())
 
     def __await__(self) -> Generator[Any, None, R_co]:
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[tuple[R_co | None, BaseException | None]] = loop.create_future()
-        first = itertools.count().__next__
+        return self._outcome().__await__()
 
-        def set_outcome(value: R_co | None, error: BaseException | None) -> None:
-            if not outcome.done():  # it is cancelled when the task is
-                outcome.set_result((value, error))
-
-        def finish() -> None:
-            if outcome.cancelled():
-                return  # nobody waits any longer; do not join in vain
-            value: R_co | None = None
-            failed: BaseException | None = None
-            try:
-                if call is not None:
-                    # The results are here, so one request to Ray gets them, unless Ray was shut down meanwhile.
-                    monitor.wait(call, just_sent=call.engine.connected)
-                value = self.result()
-            except BaseException as error:
-                failed = error.with_traceback(None)  # that of this thread; it would refer to this function's frame
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(set_outcome, value, failed)
-
-        def start() -> None:  # runs in whichever thread learns first that the call has ended, maybe under locks
-            if first() == 0:
-                background.run(finish)
-
-        def watch(call: Call) -> None:
-            call.when_settled(start)
-            call.when_results_arrive(start)
-            if outcome.done():  # this may be a thread that registers after the task was cancelled
-                call.discard(start)
-
-        def wait_briefly(call: Call) -> None:
-            # Most calls end soon. One request to Ray takes less time than a callback for each rank and then a request,
-            # and this thread wakes up while the ranks run.
-            try:
-                with contextlib.suppress(Exception):  # the monitor logs it when it looks at the call
-                    call.drive(BRIEF_SECONDS, first=call.engine.connected)
-            finally:
-                _brief_wait.release()
-            if call.settled and first() == 0:
-                finish()
-            else:
-                watch(call)
-
+    async def _outcome(self) -> R_co:
         call = self._call
+        if call is None:  # in another process, only a thread can wait
+            return await _in_thread(self.result)
+        call.check_process()
+        # The first to come: the last result, or an outcome without it. Each is told in a thread of the library.
+        await _told(call, call.when_settled, call.when_results_arrive)
+        if not monitor.poll(call):  # an error that may be the echo of a death: the monitor finds out
+            await _told(call, call.when_settled)
+        # Fetching, unpickling and joining may take time, in which the event loop goes on.
+        return self.result() if call.is_plain else await _in_thread(self.result)
+
+    def __del__(self) -> None:
+        call = getattr(self, "_call", None)
         if call is not None:
-            call.check_process()
-        if call is None:
-            # In another process, only a thread can wait. Not one of the loop's executor, nor of `background`: these
-            # are few, and every one of them might wait for a call that is still running.
-            threading.Thread(target=finish, name="future-wait", daemon=True).start()
-        elif not call.engine.synchronous and not call.settled and _brief_wait.acquire(blocking=False):
-            background.run(functools.partial(wait_briefly, call))
-        else:
-            watch(call)
-        try:
-            value, failed = yield from outcome.__await__()
-        finally:
-            if call is not None:  # the task may have been cancelled, and the call may run for hours
-                call.discard(start)
-        if failed is not None:
-            try:
-                raise failed
-            finally:
-                del failed, outcome  # they would refer to this frame, and the frame to them
-        return cast(R_co, value)
+            call.drop()
 
     def __repr__(self) -> str:
         if self._call is None:
             return f"<WorkerFuture of {self.label}()>"
         state = "running" if not self._call.settled else "failed" if self._call.error else "done"
         return f"<WorkerFuture of {self._call.label}(), {state}>"
+
+
+async def _told(call: Call, *registrations: Callable[[Callable[[], None]], None]) -> None:
+    """Wait until a call has called back."""
+    loop = asyncio.get_running_loop()
+    told = loop.create_future()
+
+    def wake() -> None:
+        if not told.done():  # it is cancelled when the task is
+            told.set_result(None)
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(wake)
+
+    for register in registrations:
+        register(tell)
+    try:
+        await told
+    finally:
+        call.discard(tell)  # the task may have been cancelled, and the call may run for hours
+
+
+async def _in_thread(function: Callable[[], R_co]) -> R_co:
+    """Run a function in a thread of its own: those of the loop's executor are few, and every one of them might wait."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[R_co] = loop.create_future()
+
+    def run() -> None:
+        done: cf.Future[R_co] = cf.Future()
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error.with_traceback(None))
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(_copy, done, outcome)
+
+    threading.Thread(target=run, name="future-wait", daemon=True).start()
+    return await outcome
+
+
+def _copy(done: cf.Future[R_co], outcome: asyncio.Future[R_co]) -> None:
+    if outcome.done():  # it is cancelled when the task is
+        return
+    error = done.exception()
+    if error is None:
+        outcome.set_result(done.result())
+    else:
+        outcome.set_exception(error)

@@ -52,10 +52,6 @@ class CallResults(Protocol):
         """See `locate`."""
         ...
 
-    def mark_reported(self, rank: int) -> None:
-        """The caller was told that this rank failed, so that the engine need not report it again."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class InlineResults:

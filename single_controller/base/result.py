@@ -326,6 +326,7 @@ class RankResult:
         nbytes: bytes of the encoded result.
         clock: when the rank did what; None if the method raised.
         failure: the exception that the method raised.
+        kept: whether the value stays on the rank until somebody asks for it.
         died: why the rank's process has ended, if it did before the call ended.
     """
 
@@ -338,19 +339,15 @@ class RankResult:
     nbytes: int = 0
     clock: Clock | None = None
     failure: Failure | None = None
+    kept: bool = False
     died: str | None = None
 
-    def to_message(self) -> bytes | RankResult:
-        """Encode for the way back. Ray carries bytes faster than objects; a result that is large or holds references
-        must travel as an object, so that Ray sees its buffers and references."""
-        cause = self.failure.cause if self.failure is not None else None
-        for encoded in (self.value, cause):
-            if isinstance(encoded, Encoded) and (encoded.references or encoded.nbytes > MAX_INLINE_BYTES):
-                return self
+    def to_message(self) -> bytes:
+        """Encode for the way back."""
         # A plain tuple: pickle would write the name of a named tuple's class into each message.
         clock = None if self.clock is None else tuple(self.clock)
         parts = self.rank, self.layout_version, self.value, self.rows, self.not_rows, self.empty, self.nbytes
-        return pickle.dumps((*parts, clock, self.failure, self.died), protocol=5)
+        return pickle.dumps((*parts, clock, self.failure, self.kept, self.died), protocol=5)
 
     @classmethod
     def from_message(cls, message: bytes | RankResult) -> RankResult:

@@ -237,7 +237,8 @@ class LocalEngine(Engine):
                     raise PartlySentError(list(futures), rank) from error
                 raise
         results = LocalResults(spec.label, futures, plan.collecting) if future else None
-        return Sent({token: rank for rank, token in futures.items()}, results, nbytes)
+        tokens: dict[Token, int] = {token: rank for rank, token in futures.items()}
+        return Sent(tokens, None if results is None else lambda: results, nbytes)
 
     def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
         """See `Engine.collect`."""
@@ -351,9 +352,6 @@ class LocalResults:
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """See `CallResults.values`."""
         return [self.value(self._collecting[k], private) for k in which]
-
-    def mark_reported(self, rank: int) -> None:
-        """See `CallResults.mark_reported`: nobody else reports errors here."""
 
     def value(self, rank: int, private: bool) -> Any:
         """Decode the result of one rank, which has ended."""

@@ -11,40 +11,41 @@ import functools
 import json
 import logging
 import os
+import pickle
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from dispatch.batch import register_batch_type, user_batch_types
-from single_controller.base.codec import CallMessage, Encoded, decode_message, encode
+from single_controller.base.codec import BESIDE as SEPARATE
+from single_controller.base.codec import Encoded, decode_message, encode, keep_encoded
 from single_controller.base.engine import RankProcess
 from single_controller.base.executor import Executor, RunningCall
-from single_controller.base.result import RankResult, remote_traceback
+from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.base.worker import RankInfo
-from single_controller.ray.call_thread import CallThread
+from single_controller.ray.call_thread import CallThread, current
 from single_controller.ray.collectives import abort_collectives, end_collectives, listening_ports
-from single_controller.ray.control_server import Answer, ControlAddress, ControlServer
 from single_controller.ray.devices import own_devices
-from single_controller.ray.internals import AFTER, exit_process, interface_of, name_lines, own_actor_id, resident_memory
-from single_controller.ray.lane_handshake import LaneAddress
-from single_controller.ray.results import fetch, is_cancelled, what_is_lost
+from single_controller.ray.frames import frames_file
+from single_controller.ray.internals import exit_process, interface_of, name_lines, resident_memory
+from single_controller.ray.results import RESULT, fetch, what_is_lost
 from single_controller.ray.worker_env import set_environment
+from single_controller.wire.handshake import BESIDE, CONCURRENT, JOIN, KEPT, REPLY, WireAddress
+from single_controller.wire.link import Answer, Session
+from single_controller.wire.listener import Listener
 
 logger = logging.getLogger(__name__)
 
-CONCURRENT = "concurrent"
-"""Ray's concurrency group for methods registered with ``concurrent=True``."""
+TAKE, LOCATE = "take", "locate"
+"""Ray's concurrency groups for what must not wait for calls. Within a group, tasks run in the order of their calls."""
 
-CONCURRENT_CALLS = 64
-
-FETCH = "fetch"
-"""Ray's concurrency group for `RankActor._sc_fetch`, which must not wait for the calls that came later."""
+CONCURRENCY_GROUPS = {TAKE: 1, RESULT: 16, LOCATE: 1}
 
 
 class Location(NamedTuple):
@@ -56,7 +57,7 @@ class Location(NamedTuple):
         pid: the process.
         devices: ids of the accelerators that Ray assigned to it.
         node_id: Ray's id of the node.
-        control: where its process takes commands while it is busy.
+        wire: where its process takes calls, and commands while it is busy.
     """
 
     address: str
@@ -64,7 +65,7 @@ class Location(NamedTuple):
     pid: int
     devices: tuple[str, ...]
     node_id: str = ""
-    control: ControlAddress | None = None
+    wire: WireAddress | None = None
 
     @property
     def process(self) -> RankProcess:
@@ -84,7 +85,6 @@ class StartMessage(NamedTuple):
         node_rank: number of its node, in the order of the nodes' first ranks.
         generation: how often the group was restarted or had ranks replaced before.
         replacement: see `RankInfo`.
-        lane: where the driver accepts a connection for small calls; None if it does not, or has one.
     """
 
     rank: int
@@ -95,7 +95,6 @@ class StartMessage(NamedTuple):
     node_rank: int = 0
     generation: int = 0
     replacement: bool = False
-    lane: LaneAddress | None = None
 
 
 class Identity(NamedTuple):
@@ -119,28 +118,24 @@ class Identity(NamedTuple):
 class RankActor:
     """One rank's process. Its own methods begin with ``_sc_``; a subclass adds the user's method names.
 
-    Methods of workers run on Ray's thread, or, in a group with a lane, on the `CallThread`.
+    Threads: methods run on the `CallThread`, frames are read by the hub's, and Ray's own run what begins with ``_sc_``.
     """
-
-    _has_lane = False
 
     def __init__(self) -> None:
         self._hostname, self._address = socket.gethostname(), ray.util.get_node_ip_address()
         self._executor = Executor(f"{self._hostname}, {self._address}", fetch)
-        self._control = ControlServer(
-            self._address,
-            {
-                "stacks": self._executor.stacks,
-                "status": self._status,
-                "leave": self._leave,
-                "abort": self._abort,
-                "replicas": self._replicas,
-            },
-        )
-        self._calls = CallThread(self._run_message, exit_process, is_cancelled) if self._has_lane else None
-        self._kept: dict[int, ray.ObjectRef] = {}
+        self._calls = CallThread(exit_process)
+        commands = {
+            "alive": lambda: "",
+            "stacks": self._executor.stacks,
+            "status": self._status,
+            "leave": self._leave,
+            "abort": self._abort,
+            "replicas": self._replicas,
+        }
+        self._listener = Listener(self._address, self._take_call, commands, frames_file())
         self._held_port: socket.socket | None = None
-        self._own_ports = listening_ports()  # of Ray and of the control server
+        self._own_ports = listening_ports()  # of Ray and of the listener
 
     def _status(self) -> str:
         """The answer to the command "status", for `running_calls`."""
@@ -152,7 +147,7 @@ class RankActor:
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
-        return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id, self._control.address)
+        return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id, self._listener.address)
 
     def _sc_rendezvous(self, address: str | None, port: int | None) -> tuple[str, int]:
         """The group's master address and port, on rank 0. The port stays bound, but not listening, as long as this
@@ -190,17 +185,9 @@ class RankActor:
         _add_batch_types(batch_types)
         return constructors
 
-    def _sc_join(
-        self, message: StartMessage, made: Encoded, master: tuple[str, int], leave: bool = True
-    ) -> bytes | RankResult:
+    def _join(self, message: StartMessage, made: Encoded, master: tuple[str, int], leave: bool) -> RankResult:
         """Take a rank. A new process then loads the user's classes and creates the workers. A process that has workers
         keeps them, and leaves its former process groups if ``leave``."""
-        return self._in_order(lambda: self._join(message, made, master, leave))
-
-    def _join(self, message: StartMessage, made: Encoded, master: tuple[str, int], leave: bool) -> bytes | RankResult:
-        self._kept.clear()  # the driver has ended all calls of which results are left
-        if self._calls is not None and message.lane is not None:
-            self._calls.dial(message.lane, own_actor_id())
         name_lines(f"{type(self).__name__} rank {message.rank}")
         numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)
         info = RankInfo(
@@ -208,16 +195,16 @@ class RankActor:
         )
         if self._executor.workers:
             os.environ.update(info.environment())
-            return self._executor.rejoin(info, end_collectives if leave else None).to_message()
+            return self._executor.rejoin(info, end_collectives if leave else None)
 
         def load() -> Any:
             os.environ.update(info.environment())  # before the import, which may read it
             return self._load(message.environment, made)
 
-        return self._executor.start(info, load).to_message()
+        return self._executor.start(info, load)
 
     def _leave(self) -> str:
-        """Refuse calls until `_sc_join`, and make the collectives fail in which a method may wait."""
+        """Refuse calls until the next `_join`, and make the collectives fail in which a method may wait."""
         self._executor.refuse_calls()
         return self._abort()
 
@@ -234,72 +221,97 @@ class RankActor:
         group = context.get_placement_group_id()
         return Identity(self._executor.info, self._sc_locate(), context.get_actor_name() or "", group, classes)
 
-    def _in_order(self, function: Callable[[], Any], after: int = 0) -> Any:
-        """Run a function where methods run. ``after``: see `CallThread.run`."""
-        return function() if self._calls is None else self._calls.run(function, after)
+    # --- one call -----------------------------------------------------------------------------------------------------
 
-    def _sc_call(self, message: bytes | None = None, *beside: Encoded, after: int = 0) -> bytes | RankResult:
-        """Run a call. The result comes inside the `RankResult`.
+    def _take_call(self, kind: int, session: Session, number: int, payload: bytes) -> None:
+        """A call has arrived. Called in the hub's thread."""
+        submit = self._calls.submit_concurrent if kind == CONCURRENT else self._calls.submit
+        submit(lambda: self._run(kind, session, number, payload))
 
-        A call without arguments has no message: handling an argument costs Ray a tenth of an empty call. The name of
-        the Ray task, which is the method's label, then says what to run.
-        """
-        returned: bytes | RankResult = self._run(message, beside, after, keep=False)
-        return returned
-
-    @ray.method(num_returns=2)
-    def _sc_call_kept(
-        self, message: bytes | None = None, *beside: Encoded, after: int = 0
-    ) -> tuple[bytes | RankResult, Any]:
-        """Run a call. The result stays in the store of this node until somebody asks for it."""
-        result, kept = self._run(message, beside, after, keep=True)
-        if isinstance(kept, BaseException) and result.failure is not None:  # what ray.get(future.refs[0]) then raises
-            kept = RayTaskError(result.failure.method, remote_traceback(kept), _picklable(kept))
-        return result.to_message(), kept
-
-    def _run(self, message: bytes | None, beside: tuple[Encoded, ...], after: int, *, keep: bool) -> Any:
+    def _run(self, kind: int, session: Session, number: int, payload: bytes) -> None:
+        """Run a call, and send its reply."""
         received = time.time()
-        if message is not None:
-            call = decode_message(message, beside)
-        else:
-            role, _, method = str(ray.get_runtime_context().get_task_name()).rpartition(".")
-            call = CallMessage(method, role or None), None, None
+        current.call = session, number
+        if kind == JOIN:
+            message, leave = pickle.loads(payload)
+            if parts := session.take_parts(number):
+                self._send_reply(session, number, self._join(message, parts[0], parts[1], leave), "__init__", None)
+            else:
+                self._send_cancelled(session, number, "__init__", None, "rank 0 has not told the rendezvous")
+            return
+        call, whole, shard = decode_message(payload, ())
+        if SEPARATE in (whole, shard):
+            beside = session.take_parts(number)
+            if not beside:
+                text = "the call that computes its deferred argument has failed"
+                self._send_cancelled(session, number, call.method, call.role, text)
+                return
+            call, whole, shard = decode_message(payload, beside)
+        result, _ = self._executor.run(call, whole, shard, received)
+        del whole, shard, payload
+        if result.failure is not None and number in session.cancelled:
+            result.failure.alike = True  # the driver knows more: the call that computes an argument has failed
+        self._send_reply(session, number, result, call.method, call.role)
 
-        def run() -> Any:
-            found = self._executor.run(*call, received, keep=keep)
-            return found if keep else found[0].to_message()
+    def _send_cancelled(self, session: Session, number: int, method: str, role: str | None, text: str) -> None:
+        rank = -1 if self._executor.info is None else self._executor.info.rank
+        failure = Failure(rank, f"{self._hostname}, {self._address}", method, "", text, alike=True, role=role)
+        session.reply(REPLY, number, RankResult(rank, failure=failure).to_message())
 
-        return run() if call[0].concurrent else self._in_order(run, after)
-
-    def _run_message(self, number: int, message: bytes) -> bytes:
-        """Run a call from the lane. Returns the encoded `RankResult`, or b"" if it is large: `_sc_fetch` gives it."""
-        call = decode_message(message, ())
-        result = self._executor.run(*call, time.time())[0].to_message()
-        if isinstance(result, bytes):
-            return result
+    def _send_reply(self, session: Session, number: int, result: RankResult, method: str, role: str | None) -> None:
+        """Send a result. A large value stays here, and so does one with references, which Ray must see."""
+        value, failure = result.value, result.failure
         try:
-            # Now, because the next call may change the memory that the result refers to.
-            self._kept[number] = ray.put(result)
-            return b""
+            if value is not None and (value.references or value.nbytes > MAX_INLINE_BYTES):
+                # Now, because the next call may change the memory that the value refers to.
+                ref = ray.put(value.as_kept())
+                result.value, result.kept = None, True
+                message = result.to_message()
+                session.reply(KEPT, number, message, (message, ref))
+                return
+            cause = None if failure is None else failure.cause
+            if isinstance(cause, Encoded) and (cause.references or cause.nbytes > MAX_INLINE_BYTES):
+                session.reply(BESIDE, number, b"", (None, ray.put(result)))
+                return
         except RayError as error:  # the store and the disk are full, for example
-            failed = self._executor.failed(error, call[0].method, call[0].role, lost=what_is_lost(error)).to_message()
-            if isinstance(failed, bytes):
-                return failed
-            raise
+            result = self._executor.failed(error, method, role, lost=what_is_lost(error))
+        session.reply(REPLY, number, result.to_message())
 
-    def _sc_fetch(self, number: int) -> list[ray.ObjectRef]:
-        """The reference to a large result of a call from the lane, in a list, so that Ray does not resolve it."""
-        return [self._kept.pop(number)]
+    def _sc_take(self, session: bytes, number: int, *parts: Any) -> None:
+        """Take what comes beside a call: large arguments, and those with references."""
+        self._listener.session(session).give_parts(number, parts)
 
-    def _sc_locate_arguments(self, encoded: Encoded) -> Any:
+    def _sc_result(self, session: bytes, number: int) -> tuple[bytes | None, list[ray.ObjectRef] | None]:
+        """The reply to a call, once it has ended, and the reference to what the rank keeps of it: in a list, so that
+        Ray does not resolve it."""
+        message, ref = self._listener.session(session).take_kept(number)
+        return message, None if ref is None else [ref]
+
+    def _sc_value(self, kept: list[ray.ObjectRef] | tuple[bytes | None, list[ray.ObjectRef] | None]) -> Any:
+        """The value of a call, or its exception: what ``ray.get(future.refs[0])`` gives.
+
+        Args:
+            kept: what `_sc_result` has returned, or the reference to it, in a list.
+        """
+        message, refs = cast("tuple[bytes | None, list[Any]]", ray.get(kept[0]) if isinstance(kept, list) else kept)
+        result: RankResult = ray.get(refs[0]) if message is None else RankResult.from_message(message)
+        if result.failure is not None:
+            error = result.failure.exception() or result.failure.error()
+            raise _picklable(error)
+        if not result.kept:
+            return None if result.value is None else result.value.as_kept()
+        with keep_encoded():
+            return ray.get(refs[0])
+
+    def _sc_locate_arguments(self, session: bytes, number: int, encoded: Encoded) -> Any:
         """Locate the deferred arguments of a call for all its ranks. See `Executor.locate_arguments`."""
         asked, count = encoded.decode()
+        current.call = self._listener.session(session), number
         places = self._executor.locate_arguments(asked, count)
         return places[0] if count == 1 else tuple(places)
 
     def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        after = kwargs.pop(AFTER, 0)
-        return self._in_order(lambda: self._executor.call_directly(role, method, args, kwargs), after)
+        return self._calls.run(lambda: self._executor.call_directly(role, method, args, kwargs))
 
 
 def running_calls(answer: Answer) -> tuple[RunningCall, ...] | str:
@@ -348,21 +360,17 @@ def _picklable(error: BaseException) -> Exception:
 
 
 @functools.lru_cache(maxsize=256)
-def actor_class(name: str, methods: tuple[tuple[str | None, str], ...], concurrent: bool, lane: bool) -> Any:
+def actor_class(name: str, methods: tuple[tuple[str | None, str], ...]) -> Any:
     """The Ray actor class for workers of a class. Cached, so that it is exported to the cluster once.
 
     Args:
         name: name of the worker class, for Ray's logs.
         methods: role and name of the workers' public methods.
-        concurrent: whether a method is registered with ``concurrent=True``.
-        lane: whether the group has a lane.
     """
     members: dict[str, Any] = {direct_name(role, method): _direct(role, method) for role, method in methods}
-    cls = type(name, (RankActor,), {**members, "_has_lane": lane, "__module__": __name__, "__qualname__": name})
+    cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
     remote: Any = ray.remote
-    # With any group, Ray runs all methods on threads of its own, where user code may not set signal handlers.
-    groups = {**({CONCURRENT: CONCURRENT_CALLS} if concurrent else {}), **({FETCH: 1} if lane else {})}
-    return remote(concurrency_groups=groups)(cls) if groups else remote(cls)
+    return remote(concurrency_groups=CONCURRENCY_GROUPS)(cls)
 
 
 def direct_name(role: str | None, method: str) -> str:

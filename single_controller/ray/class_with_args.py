@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from dispatch.batch import user_batch_types
-from dispatch.register import method_spec, registered_methods
+from dispatch.register import method_spec
 from single_controller.base.checks import check_amounts
 from single_controller.base.codec import Encoded, check_encodable, encode
 from single_controller.base.colocate import Colocated, constructors
@@ -215,12 +215,6 @@ class ProcessSpec:
             for name in dir(cls)
             if not name.startswith("_") and method_spec(cls, name) is not None
         )
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether a method is registered with ``concurrent=True``."""
-        classes = self.classes.values()
-        return any(spec.registration.concurrent for cls in classes for spec in registered_methods(cls).values())
 
     def encode(self) -> Any:
         """Encode classes, constructor arguments and the user's batch types; a reference if they are large.

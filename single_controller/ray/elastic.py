@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 import time
 import weakref
 from collections import Counter
@@ -23,7 +24,6 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from dispatch.plan import CallPlan
-from single_controller.base.background import background
 from single_controller.base.call import DEATH_SHOWS_SECONDS, MAX_PROBED, Call, GroupState
 from single_controller.base.checks import check_seconds
 from single_controller.base.engine import MAX_STACK_SECONDS, Sent
@@ -283,12 +283,12 @@ class ElasticGroup(WorkerGroup):
 
     def _keep_standbys(self, tries: int = TRIES) -> None:
         """Start standbys again that die before they are ready: Ray may have put one on a host that is gone, of which it
-        does not know yet. A job of `background` does that, once Ray has told the death in a thread of its own."""
+        does not know yet. A thread "standby-again" does that, once Ray has told the death in a thread of its own."""
         group = weakref.ref(self)  # standbys end with the group, not the other way round
 
         def when_prepared(standby: Standby, done: Future[Any]) -> None:
             if isinstance(done.exception(), RayActorError):
-                background.run(lambda: again(standby))
+                threading.Thread(target=again, args=(standby,), name="standby-again", daemon=True).start()
 
         def again(standby: Standby) -> None:
             this = group()

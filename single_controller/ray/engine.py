@@ -3,62 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import pickle
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    NodeDiedError,
-    OutOfMemoryError,
-    RayError,
-    TaskCancelledError,
-    WorkerCrashedError,
-)
+from ray.exceptions import RayError
 
 from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.base.background import background
-from single_controller.base.codec import BESIDE, Encoded, call_message, encode, encode_arguments
+from single_controller.base.codec import BESIDE as SEPARATE
+from single_controller.base.codec import Encoded, call_message, encode, encode_arguments
 from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, RankProcess, Sent, Token
+from single_controller.base.errors import StartError
 from single_controller.base.executor import Asked, RunningCall
 from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
-from single_controller.ray.actor import CONCURRENT, FETCH, Location, StartMessage, running_calls
-from single_controller.ray.contact import Contact
-from single_controller.ray.control_server import Answer, ask
-from single_controller.ray.internals import death_of, death_seconds, note_calls, ray_worker
-from single_controller.ray.lane import Lane, LaneToken
+from single_controller.ray.actor import LOCATE, TAKE, Location, StartMessage, running_calls
+from single_controller.ray.internals import death_of, death_seconds, node_service, ray_worker
 from single_controller.ray.placement.plan import StandbyPlan
 from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.placement.slots import Slot
-from single_controller.ray.results import LocatedResults, RayResults, one_line, put, what_is_lost
+from single_controller.ray.results import RESULT, LocatedResults, RayResults, ReplyTasks, one_line, put, what_is_lost
+from single_controller.wire.connection import hub
+from single_controller.wire.handshake import BESIDE, CALL, CANCEL, CONCURRENT, JOIN
+from single_controller.wire.link import CONNECT_SECONDS, GONE_SECONDS, Answer, Arrivals, Link, Reply, ask, wait_open
 
 logger = logging.getLogger(__name__)
 
-_DEATHS = (ActorDiedError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+LOCATE_NUMBERS = 1 << 63
+"""Added to the numbers by which a driver cancels the search for deferred arguments."""
 
-SUSPECT_SECONDS = 0.05
-"""Pause between two looks at a call when nothing but suspects is left of it."""
+OPEN_SECONDS = 20.0
+"""How long the first connection to a rank may take, whose host may be busy with starting other ranks."""
 
-WITHDRAW_SECONDS = 0.25
-"""How long a task is left alone before it is cancelled. If Ray 2.60 cancels a task of an actor that it is just about to
-send, the actor waits 30 s for the task's number, and then refuses all later tasks as lost."""
+DEATH_SECONDS = 15.0
+"""The most that it takes to know of a death, whatever Ray's health checks: a silent host shows on the links."""
 
 ABORT_SECONDS = 1.0
 """Pause between two commands to abort collectives."""
-
-CALLS_AFTER_LARGE = 16
-"""Calls of a method that go through Ray after one whose result was large. On the lane, a large result costs a second
-call, which fetches it."""
 
 FORGET_SECONDS = 10.0
 """A suspect that nobody has asked about for this long, because its call was abandoned, is a new suspect next time."""
@@ -140,38 +134,44 @@ _NOTHING = _Sendable(None, (), 0)
 class RayEngine(Engine):
     """Sends calls to actors.
 
-    A rank is *suspect* when Ray has lost contact with it, which may be a death or may pass. It has no result then until
-    `probe` knows.
+    A rank is *suspect* when an error on another one may be the echo of its death.
 
-    Lock: ``_probing`` protects ``_suspects``. It is a leaf, and held while Ray's control store is asked.
+    Lock: ``_asking`` protects ``_suspects``. Under it, links are asked, whose locks are leaves.
 
     Args:
         ranks: the actors, in order of rank.
         pool: the pool that they run in. Kept alive as long as a call of theirs is.
-        lane: the connections to them, if the group has a lane.
+        links: links of an earlier engine. Those of ranks that are left are used again, and the others closed.
 
     Attributes:
+        links: by Ray's id of the actor.
         standbys: processes without a rank in the same pool.
         fresh: ranks with new processes, on which the calls to be repeated have not been repeated yet.
     """
 
-    def __init__(self, ranks: Sequence[Rank], pool: object = None, lane: Lane | None = None) -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], pool: object = None, links: Mapping[bytes, Link] = MappingProxyType({})
+    ) -> None:
         self.ranks = tuple(ranks)
-        self.lane = lane
-        self.peers = [] if lane is None else lane.peers([rank.actor._actor_id.binary() for rank in self.ranks])
-        for rank, peer in zip(self.ranks, self.peers, strict=bool(self.peers)):
-            note_calls(rank.actor, peer.sending_directly)
         self.world_size = len(self.ranks)
+        self.links = {_key(rank): links.get(_key(rank)) or _link(rank) for rank in self.ranks}
+        for key in links.keys() - self.links.keys():
+            links[key].close()
+        for link in self.links.values():
+            link.use()
+        # The hub keeps open connections, so a group that is dropped without being closed must give them up.
+        weakref.finalize(self, _release, list(self.links.values())).atexit = False
+        self._hosts = [f"{rank.location.hostname}, {rank.location.address}" for rank in self.ranks]
+        self._links = [self.links[_key(rank)] for rank in self.ranks]
+        self._tasks = ReplyTasks([rank.actor for rank in self.ranks])
         self._pool = pool
         self._pid = os.getpid()
         self._ray = ray_worker()
         self._connection = self._ray.core_worker
-        self._methods: dict[tuple[int, str, str, bool], Any] = {}
         self._deaths: dict[int, str] = {}
-        self._probing = threading.Lock()
-        self._suspects: dict[int, Contact] = {}
-        self._large: dict[str, int] = {}
-        """Method -> how many of its next calls go through Ray, because a result of it was large."""
+        self._asking = threading.Lock()
+        self._suspects: dict[int, _Suspect] = {}
+        self._located = itertools.count()
         self.standbys: list[Standby] = []
         self.fresh: frozenset[int] = frozenset()
 
@@ -186,8 +186,7 @@ class RayEngine(Engine):
 
     def host(self, rank: int) -> str:
         """The node's name and address."""
-        location = self.ranks[rank].location
-        return f"{location.hostname}, {location.address}"
+        return self._hosts[rank]
 
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
         """See `Engine.send`."""
@@ -216,166 +215,156 @@ class RayEngine(Engine):
             message = messages.get((number, collects))
             if message is None:
                 about = call_message(spec, plan, plan.shards[number], collects=collects)
-                # Ray carries bytes faster than objects.
                 message = pickle.dumps((about, sendable_whole.inside, shard.inside), protocol=5)
                 messages[number, collects] = message
             prepared.append((rank, message, (*sendable_whole.beside, *shard.beside)))
             nbytes[rank] = sendable_whole.nbytes + shard.nbytes
-        concurrent = spec.registration.concurrent
-        returns_much = self._large.get(spec.label, 0)
-        if returns_much:
-            self._large[spec.label] = returns_much - 1
-        if (
-            self.lane is not None
-            and not (future or concurrent or returns_much)
-            and all(
-                not beside and (peer := self.peers[rank]).connection is not None and not peer.through_ray
-                for rank, _, beside in prepared
-            )
-        ):
-            calls = {rank: (self.peers[rank], message) for rank, message, _ in prepared}
-            if on_lane := self.lane.send(spec.label, calls):
-                return Sent({token: rank for token, rank in on_lane.items()}, None, nbytes)
-        tokens: dict[Token, int] = {}
-        values: dict[int, ray.ObjectRef] = {}
-        for rank, message, beside in prepared:  # nothing but sending: an error here leaves the ranks divided
-            kept = future and rank in collecting
-            # A call without arguments needs no message, which costs Ray a tenth of it: see `RankActor._sc_call`.
-            plain = not nbytes[rank] and rank in collecting and not concurrent
-            try:
-                method = self._method(rank, spec, kept=kept)
-                after, place = 0, 0
-                if self.peers and not concurrent:
-                    after, place = self.peers[rank].last_unanswered(), next(self.peers[rank].numbers)
-                sent = method.remote(*(() if plain else (message, *beside)), **({"after": after} if after else {}))
-            except Exception as error:
-                self.withdraw([waiting] if waiting is not None else [])
-                if tokens:
-                    raise PartlySentError(list(tokens.values()), rank) from error
-                if isinstance(error, RayError):
-                    raise _not_sent(spec.label, error) from error
-                raise
-            if kept:
-                sent, values[rank] = sent
-            tokens[sent] = rank
-            if self.peers and not concurrent:
-                self.peers[rank].sent_through_ray(sent.binary(), place)
-        if not future:
-            return Sent(tokens, None, nbytes, waiting)
-        refs = {rank: cast(Any, ref) for ref, rank in tokens.items()}
-        order = [*plan.collecting, *(rank for rank in refs if rank not in collecting)]
-        results = RayResults(
-            spec.label,
-            order,
-            [refs[rank] for rank in order],
-            [values[rank] for rank in plan.collecting],
-            [self.host(rank) for rank in order],
+        kind = CONCURRENT if spec.registration.concurrent else CALL
+        try:
+            replies = self._send(kind, prepared, spec.label)
+        except BaseException:
+            self.withdraw([waiting] if waiting is not None else [])
+            raise
+        order = [*plan.collecting, *(rank for rank, _, _ in prepared if rank not in collecting)]
+        of_ranks = order, [replies[rank] for rank in order], len(plan.collecting)
+        results = functools.partial(
+            RayResults, spec.label, *of_ranks, [self._hosts[rank] for rank in order], self._tasks
         )
-        return Sent(tokens, results, nbytes, waiting)
+        return Sent({reply: rank for rank, reply in replies.items()}, results, nbytes, waiting)
+
+    def check_reachable(self, ranks: Sequence[int]) -> None:
+        """Wait until connections to ranks are open.
+
+        Raises:
+            StartError: one cannot be opened although its process is alive.
+        """
+        closed = set(map(id, wait_open([self._links[rank] for rank in ranks], OPEN_SECONDS)))
+        for rank in ranks if closed else ():
+            if id(self._links[rank]) in closed and rank not in self.deaths():
+                address = self._links[rank].address
+                raise StartError(
+                    f"the driver cannot connect to rank {rank} at port {address.port} of {address.host} within "
+                    f"{OPEN_SECONDS:g} s, although its process is alive. Open the ports of the workers' hosts to the "
+                    "driver's host"
+                )
+
+    def send_join(self, chosen: Sequence[int], made: Encoded, rendezvous: Any, *, leave: bool) -> Sent:
+        """Have ranks join a rendezvous: see `RankActor._join`.
+
+        Args:
+            chosen: the ranks.
+            made: the constructors, encoded.
+            rendezvous: Ray's reference to the address and port.
+            leave: whether processes that have workers leave their process groups.
+        """
+        prepared = [
+            (rank, pickle.dumps((self.ranks[rank].message, leave), protocol=5), (made, rendezvous)) for rank in chosen
+        ]
+        return Sent({reply: rank for rank, reply in self._send(JOIN, prepared, "__init__").items()})
+
+    def _send(self, kind: int, prepared: Sequence[tuple[int, bytes, tuple[Any, ...]]], label: str) -> dict[int, Reply]:
+        """Send a call to ranks, each with its message and what goes beside it."""
+        replies: dict[int, Reply] = {}
+        arrivals = Arrivals(len(prepared))
+        for rank, message, beside in prepared:
+            link = self._links[rank]
+            reply = Reply(rank, link, arrivals)
+            try:
+                link.send(kind, message, reply, functools.partial(self._give, rank, beside) if beside else None)
+            except Exception as error:
+                if replies:
+                    raise PartlySentError(list(replies), rank) from error
+                if isinstance(error, RayError):
+                    raise _not_sent(label, error) from error
+                raise
+            replies[rank] = reply
+        return replies
+
+    def _give(self, rank: int, beside: tuple[Any, ...], session: bytes, number: int) -> None:
+        """Send what goes beside a call: through Ray, which counts the references in it."""
+        link = self._links[rank]
+        take = self.ranks[rank].actor._sc_take.options(concurrency_group=TAKE)
+        taken = take.remote(session, number, *beside)
+
+        def when_taken(done: Future[Any]) -> None:
+            if done.exception() is not None:  # it is lost, for example; if the rank has died, others tell
+                logger.debug(
+                    "the arguments of call %d have not reached rank %d", number, rank, exc_info=done.exception()
+                )
+                link.note(CANCEL, number)
+
+        taken.future().add_done_callback(when_taken)
 
     def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
         """See `Engine.collect`."""
-        on_lane = {token: rank for token, rank in tokens.items() if isinstance(token, LaneToken)}
-        if not on_lane or self.lane is None:
-            arrived = self._collect_refs(tokens, timeout, first=first)
-            for token, result in arrived.items() if self.peers else ():
-                failure = result.failure  # without a traceback it was made here, and the rank may not have the call
-                ran = failure is None or bool(failure.remote_traceback)
-                if failure is None or not failure.no_contact:
-                    self.peers[tokens[token]].ended_through_ray(cast(Any, token).binary(), ran=ran)
-            return arrived
-        end = time.monotonic() + timeout
-        self.lane.wait(on_lane, timeout)
-        arrived = {
-            token: RankResult.from_message(token.reply)
-            for token in on_lane
-            if token.reply  # empty: a large result
-        }
-        kept = {self._fetch(token, rank): token for token, rank in on_lane.items() if token.reply == b""}
-        if kept:
-            found = self._collect_refs({ref: on_lane[token] for ref, token in kept.items()}, end - time.monotonic())
-            arrived |= {kept[ref]: result for ref, result in found.items()}
-        if not self.connected:  # Ray was shut down, and asking it would start another one
-            return arrived
-        lost = {rank: token for token, rank in on_lane.items() if token.lost is not None and token.reply is None}
-        late = {rank for token, rank in on_lane.items() if token.reply is None and token.lost is None}
-        reasons: dict[int, str | None] = dict(self.deaths()) if late else {}
-        reasons |= self.probe(lost) if lost else {}
-        for token, rank in on_lane.items():
-            if token.reply is None and (reason := reasons.get(rank)) is not None:
-                arrived[token] = RankResult(rank, died=reason)
-            elif rank in lost and rank in reasons:
-                text = f"its connection for small calls was lost: {token.lost}"
-                arrived[token] = RankResult(rank, failure=Failure.lost_contact(rank, self.host(rank), text))
-        if lost and not late and not arrived:  # suspects alone, for which nothing waits
-            time.sleep(min(timeout, SUSPECT_SECONDS))
+        replies = cast("Mapping[Reply, int]", tokens)
+        arrivals = next(iter(replies)).arrivals if replies else None
+        if arrivals is not None and timeout > 0:
+            arrivals.all.wait(timeout)
+        arrived: dict[Token, RankResult] = {}
+        late: dict[Reply, int] = {}
+        for reply, rank in replies.items():
+            if reply.kind and reply.kind != BESIDE:
+                arrived[reply] = reply.result = RankResult.from_message(reply.payload)
+            elif reply.kind and reply.read is not None:
+                arrived[reply] = self._read(reply)
+            else:
+                late[reply] = rank
+        if late and self.connected:  # Ray may have been shut down, and asking it would start another one
+            deaths = self.deaths()
+            for reply, rank in late.items():
+                if rank in deaths:
+                    arrived[reply] = RankResult(rank, died=deaths[rank])
+                elif reply.lost is not None:
+                    arrived[reply] = RankResult(rank, failure=Failure.lost_contact(rank, self.host(rank), reply.lost))
         return arrived
 
-    def _fetch(self, token: LaneToken, rank: int) -> Any:
-        """Ray's reference to a large result, which the rank keeps: Ray must see who has references."""
-        if token.ref is None:
-            self._large[token.call.label] = CALLS_AFTER_LARGE
-            key = (rank, FETCH, "", True)
-            if key not in self._methods:
-                self._methods[key] = self.ranks[rank].actor._sc_fetch.options(concurrency_group=FETCH)
-            token.ref = self._methods[key].remote(token.number)
-        return token.ref
-
-    def _collect_refs(
-        self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False
-    ) -> dict[Token, RankResult]:
-        """`collect` for results that come through Ray."""
-        refs: list[Any] = list(tokens)
-        if first:  # most calls end here: one request to Ray instead of two
-            try:
-                messages = ray.get(refs, timeout=timeout)
-                return {ref: _result_of(message) for ref, message in zip(refs, messages, strict=True)}
-            except Exception:  # late, or lost: the next look tells which
-                return {}
-        # Without fetch_local, a large result is not moved here until it is read, so that waiting stays cheap. A mere
-        # look must not wait for that move: it starts it, and a later look finds the result here.
-        look = timeout <= 0
-        ready = ray.wait(refs, num_returns=len(refs), timeout=max(timeout, 0.0), fetch_local=look)[0] if refs else []
+    def _read(self, reply: Reply) -> RankResult:
+        """The result of a rank that is kept there as a whole."""
         try:
-            messages = ray.get(ready)
-            return {ref: _result_of(message) for ref, message in zip(ready, messages, strict=True)}
-        except Exception:  # one of them is lost; asking one by one tells which
-            read = {ref: self._read_one(ref, tokens[ref]) for ref in ready}
-        arrived: dict[Token, RankResult] = {ref: result for ref, result in read.items() if result is not None}
-        if not arrived and len(ready) == len(refs):  # suspects alone, for which ray.wait does not wait
-            time.sleep(max(0.0, min(timeout, SUSPECT_SECONDS)))
-        return arrived
+            _, refs = self._tasks.fetch(reply)
+            result: RankResult = ray.get(refs or [])[0]
+            return result
+        except RayError as error:
+            where, kind = self.host(reply.rank), type(error).__name__
+            return RankResult(reply.rank, failure=Failure(reply.rank, where, "", kind, what_is_lost(error), lost=True))
 
     def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
-        """See `Engine.when_arrived`. Ray calls back in a thread of its own."""
-        arrived = itertools.count(1).__next__
-
-        def count(_: Any) -> None:
-            if arrived() == len(tokens):
-                callback()
-
-        for token in tokens:
-            cast(Any, token).future().add_done_callback(count)
+        """See `Engine.when_arrived`. Called back in the hub's thread."""
+        if tokens:
+            cast(Reply, tokens[0]).arrivals.when_all(callback)
+        else:
+            callback()
 
     def withdraw(self, tokens: Iterable[Token]) -> None:
-        """See `Engine.withdraw`. Ray skips a task that has not begun, and flags one that has: see `is_cancelled`."""
-        refs: list[Any] = list(tokens)
-
-        def cancel() -> None:
-            time.sleep(WITHDRAW_SECONDS)
-            for ref in refs if self.connected else ():
-                with contextlib.suppress(RayError):
-                    ray.cancel(ref, recursive=False)
-
-        if refs:
-            background.run(cancel)
+        """See `Engine.withdraw`."""
+        for token in tokens:
+            if isinstance(token, Reply):
+                token.link.note(CANCEL, token.number)
+            else:
+                rank, number = cast("tuple[int, int]", token)
+                self._links[rank].note(CANCEL, number)
 
     def deaths(self) -> dict[int, str]:
         """See `Engine.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""
         for number, rank in enumerate(self.ranks):
-            if number not in self._deaths and (reason := death_of(rank.actor)) is not None:
+            if number not in self._deaths and (reason := death_of(rank.actor) or self._gone(number)) is not None:
                 self._deaths[number] = reason  # for good: Ray restarts none of these actors
+                self._links[number].close()  # Ray may say so a moment before the process ends
         return dict(self._deaths)
+
+    def _gone(self, rank: int) -> str | None:
+        """Why a rank is dead although Ray has not reported it yet: Ray itself takes a minute to miss a host."""
+        kind = self._links[rank].gone()
+        if kind is None:
+            return None
+        node = node_service(self.ranks[rank].location.node_id)
+        responds = node is not None and _responds(node)
+        if kind == "refused" and responds:
+            return "its process no longer listens on its port"
+        if responds or (node is None and kind != "refused"):
+            return None  # its host lives, and only this process cannot reach it
+        return "its host is gone: neither its process nor its Ray node responds"
 
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
         """See `Engine.stacks`."""
@@ -392,9 +381,8 @@ class RayEngine(Engine):
         return {rank: running_calls(answer) for rank, answer in self.ask("status", ranks, seconds).items()}
 
     def ask(self, command: str, ranks: Iterable[int], seconds: float) -> dict[int, Answer]:
-        """Send a command to ranks that may be busy. See `control_server.ask`."""
-        addresses = {rank: self.ranks[rank].location.control for rank in ranks}
-        return ask({rank: address for rank, address in addresses.items() if address is not None}, command, seconds)
+        """Send a command to ranks that may be busy. See `single_controller.wire.link.ask`."""
+        return ask({rank: self._links[rank] for rank in ranks}, command, seconds)
 
     @contextlib.contextmanager
     def leaving(self, ranks: Collection[int]) -> Iterator[None]:
@@ -422,27 +410,39 @@ class RayEngine(Engine):
     @property
     def death_seconds(self) -> float:  # type: ignore[override]
         """See `Engine.death_seconds`."""
-        return death_seconds()
+        return min(death_seconds(), DEATH_SECONDS)
 
     def probe(self, ranks: Collection[int]) -> dict[int, str | None]:
-        """See `Engine.probe`."""
-        known: dict[int, str | None] = {}
-        with self._probing:
+        """See `Engine.probe`. A rank that answers is alive, and so is one whose connection outlives the time after
+        which a silent host would have lost it: C code that holds the GIL keeps a rank from answering."""
+        deaths, known = self.deaths(), dict[int, str | None]()
+        with self._asking:
             for rank in ranks:
-                suspect = self._suspects.get(rank)
-                if suspect is None or time.monotonic() - suspect.asked > FORGET_SECONDS:
-                    suspect = self._suspects[rank] = Contact(self.ranks[rank].actor, death_seconds())
-                suspect.ask()
-                if suspect.alive is not None:
-                    known[rank] = None if suspect.alive else suspect.reason
-                    del self._suspects[rank]  # the next loss of contact is another one
+                now, suspect = time.monotonic(), self._suspects.get(rank)
+                if rank in deaths:
+                    known[rank] = deaths[rank]
+                elif suspect is None or now - suspect.looked > FORGET_SECONDS:
+                    self._suspects[rank] = suspect = _Suspect(now)
+                    if self._links[rank].connected:
+                        self._links[rank].ask("alive", suspect.take)
+                elif suspect.answer is not None and suspect.answer.told:
+                    known[rank] = None
+                elif suspect.answer is not None and self._links[rank].connected:  # it has been dialled again
+                    suspect.answer = None
+                    self._links[rank].ask("alive", suspect.take)
+                elif now - suspect.since > (GONE_SECONDS if suspect.answer is None else self.death_seconds):
+                    known[rank] = None
+                if suspect is not None:
+                    suspect.looked = now
+                if rank in known:
+                    self._suspects.pop(rank, None)  # the next loss of contact is another one
         return known
 
     def kill(self) -> None:
         """See `Engine.kill`."""
         self.ended = True
-        if self.lane is not None:
-            self.lane.close()
+        for link in self._links:
+            link.close()
         if self.connected:
             processes: list[Rank | Standby] = [*self.ranks, *self.standbys]
             for process in processes:
@@ -476,11 +476,13 @@ class RayEngine(Engine):
             for _, key, value in wanted:
                 encode_arguments(spec, {key: value})  # names the argument
             raise
-        options: dict[str, Any] = {"name": f"{spec.label}.locate", "num_returns": len(places)}
-        if spec.registration.concurrent:
-            options["concurrency_group"] = CONCURRENT
+        link = self._links[first]
+        number = LOCATE_NUMBERS | next(self._located)
+        locating = self.ranks[first].actor._sc_locate_arguments.options(
+            name=f"{spec.label}.locate", num_returns=len(places), concurrency_group=LOCATE
+        )
         try:
-            found = self.ranks[first].actor._sc_locate_arguments.options(**options).remote(encoded)
+            found = locating.remote(link.session, number, encoded)
         except RayError as error:
             raise _not_sent(spec.label, error) from error
         refs = [found] if len(places) == 1 else found
@@ -489,50 +491,67 @@ class RayEngine(Engine):
             source = LocatedResults(value.source.label, refs[places[n]], key, first)
             located[n][key] = replace(value, source=source)
         shards = tuple(replace(shard, values=of) for shard, of in zip(plan.shards, located[1:], strict=True))
-        return replace(plan, whole=located[0], shards=shards), refs[0]
-
-    def _method(self, rank: int, spec: MethodSpec, *, kept: bool) -> Any:
-        """The actor method that runs a call, named after the worker's method.
-
-        Making such an object costs more than calling it, so they are kept. The name is what Ray's dashboard shows, and
-        all that a call without arguments needs: see `RankActor._sc_call`.
-        """
-        key = (rank, spec.label, "kept" if kept else "", spec.registration.concurrent)
-        method = self._methods.get(key)
-        if method is None:
-            actor = self.ranks[rank].actor
-            options: dict[str, Any] = {"name": spec.label}
-            if spec.registration.concurrent:
-                options["concurrency_group"] = CONCURRENT
-            method = (actor._sc_call_kept if kept else actor._sc_call).options(**options)
-            self._methods[key] = method
-        return method
-
-    def _read_one(self, token: Token, rank: int) -> RankResult | None:
-        """The result of one rank; None while it is unknown whether the rank is dead."""
-        try:
-            return _result_of(ray.get(cast(Any, token)))
-        except _DEATHS as error:
-            return RankResult(rank, died=one_line(error))
-        except ActorUnavailableError as error:  # the rank is suspect; its result is lost in any case
-            known = self.probe([rank])
-            if rank not in known:
-                return None
-            died = known[rank]
-            if died is not None:
-                return RankResult(rank, died=died)
-            return RankResult(rank, failure=Failure.lost_contact(rank, self.host(rank), one_line(error)))
-        except TaskCancelledError as error:  # see `withdraw`
-            text, kind = "the call that computes its deferred argument has failed", type(error).__name__
-            return RankResult(rank, failure=Failure(rank, self.host(rank), "", kind, text, alike=True))
-        except RayError as error:
-            where, kind = self.host(rank), type(error).__name__
-            return RankResult(rank, failure=Failure(rank, where, "", kind, what_is_lost(error), lost=True))
+        return replace(plan, whole=located[0], shards=shards), (first, number)
 
 
-def _result_of(message: Any) -> RankResult:
-    """Decode what a rank returned through Ray: its message, or the reference to it from `RankActor._sc_fetch`."""
-    return RankResult.from_message(cast(Any, ray.get(message[0])) if isinstance(message, list) else message)
+class _Suspect:
+    """A rank that may be dead.
+
+    Attributes:
+        since: when the first question about it was asked, by the monotonic clock.
+        looked: when the last one was.
+        answer: what it has answered; None while it has not.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.since = self.looked = now
+        self.answer: Answer | None = None
+
+    def take(self, answer: Answer) -> None:
+        """Take its answer, in the hub's thread."""
+        self.answer = answer
+
+
+def _release(links: Sequence[Link]) -> None:
+    for link in links:
+        hub.soon(link.release)  # not here: the garbage collector may have interrupted whoever holds its lock
+
+
+def _key(rank: Rank) -> bytes:
+    key: bytes = rank.actor._actor_id.binary()
+    return key
+
+
+def _link(rank: Rank) -> Link:
+    if rank.location.wire is None:
+        raise ValueError(f"{rank.name} does not say where it listens")
+    actor = weakref.ref(rank.actor)  # Ray ends an actor when its last handle is gone, and the hub keeps the link
+
+    def keep(reply: Reply) -> None:
+        # At once, so that what the rank keeps is the driver's to drop.
+        this = actor()
+        if this is not None:
+            with contextlib.suppress(Exception), reply.link.lock:  # Ray was shut down, or whoever reads it is told
+                if reply.kept is None:
+                    task = this._sc_result.options(concurrency_group=RESULT)
+                    reply.kept = task.remote(reply.link.session, reply.number)
+                if reply.kind == BESIDE:
+                    cast(Any, reply.kept).future().add_done_callback(lambda done: _read_beside(reply, done))
+
+    return Link(rank.location.wire, keep)
+
+
+def _read_beside(reply: Reply, done: Future[Any]) -> None:
+    reply.read = (None, []) if done.exception() is not None else done.result()
+    reply.arrivals.one()
+
+
+def _responds(address: tuple[str, int]) -> bool:
+    try:
+        with socket.create_connection(address, CONNECT_SECONDS / 2):
+            return True
+    except OSError:
+        return False
 
 
 def _not_sent(label: str, error: RayError) -> DispatchError:
@@ -549,7 +568,7 @@ def _sendable(encoded: Encoded | None, room: int) -> _Sendable:
         return _NOTHING
     nbytes = encoded.nbytes
     if nbytes > room:
-        return _Sendable(BESIDE, (put(encoded),), nbytes)
+        return _Sendable(SEPARATE, (put(encoded),), nbytes)
     if encoded.references:  # Ray must see the references in it
-        return _Sendable(BESIDE, (encoded,), nbytes)
+        return _Sendable(SEPARATE, (encoded,), nbytes)
     return _Sendable(encoded, (), nbytes)

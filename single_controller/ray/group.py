@@ -21,7 +21,6 @@ from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitA
 from single_controller.ray.elastic import ElasticGroup
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.group_records import Registration
-from single_controller.ray.lane import lane_enabled
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_group
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.runtime import nodes
@@ -67,10 +66,6 @@ class RayWorkerGroup(ElasticGroup):
             `replace` first, and ``"shrink"`` calls `replace` if there are enough standbys, and otherwise `shrink`. The
             call in which the rank died raises `WorkerDiedError` in all cases.
         namespace: Ray's namespace of the actors' names; the driver's own by default.
-        lane: whether small calls that are waited for go over a TCP connection to each rank instead of through Ray,
-            which takes several times as long. Methods then run on a thread of this library; with ``lane=False``, on
-            the process's main thread, unless a method is registered with ``concurrent=True``. The environment variable
-            ``SINGLE_CONTROLLER_LANE=0`` of the driver has the same effect. See docs/lane.md.
         verl: options that drivers written for verl pass. They have no effect; a warning says what to use instead.
 
     Raises:
@@ -103,7 +98,6 @@ class RayWorkerGroup(ElasticGroup):
         standby: int = 0,
         on_death: Literal["error", "replace", "shrink"] = "error",
         namespace: str | None = None,
-        lane: bool = True,
         **verl: Unpack[VerlOptions],
     ) -> None:
         check_verl_options(type(self), verl)
@@ -161,7 +155,6 @@ class RayWorkerGroup(ElasticGroup):
             name=self.name,
             namespace=namespace,
             standby=standby,
-            lane=bool(lane) and lane_enabled(),
         )
         try:
             self._start(self._start_plan)

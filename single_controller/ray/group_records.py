@@ -18,16 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from single_controller.base.background import background
 from single_controller.base.call import GroupState
 from single_controller.base.engine import MAX_STACK_SECONDS, Death
 from single_controller.base.status import GroupStatus, rank_statuses
 from single_controller.ray import internals
 from single_controller.ray.actor import Location, running_calls
-from single_controller.ray.control_server import ask
 from single_controller.ray.engine import RayEngine
 from single_controller.ray.internals import ActorInfo
 from single_controller.ray.runtime import session
+from single_controller.wire.link import ask_at
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class Registration:
 
     def write_soon(self) -> None:
         """Write the record in the background, so that no start waits for it."""
-        background.run(self.write)
+        threading.Thread(target=self.write, name="group-record", daemon=True).start()
 
     def write(self) -> None:
         """Write the record, or remove it if the group is closed. A control store that does not respond is ignored."""
@@ -196,8 +195,8 @@ def status_of(record: GroupRecord, records: Records, seconds: float = MAX_STACK_
         elif number not in deaths or deaths[number].generation != record.generation:
             at, reason = (0.0, "Ray no longer knows it") if actor is None else (actor.ended, actor.reason)
             deaths[number] = Death(at, reason, record.generation)
-    addresses = {rank: record.ranks[rank].location.control for rank in living}
-    answers = ask({rank: address for rank, address in addresses.items() if address is not None}, "status", seconds)
+    addresses = {rank: record.ranks[rank].location.wire for rank in living}
+    answers = ask_at({rank: address for rank, address in addresses.items() if address is not None}, "status", seconds)
     note = f"driver: {record.driver}" + ("" if record.job in records.jobs else ", which has ended")
     return GroupStatus(
         record.name,

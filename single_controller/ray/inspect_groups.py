@@ -12,10 +12,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from single_controller.base.engine import MAX_STACK_SECONDS
 from single_controller.base.stacks import show_stacks
 from single_controller.ray import frames, group_records
-from single_controller.ray.control_server import ask
 from single_controller.ray.group_records import GroupRecord, Records
 from single_controller.ray.internals import ActorInfo
 from single_controller.ray.results import one_line
+from single_controller.wire.link import ask_at
 
 DUMP_SECONDS = 45.0
 """How long the hosts may take to show the frames of ranks that do not answer."""
@@ -71,12 +71,12 @@ def _stacks_of(record: GroupRecord, actors: dict[str, ActorInfo], ranks: Collect
     shown: dict[int, str] = {}
     addresses = {}
     for rank in asked:
-        actor, control = actors.get(record.ranks[rank].actor), record.ranks[rank].location.control
+        actor, control = actors.get(record.ranks[rank].actor), record.ranks[rank].location.wire
         if actor is None or not actor.alive:
             shown[rank] = f"  dead: {'Ray no longer knows it' if actor is None else actor.reason}"
         elif control is not None:
             addresses[rank] = control
-    answers = ask(addresses, "stacks", MAX_STACK_SECONDS)
+    answers = ask_at(addresses, "stacks", MAX_STACK_SECONDS)
     shown |= {rank: answer.text for rank, answer in answers.items() if answer.ok}
     shown |= _dumped(record, [rank for rank in addresses if rank not in shown], native)
     return f"{record.name}\n{show_stacks(shown, len(shown))}"
@@ -90,7 +90,7 @@ def _dumped(record: GroupRecord, ranks: list[int], native: bool) -> dict[int, st
     tasks: dict[Any, list[int]] = {}
     for node, on_node in by_node.items():
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        controls = [record.ranks[rank].location.control for rank in on_node]
+        controls = [record.ranks[rank].location.wire for rank in on_node]
         processes = [(control.pid, control.frames) for control in controls if control is not None]
         dump = ray.remote(num_cpus=0, max_retries=0)(_dump).options(scheduling_strategy=where)
         tasks[dump.remote(processes, native)] = on_node

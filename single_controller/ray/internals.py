@@ -2,8 +2,8 @@
 
 - `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness without the dashboard, which
   ``ray.util.state`` needs. Replace it by public access to an actor's state that Ray keeps up to date in each process.
-- `process_of` (``ray._private.state.actors``) and `node_service` (fields of ``ray.nodes()``): where the process of an
-  actor, and that of its node, listen. Replace them by public access to the addresses.
+- `node_service` (fields of ``ray.nodes()``): where the Ray process of a node listens. Replace it by public access to
+  the address.
 - `death_seconds` (``ray._raylet.Config``): the settings of the health checks. Replace it when Ray has a public query.
 - `interface_of`, `tcp_connections`, `resident_memory` (psutil, which Ray brings along): which network interface has an
   address; the connections and the memory of this process.
@@ -39,9 +39,7 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection
 from typing import Any, NamedTuple, cast
 
 import ray
@@ -72,26 +70,6 @@ def death_of(actor: Any, *, ask: bool = False) -> str | None:
     if info["State"] != "DEAD":
         return None
     return exit_detail(info["DeathCause"].actor_died_error_context.error_message) or "its process has ended"
-
-
-class Process(NamedTuple):
-    """The process of an actor.
-
-    Attributes:
-        address: address and port on which it takes calls.
-        node_id: the node that it is on, in hex.
-    """
-
-    address: tuple[str, int]
-    node_id: str
-
-
-def process_of(actor: Any) -> Process | None:
-    """The process of an actor; None if it has none. Asks the control store; needs no dashboard."""
-    from ray._private.state import actors
-
-    where = (actors(actor_id=actor._actor_id.hex()) or {}).get("Address", {})
-    return Process((where["IPAddress"], where["Port"]), where["NodeID"]) if where.get("Port") else None
 
 
 def node_service(node_id: str) -> tuple[str, int] | None:
@@ -312,41 +290,11 @@ def resident_memory() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-AFTER = "_sc_after"
-"""Keyword argument that `note_calls` adds: number of the call on the lane behind which a direct call is to run."""
-
-
-def note_calls(actor: Any, sending: Callable[[], AbstractContextManager[int]]) -> None:
-    """Have each direct call, ``actor.m.remote()``, through this handle sent inside a context.
-
-    Args:
-        actor: the handle.
-        sending: the context, entered in any thread. Gives the value of `AFTER`; 0 to send none.
-    """
-    call = type(actor)._actor_method_call
-
-    def noted(method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        if method_name.startswith("_sc_"):
-            return call(weak(), method_name, args, kwargs, **options)
-        with sending() as after:
-            if after and not method_name.startswith("__ray"):
-                kwargs = {**(kwargs or {}), AFTER: after}
-            return call(weak(), method_name, args, kwargs, **options)
-
-    weak = weakref.ref(actor)
-    actor._actor_method_call = noted
-
-
 def ray_worker() -> Any:
     """Ray's state in this process. Its ``core_worker`` is the connection to a cluster, and missing without one."""
     from ray._private.worker import global_worker
 
     return global_worker
-
-
-def own_actor_id() -> bytes:
-    """Ray's id of the actor in this process, 16 bytes."""
-    return bytes.fromhex(ray.get_runtime_context().get_actor_id() or "")
 
 
 def exit_process(error: SystemExit) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,6 @@ from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
 from single_controller.base.codec import (
     Encoded,
-    KeptResult,
     add_reference_types,
     decoded,
     keep_encoded,
@@ -37,9 +36,11 @@ from single_controller.base.codec import (
 )
 from single_controller.base.errors import CallTimeoutError, ResultLostError, WorkerDiedError
 from single_controller.base.joining import CallResults, Located, locate
-from single_controller.base.result import RankResult
-from single_controller.ray.call_thread import current_job_cancelled
+from single_controller.base.result import Failure, RankResult
+from single_controller.ray.call_thread import call_cancelled
 from single_controller.ray.internals import exit_detail
+from single_controller.wire.handshake import BESIDE, KEPT, REPLY
+from single_controller.wire.link import Reply
 
 # Here, because drivers and ranks both import this module. Ray has its own copy of cloudpickle. With another one, a
 # class of __main__ that a user also sends through Ray itself would arrive as two distinct classes. Ray must see the
@@ -47,74 +48,85 @@ from single_controller.ray.internals import exit_detail
 use_pickler(ray.cloudpickle.CloudPickler)
 add_reference_types(ray.ObjectRef, ActorHandle)
 
+RESULT = "result"
+"""Ray's concurrency group for results, which must not wait for calls."""
+
+CANCEL_SECONDS = 0.3
+"""How long a rank whose driver has cancelled a call still waits for the error of the call that computes an argument."""
+
 MAX_WAIT_SECONDS = 0.5
 """The longest wait for results before this process looks whether some rank has failed, or the wait is in vain."""
 
 
+Kept = tuple[bytes | None, "list[ray.ObjectRef] | None"]
+"""What `RankActor._sc_result` returns: the reply, or None if it is in the object too, and a reference to the object."""
+
+
 class RayResults:
-    """References to the `RankResult`s and values of a call. Implements `single_controller.base.joining.CallResults`.
+    """The results of a call in any process. Implements `single_controller.base.joining.CallResults`.
 
     Args:
         label: the call's method, for messages.
         ranks: all called ranks: the collecting ranks in the order of their results, then the others.
-        results: references to their `RankResult`s.
-        values: references to the collecting ranks' values.
+        entries: for each of them its `Reply`, on the driver; elsewhere what the rank keeps, or a reference to that.
+        count: number of collecting ranks.
         hosts: the hosts of the ranks, for messages.
+        tasks: on the driver, what makes Ray's tasks for a reply.
     """
 
     def __init__(
         self,
         label: str,
         ranks: Sequence[int],
-        results: Sequence[ray.ObjectRef],
-        values: Sequence[ray.ObjectRef],
+        entries: Sequence[Reply | Kept | ray.ObjectRef],
+        count: int,
         hosts: Sequence[str],
+        tasks: ReplyTasks | None = None,
     ) -> None:
         self.label = label
         self._ranks = ranks
-        self._results = results
-        self._values = values
+        self._entries = list(entries)
+        self._count = count
         self._hosts = hosts
+        self._tasks = tasks
+        self._refs: list[ray.ObjectRef] | None = None
         self._failed: Exception | None = None
 
     def refs(self) -> list[ray.ObjectRef]:
         """See `CallResults.refs`."""
-        return list(self._values)
+        if self._refs is None:
+            if self._tasks is None:
+                raise RuntimeError(f"the references to the results of {self.label}() are only on its driver")
+            self._refs = [self._tasks.value(entry) for entry in self._entries[: self._count]]
+        return list(self._refs)
 
     def fail(self, error: Exception) -> None:
         """See `CallResults.fail`."""
         self._failed = error
 
-    def mark_reported(self, rank: int) -> None:
-        """See `CallResults.mark_reported`. Ray logs an error whose reference is dropped without ray.get."""
-        position = self._ranks.index(rank)
-        if position < len(self._values):
-            with contextlib.suppress(Exception):
-                ray.get(self._values[position])
-
     def wait(self, timeout: float | None = None) -> list[RankResult]:
         """See `CallResults.wait`."""
         end = None if timeout is None else time.monotonic() + timeout
-        rank_of = dict(zip(self._results, self._ranks, strict=True))
-        found: dict[ray.ObjectRef, RankResult] = {}
-        pending, pause = list(self._results), 0.01
-        while pending:
+        found: dict[int, RankResult] = {}
+        pause, cancelled = 0.01, math.inf
+        while True:
             left = pause if end is None else max(0.0, min(pause, end - time.monotonic()))
-            # All of them, because one request for each would cost the square of their number. Not for long, because
-            # after a failure the other ranks may wait in a collective and never end.
-            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=left, fetch_local=False)
-            for ref, result in zip(ready, self._read(ready, rank_of), strict=True):
-                if result.failure is not None:
-                    raise result.failure.error()
-                found[ref] = result
+            # Not for long, because after a failure the other ranks may wait in a collective and never end.
+            self._look({k for k in range(len(self._entries)) if k not in found}, found, left)
+            failed = next((result.failure for result in found.values() if result.failure is not None), None)
+            if failed is not None:
+                raise failed.error()
             if self._failed is not None:
                 raise copy.copy(self._failed) from self._failed.__cause__
-            if pending and is_cancelled():
+            if len(found) == len(self._entries):
+                return [found[k] for k in range(self._count)]
+            cancelled = min(cancelled, time.monotonic() if call_cancelled() else math.inf)
+            if time.monotonic() - cancelled > CANCEL_SECONDS:  # the error itself may be on its way
                 raise ResultError(
                     f"{self.label}() has failed on its driver, so its results will not come", method=self.label
                 )
-            if pending and end is not None and time.monotonic() >= end:
-                late = sorted(rank_of[ref] for ref in pending)
+            if end is not None and time.monotonic() >= end:
+                late = sorted(rank for k, rank in enumerate(self._ranks) if k not in found)
                 raise CallTimeoutError(
                     f"{self.label}() has not ended after a wait of {timeout:g} s; ranks {late} are running",
                     method=self.label,
@@ -122,7 +134,68 @@ class RayResults:
                     call_goes_on=True,
                 )
             pause = min(2 * pause, MAX_WAIT_SECONDS)
-        return [found[ref] for ref in self._results[: len(self._values)]]
+
+    def _look(self, missing: set[int], found: dict[int, RankResult], seconds: float) -> None:
+        """Wait for what is missing, and read what has come."""
+        refs: dict[Any, int] = {}
+        for k in sorted(missing):
+            entry = self._entries[k]
+            if isinstance(entry, Reply):
+                if not entry.kind and seconds > 0:
+                    entry.arrivals.all.wait(seconds)
+                    seconds = 0.0
+                if entry.lost is not None:
+                    found[k] = RankResult(
+                        self._ranks[k], failure=Failure.lost_contact(self._ranks[k], self._hosts[k], entry.lost)
+                    )
+                elif entry.kind == BESIDE and self._tasks is not None:
+                    found[k] = self._result(k, self._tasks.fetch(entry))
+                elif entry.kind:
+                    found[k] = RankResult.from_message(entry.payload)
+            elif isinstance(entry, tuple):
+                found[k] = self._result(k, entry)
+            else:
+                refs[entry] = k
+        if refs:
+            ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds, fetch_local=False)
+            for ref in ready:
+                k = refs[ref]
+                self._entries[k] = kept = self._get(k, ref)
+                found[k] = self._result(k, kept)
+
+    def _get(self, k: int, ref: Any) -> Kept:
+        rank, host = self._ranks[k], self._hosts[k]
+        try:
+            kept: Kept = ray.get(ref)
+            return kept
+        except ActorUnavailableError as error:  # the driver that made the call finds out whether the rank is dead
+            raise ResultLostError(
+                f"the result of {self.label}() on rank {rank}, whose future is an argument here, was lost, because "
+                f"the connection to the rank was lost: {one_line(error)}",
+                rank=rank,
+                host=host,
+                method=self.label,
+            ) from error
+        except RayActorError as error:
+            raise WorkerDiedError(
+                f"rank {rank} died during {self.label}() ({host}): {one_line(error)}",
+                rank=rank,
+                host=host,
+                method=self.label,
+                ranks=(rank,),
+            ) from error
+        except RayError as error:
+            raise self._lost(k, error) from error
+
+    def _result(self, k: int, kept: Kept) -> RankResult:
+        message, refs = kept
+        if message is not None:
+            return RankResult.from_message(message)
+        try:
+            result: RankResult = ray.get(refs or [])[0]
+            return result
+        except RayError as error:
+            raise self._lost(k, error) from error
 
     def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
         """See `CallResults.locate`."""
@@ -131,7 +204,7 @@ class RayResults:
     def only(self, which: Sequence[int]) -> RayResults:
         """See `CallResults.only`."""
         ranks, hosts = [self._ranks[k] for k in which], [self._hosts[k] for k in which]
-        return RayResults(self.label, ranks, (), [self._values[k] for k in which], hosts)
+        return RayResults(self.label, ranks, [self._entries[k] for k in which], len(which), hosts, self._tasks)
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """See `CallResults.values`.
@@ -139,19 +212,54 @@ class RayResults:
         Raises:
             ResultError: a result is lost, or cannot be fetched or unpickled.
         """
-        with keep_encoded():
-            try:
-                kept: list[KeptResult] = ray.get([self._values[k] for k in which])
-            except RayError:  # asking one by one tells which
-                kept = [self._value(k) for k in which]
+        encoded: dict[int, Encoded | None] = {}
+        refs: dict[int, Any] = {}
+        for k in which:
+            entry = self._entries[k]
+            if isinstance(entry, Reply) and entry.result is not None and not entry.result.kept:
+                encoded[k] = entry.result.value
+                continue
+            kept = self._kept(k)
+            result = self._result(k, kept)
+            if result.kept and kept[1] is not None:
+                refs[k] = kept[1][0]
+            else:
+                encoded[k] = result.value
+        if refs:
+            with keep_encoded():
+                try:
+                    encoded |= zip(refs, ray.get(list(refs.values())), strict=True)
+                except RayError:  # asking one by one tells which
+                    encoded |= {k: self._fetch(k, ref) for k, ref in refs.items()}
+        # Nobody else reads these values on the driver, so even a private one may stay in shared memory.
+        alone = self._tasks is not None and private
         return [
-            decoded(self.label, self._ranks[k], functools.partial(encoded.decode, private=private))
-            for k, encoded in zip(which, kept, strict=True)
+            None
+            if (value := encoded[k]) is None
+            else decoded(
+                self.label,
+                self._ranks[k],
+                value.decode_result if alone else functools.partial(value.decode, private=private),
+            )
+            for k in which
         ]
 
-    def _value(self, k: int) -> KeptResult:
+    def _kept(self, k: int) -> Kept:
+        entry = self._entries[k]
+        if isinstance(entry, Reply):
+            if entry.kind == REPLY or self._tasks is None:
+                return entry.payload, None
+            try:
+                return self._tasks.fetch(entry)
+            except RayError as error:
+                raise self._lost(k, error) from error
+        if not isinstance(entry, tuple):
+            self._entries[k] = entry = self._get(k, entry)
+        return entry
+
+    def _fetch(self, k: int, ref: Any) -> Encoded:
         try:
-            value: KeptResult = ray.get(self._values[k])
+            value: Encoded = ray.get(ref)
             return value
         except RayError as error:
             raise self._lost(k, error) from error
@@ -161,37 +269,54 @@ class RayResults:
         text = f"the result of rank {rank} of {self.label}() ({host}) {what_is_lost(error)}"
         return ResultError(text, method=self.label, rank=rank, host=host)
 
-    def _read(self, ready: Sequence[ray.ObjectRef], rank_of: dict[ray.ObjectRef, int]) -> list[RankResult]:
-        try:
-            return [RankResult.from_message(message) for message in ray.get(list(ready))]
-        except RayError:  # asking one by one tells which
-            return [self._read_one(ref, rank_of[ref]) for ref in ready]
-
-    def _read_one(self, ref: ray.ObjectRef, rank: int) -> RankResult:
-        try:
-            return RankResult.from_message(ray.get(ref))
-        except ActorUnavailableError as error:  # the driver that made the call finds out whether the rank is dead
-            raise ResultLostError(
-                f"the result of {self.label}() on rank {rank}, whose future is an argument here, was lost, because "
-                f"the connection to the rank was lost: {one_line(error)}",
-                rank=rank,
-                host=self._hosts[self._ranks.index(rank)],
-                method=self.label,
-            ) from error
-        except RayActorError as error:
-            host = self._hosts[self._ranks.index(rank)]
-            raise WorkerDiedError(
-                f"rank {rank} died during {self.label}() ({host}): {one_line(error)}",
-                rank=rank,
-                host=host,
-                method=self.label,
-                ranks=(rank,),
-            ) from error
-        except RayError as error:
-            raise self._lost(self._ranks.index(rank), error) from error
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayResults, (self.label, self._ranks, self._results, self._values, self._hosts)
+        entries = [
+            entry if not isinstance(entry, Reply) or self._tasks is None else self._tasks.entry(entry)
+            for entry in self._entries
+        ]
+        return RayResults, (self.label, self._ranks, entries, self._count, self._hosts)
+
+
+class ReplyTasks:
+    """Makes Ray's tasks that concern a reply, on the driver.
+
+    Args:
+        actors: the actors of the ranks.
+    """
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = actors
+
+    def request(self, reply: Reply) -> Any:
+        """Ray's reference to what the rank keeps of a call; None if it has replied and keeps nothing."""
+        with reply.link.lock:
+            if reply.kept is None and (reply.kind in (KEPT, BESIDE) or reply.link.want(reply)):
+                reply.kept = self._task(reply, "_sc_result").remote(reply.link.session, reply.number)
+            return reply.kept
+
+    def fetch(self, reply: Reply) -> Kept:
+        """What the rank keeps of a call that has ended.
+
+        Raises:
+            RayError: it is lost.
+        """
+        if reply.read is None:
+            reply.read = ray.get(self.request(reply))
+        kept: Any = reply.read
+        return kept[0] or reply.payload or None, kept[1]
+
+    def entry(self, reply: Reply) -> Kept | ray.ObjectRef:
+        """What another process needs."""
+        ref = self.request(reply)
+        return (reply.payload, None) if ref is None else ref
+
+    def value(self, reply: Any) -> ray.ObjectRef:
+        """Ray's reference to the value."""
+        ref = self.request(reply)
+        return self._task(reply, "_sc_value").remote((reply.payload, None) if ref is None else [ref])
+
+    def _task(self, reply: Reply, name: str) -> Any:
+        return getattr(self._actors[reply.rank], name).options(concurrency_group=RESULT)
 
 
 # Ranks in the driver's own process see that the driver has given up.
@@ -240,17 +365,6 @@ class LocatedResults(Deferred):
             raise failed
         source, what = located
         return source, what
-
-
-def is_cancelled() -> bool:
-    """Whether the driver has cancelled the task that this thread runs; False in a driver."""
-    cancelled = current_job_cancelled()
-    if cancelled is not None:
-        return cancelled
-    try:
-        return ray.is_initialized() and bool(ray.get_runtime_context().is_canceled())  # the second would start a Ray
-    except Exception:  # in a driver, or in a thread that runs no task
-        return False
 
 
 def fetch(value: Any) -> Any:

@@ -30,7 +30,6 @@ from single_controller.ray.actor import Location, StartMessage, actor_class
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.engine import Rank, RayEngine, Standby
 from single_controller.ray.internals import death_of
-from single_controller.ray.lane import Lane
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
 from single_controller.ray.placement.slots import Slot, SlotLocation
@@ -65,7 +64,6 @@ class StartPlan:
         name: the group's name, for messages.
         namespace: Ray's namespace of the actors' names; None for the driver's.
         standby: how many of the pool's slots, the last ones, have a standby instead of a rank.
-        lane: whether small calls take the lane: see `single_controller.ray.lane`.
     """
 
     pool: RayResourcePool
@@ -79,7 +77,6 @@ class StartPlan:
     name: str
     namespace: str | None = None
     standby: int = 0
-    lane: bool = False
 
 
 WaitForConstructors = Callable[[RayEngine, CallPlan, Sent], None]
@@ -117,8 +114,7 @@ def start(
             for index, slot in zip(order, plan.pool.slots(), strict=True)
         ]
         count = len(made) - plan.standby
-        lane = Lane(plan.name) if plan.lane else None
-        engine = RayEngine(_with_messages(plan, made[:count], generation), plan.pool, lane)
+        engine = RayEngine(_with_messages(plan, made[:count], generation), plan.pool)
         engine.standbys = [
             standby_of(plan, one.actor, one.name, one.slot, encoded) for one in made[count:] if one.slot is not None
         ]
@@ -162,7 +158,7 @@ def fill(
     for number, actor, name, where, slot in zip(missing, actors, names, locations, slots, strict=True):
         ranks[number] = Rank(actor, name, where, replace(slot, location=slot_location(where)))
     fresh = engine.fresh | frozenset(chosen)
-    filled = RayEngine(_with_messages(plan, ranks, generation, fresh if collectives else ()), plan.pool, engine.lane)
+    filled = RayEngine(_with_messages(plan, ranks, generation, fresh if collectives else ()), plan.pool, engine.links)
     filled.standbys, filled.fresh = standbys, fresh
     # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
     recruit(plan, filled, lost, encoded)
@@ -172,7 +168,7 @@ def fill(
 def keep(plan: StartPlan, engine: RayEngine, kept: Sequence[int], generation: int) -> RayEngine:
     """End all ranks but some, which get the numbers 0, 1, ... when they join. Arguments as for `fill`."""
     _end(engine, sorted(set(range(engine.world_size)) - set(kept)))
-    left = RayEngine(_with_messages(plan, [engine.ranks[rank] for rank in kept], generation), plan.pool, engine.lane)
+    left = RayEngine(_with_messages(plan, [engine.ranks[rank] for rank in kept], generation), plan.pool, engine.links)
     left.standbys = living_standbys(engine)
     return left
 
@@ -203,7 +199,7 @@ def enlist(
         added.append(Rank(one.actor, one.name, where, replace(one.slot, location=slot_location(where))))
     fresh = frozenset(range(engine.world_size, engine.world_size + len(added)))
     ranks = _with_messages(plan, [*engine.ranks, *added], generation, fresh if collectives else ())
-    larger = RayEngine(ranks, plan.pool, engine.lane)
+    larger = RayEngine(ranks, plan.pool, engine.links)
     larger.standbys = [one for one in engine.standbys if one not in recruits]
     larger.fresh = engine.fresh | fresh
     return larger
@@ -267,31 +263,17 @@ def join(
     # A reference: Ray delivers its value to a rank before it runs _sc_join there. So no rank joins before rank 0 has
     # chosen the port, and the driver does not wait in between.
     rendezvous: Any = engine.ranks[0].actor._sc_rendezvous.remote(*master) if None in master else ray.put(master)
-    joining = {k: engine.ranks[k].actor._sc_join for k in chosen}
-    with _listening(engine, chosen) as messages:
-        tokens = {method.remote(messages[k], encoded, rendezvous, leave): k for k, method in joining.items()}
-        wait(engine, CallPlan.empty(engine.world_size).only(chosen), Sent(tokens))
+    engine.check_reachable(chosen)
+    wait(
+        engine,
+        CallPlan.empty(engine.world_size).only(chosen),
+        engine.send_join(chosen, encoded, rendezvous, leave=leave),
+    )
     try:
         found: tuple[str, int] = ray.get(rendezvous)
     except RayError as error:
         raise WorkerDiedError(f"{plan.name}: rank 0 died after its start: {one_line(error)}", rank=0) from error
     return found
-
-
-@contextmanager
-def _listening(engine: RayEngine, chosen: Sequence[int]) -> Iterator[dict[int, StartMessage | None]]:
-    """Accept connections of ranks for the lane. Gives what to tell each of them."""
-    messages = {k: engine.ranks[k].message for k in chosen}
-    peers = {k: engine.peers[k] for k in chosen if engine.lane is not None and engine.peers[k].connection is None}
-    if engine.lane is None or not peers:
-        yield messages
-        return
-    nodes = {engine.ranks[k].location.node_id for k in peers}
-    is_local = nodes == {ray.get_runtime_context().get_node_id()}
-    with engine.lane.listening("127.0.0.1" if is_local else ray.util.get_node_ip_address()) as address:
-        told = {k: message._replace(lane=address) for k, message in messages.items() if message and k in peers}
-        yield {**messages, **told}
-        engine.lane.accept(list(peers.values()))
 
 
 def standby_of(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encoded: Any) -> Standby:
@@ -399,7 +381,7 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
     runtime_env = _runtime_env(plan)
     if runtime_env:
         options["runtime_env"] = runtime_env
-    ray_class = actor_class(process.name, process.methods, process.concurrent, plan.lane)
+    ray_class = actor_class(process.name, process.methods)
     end = time.monotonic() + (NAME_FREE_SECONDS if again else 0.0)
 
     def make(slot: Slot, name: str) -> ActorHandle:

@@ -16,7 +16,6 @@ from single_controller.ray import group_records, internals
 from single_controller.ray.engine import Rank, RayEngine
 from single_controller.ray.group_records import TAKEOVER, GroupRecord
 from single_controller.ray.internals import death_of
-from single_controller.ray.lane import Lane
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.slots import Slot
 from single_controller.ray.runtime import ensure_ray
@@ -105,7 +104,7 @@ class Takeover:
         """Bring the state of a new group to that of the former driver's group."""
         # Without connections, which the former driver's processes cannot have opened to this one: `replace` or
         # `restart` opens them.
-        engine = RayEngine(self.ranks, self.plan.pool, Lane(self.plan.name) if self.plan.lane else None)
+        engine = RayEngine(self.ranks, self.plan.pool)
         encoded = self.plan.process.encode() if self.standbys else None
         living = [one for one in self.standbys if death_of(one[0]) is None]
         engine.standbys = [standby_of(self.plan, *one, encoded) for one in living]

@@ -338,7 +338,10 @@ class Sender:
     # --- calls that do not go through a generated method ------------------------------------------------------------
 
     def handle(self):
-        """Call one rank directly."""
+        """Call one rank directly. Such a call has no place among those of the group, so none of this sender's may run
+        meanwhile."""
+        request = self.small()
+        self.check(self.what(request), lambda: getattr(self.group, request.method)(*request.args), request.expected)
         rank = self.rng.choice(self.all)
         worker = self.group.workers[rank]
         method = self.rng.choice(["small", "small", "make", "fail", "unpicklable", "reference", "sleep", "async_sleep"])
@@ -372,11 +375,7 @@ class Sender:
         def get():
             return ray.get(reference, timeout=WAIT)
 
-        how = self.rng.random()
-        if how < 0.4:
-            self.check(what, get, expected)
-        elif how < 0.8:
-            self.later(what, get, expected)
+        self.check(what, get, expected)
 
     def execute(self):
         """Call a method that is not registered."""

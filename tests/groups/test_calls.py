@@ -15,7 +15,6 @@ from single_controller import (
     Broadcast,
     Dispatch,
     DispatchError,
-    RayClassWithInitArgs,
     WorkerError,
     WorkerFuture,
     register,
@@ -195,11 +194,6 @@ class TestOrder:
         logs = group.read()
         assert len(logs[0]) == 30
         assert all(log == logs[0] for log in logs)
-
-    @pytest.mark.engines("ray")
-    def test_methods_run_on_the_main_thread_without_the_lane(self, engine):
-        with engine.group(RayClassWithInitArgs(Counter), lane=False) as group:
-            assert all(process["main_thread"] for process in group.process())
 
 
 DP2_TP2 = {"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1], "pp": [0, 0, 0, 0]}

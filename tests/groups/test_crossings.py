@@ -23,7 +23,7 @@ from single_controller import (
     WorkerError,
     colocate,
 )
-from single_controller.ray import control_server
+from single_controller.wire.link import Link, Session
 
 
 class Heavy(Worker):
@@ -38,10 +38,8 @@ class Heavy(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def kept(self):
-        from single_controller.ray.actor import RankActor
-
-        (actor,) = [one for one in gc.get_objects() if isinstance(one, RankActor)]
-        return len(actor._kept)
+        sessions = [one for one in gc.get_objects() if isinstance(one, Session)]
+        return sum(len(one.kept) for one in sessions)
 
     @register(Dispatch.ONE_TO_ALL)
     def _under(self, x):
@@ -100,15 +98,15 @@ def test_shrink_waits_for_a_busy_rank_instead_of_ending_it(pool):
 
 def test_ranks_that_were_not_asked_in_time_are_not_dead(pool, monkeypatch):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Lone), collectives=False) as group:
-        ask, asked = control_server._ask, []
+        ask, asked = Link.ask, []
 
-        def slow(server, command, seconds):
-            asked.append(server)
+        def slow(link, command, answer):
+            asked.append(link)
             if len(asked) <= 3:
-                time.sleep(3.0)  # longer than one round takes
-            return ask(server, command, seconds)
+                return  # it is lost with a connection
+            ask(link, command, answer)
 
-        monkeypatch.setattr(control_server, "_ask", slow)
+        monkeypatch.setattr(Link, "ask", slow)
         assert group.shrink(ranks=[0], timeout=60.0) == (0,)
         assert group.world_size == 3 and all(group.alive())
 
@@ -129,7 +127,7 @@ def test_error_has_what_the_other_ranks_returned_and_is_the_methods_own(pool):
         assert error.results == {rank: f"rank {rank}" for rank in (0, 1, 3)}
         with pytest.raises(KeyError) as caught:
             group.fail_on.remote(1).result()
-        assert caught.value.results == {} and caught.value.ranks == (1,)
+        assert caught.value.results == {rank: f"rank {rank}" for rank in (0, 2, 3)} and caught.value.ranks == (1,)
         assert group.fail_on(-1) == [f"rank {rank}" for rank in range(4)]
 
 

@@ -5,7 +5,6 @@ import gc
 import os
 import pickle
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -32,7 +31,6 @@ from single_controller import (
     attach,
 )
 from single_controller.base.monitor import monitor
-from single_controller.ray.control_server import CLIENT_SECONDS, Answer, ControlAddress, ControlServer, ask
 
 anywhere = pytest.mark.engines("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
@@ -238,8 +236,11 @@ class TestDeaths:
         assert group.all_reduce() == [6.0] * 4
 
 
+LARGE = [-1] * 50_000
+
+
 class TestPartialSend:
-    """Ray refuses a call to an actor that has too many pending ones; here that is one rank alone."""
+    """Ray refuses a task of an actor that has too many pending ones, here of one rank. Large arguments need one."""
 
     @pytest.fixture
     def group(self, pool):
@@ -252,18 +253,20 @@ class TestPartialSend:
         busy = [group.workers[2].sleep.remote(60) for _ in range(4)]
         with within(2):
             with pytest.raises(
-                GroupBrokenError, match=r"ping\(\) was sent to ranks 0, 1, but not to rank 2: PendingCalls"
+                GroupBrokenError, match=r"sleep_on\(\) was sent to ranks 0, 1, but not to rank 2: PendingCalls"
             ) as caught:
-                group.ping()
+                group.sleep_on(LARGE, 0)
         assert type(caught.value.__cause__).__name__ == "PendingCallsLimitExceeded"
         with pytest.raises(GroupBrokenError, match=r"restart\(\)"):
-            group.ping()
+            group.sleep_on(LARGE, 0)
         del busy
 
     def test_failure_before_any_rank_was_reached_leaves_the_group_healthy(self, group):
         busy = [group.workers[0].sleep.remote(0.3) for _ in range(4)]
-        with pytest.raises(DispatchError, match=r"ping\(\) could not be sent: PendingCalls.*No rank received the call"):
-            group.ping()
+        with pytest.raises(
+            DispatchError, match=r"sleep_on\(\) could not be sent: PendingCalls.*No rank received the call"
+        ):
+            group.sleep_on(LARGE, 0)
         assert group.broken is None
         ray.get(busy)
         assert group.ping() == [0, 1, 2, 3]
@@ -486,55 +489,6 @@ def errors_of(*calls):
         except Exception as error:
             found.append(f"{type(error).__name__}")
     return found
-
-
-class TestControlServer:
-    """Where busy ranks take commands."""
-
-    def test_slow_client_delays_the_next_one_by_its_limit_at_most(self):
-        server = ControlServer("127.0.0.1", {"stacks": lambda: "  in train", "fail": lambda: str(1 // 0)})
-        with socket.create_connection(server.address[:2]) as slow:
-
-            def send_slowly():
-                with contextlib.suppress(OSError):  # the server closes the connection
-                    for byte in server.address.key:
-                        slow.send(bytes([byte]))
-                        time.sleep(0.9 * CLIENT_SECONDS)
-
-            thread = threading.Thread(target=send_slowly)
-            thread.start()
-            assert ask({3: server.address}, "stacks", 6 * CLIENT_SECONDS) == {3: Answer("  in train")}
-            thread.join()
-        failed, unknown = (ask({3: server.address}, command, 2.0)[3] for command in ("fail", "dance"))
-        assert not failed.ok and "ZeroDivisionError" in failed.text
-        assert not unknown.ok and "no command 'dance'" in unknown.text
-
-    def test_without_the_key_there_is_no_answer(self):
-        called = []
-        server = ControlServer("127.0.0.1", {"stacks": lambda: called.append(1) or "secret"})
-        answer = ask({0: server.address._replace(key=b"0" * 32)}, "stacks", 2.0)[0]
-        assert not answer.ok and "sends nothing" in answer.text and not called
-
-    @pytest.mark.parametrize(("sends", "told"), [(b"", "another process may have it"), (b".", "did not answer within")])
-    def test_port_of_another_process_is_unknown_in_time(self, sends, told):
-        """Such a process closes the connection, or sends a little now and then."""
-
-        def serve():
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):
-                connection.recv(100)
-                for byte in sends * 20:
-                    connection.send(bytes([byte]))
-                    time.sleep(0.3)
-
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            thread = threading.Thread(target=serve)
-            thread.start()
-            address = ControlAddress("127.0.0.1", listener.getsockname()[1], b"key", 1)
-            with within(3):
-                found = ask({3: address}, "stacks", 2.0)[3]
-            thread.join()
-        assert not found.ok and told in found.text
 
 
 @contextlib.contextmanager

@@ -515,9 +515,13 @@ def test_exception_of_results_that_cannot_be_joined(counters):
 @pytest.mark.engines("ray")
 def test_errors_of_ray_are_causes_of_a_lost_result(make_group, counters, smaller):
     """The consumer's ranks meet Ray's error; the driver gets it with the whole chain of causes."""
-    lost, failed = counters.echo.remote(0), make_group(Fragile, world_size=2).execute_rank_zero_async("fail", [0])
+    lost, failed = (
+        counters.echo.remote(bytes(200_000)),
+        make_group(Fragile, world_size=2).execute_rank_zero_async("fail", [0]),
+    )
     lost.wait()
-    lost._source()[0]._values[0] = failed  # on one host, nothing loses a result
+    entries = lost._source()[0]._entries
+    entries[0] = entries[0].payload, [failed]  # on one host, nothing loses a result
     with pytest.raises(ResultError, match=r"the result of rank 0 of echo\(\)") as caught:
         smaller[2].echo(lost)
     error, original = caught.value, caught.value.__cause__

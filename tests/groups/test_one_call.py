@@ -5,11 +5,8 @@ import re
 import pytest
 import torch
 from hops import ROOT, Traced, Tracer
-from test_random_calls import needs_lane
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
-
-pytestmark = needs_lane  # the page describes a call on the lane
 
 MOST_FUNCTIONS = 80
 MOST_FILES = 20
@@ -21,6 +18,8 @@ WHEN_LATE = {
     "ranks_text",
     "RayEngine.host",
     "RayEngine.deaths",
+    "RayEngine._gone",
+    "Link.gone",
     "death_of",
     "Monitor.watch",
 }

@@ -23,20 +23,12 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    ResultError,
     WorkerDiedError,
 )
-from single_controller.ray.lane import lane_enabled
 
 TOLD = 5.0
 """Seconds within which every sender must be told that a rank has died."""
-
-needs_lane = pytest.mark.skipif(not lane_enabled(), reason="the lane is switched off by SINGLE_CONTROLLER_LANE")
-WAYS = [pytest.param(True, marks=needs_lane, id="lane"), pytest.param(False, id="no-lane")]
-on_lane_and_without = pytest.mark.parametrize("lane", WAYS if depth.full or not lane_enabled() else WAYS[:1])
-
-
-def start(pool, cls, lane, **options):
-    return RayWorkerGroup(pool, RayClassWithInitArgs(cls), lane=lane, **options)
 
 
 def new_seed():
@@ -105,25 +97,29 @@ def make_calls(group, count, senders, seed):
     check_journals(group, senders)
 
 
-@on_lane_and_without
 @pytest.mark.parametrize(("ranks", "threads"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.timeout(400 if depth.full else 120)
 @pytest.mark.usefixtures("frequent_switches")
-def test_results_and_order(ray_cluster, lost, interrupts, ranks, threads, lane):
+def test_results_and_order(ray_cluster, lost, interrupts, ranks, threads):
     count = 6700 if depth.full else 200
     seed = new_seed()
-    with RayResourcePool([ranks], use_gpu=False) as pool, start(pool, ConcurrentJournal, lane) as group:
+    with (
+        RayResourcePool([ranks], use_gpu=False) as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(ConcurrentJournal)) as group,
+    ):
         with no_hang(group, 360 if depth.full else 80):
             senders = [Sender(group, f"t{k}", seed, lost, interrupts if k == 0 else None) for k in range(threads)]
             make_calls(group, count, senders, seed)
 
 
-@on_lane_and_without
 @pytest.mark.timeout(500 if depth.full else 120)
-def test_every_sender_is_told_when_a_rank_is_killed_or_late(ray_cluster, lost, lane):
+def test_every_sender_is_told_when_a_rank_is_killed_or_late(ray_cluster, lost):
     rounds, seed, ranks = 30 if depth.full else 2, new_seed(), 3
     rng = random.Random(seed)
-    with RayResourcePool([ranks], use_gpu=False) as pool, start(pool, ConcurrentJournal, lane) as group:
+    with (
+        RayResourcePool([ranks], use_gpu=False) as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(ConcurrentJournal)) as group,
+    ):
         for number in range(rounds):
             with no_hang(group, 40):
                 group.reset()
@@ -149,6 +145,8 @@ def break_group(group, rng, lost, what):
                 cause = error.__cause__ if isinstance(error, AssertionError) else error
                 if isinstance(cause, (WorkerDiedError, GroupBrokenError, CallTimeoutError)):
                     told[sender.name] = time.monotonic(), cause
+                elif isinstance(cause, ResultError) and "is lost" in str(cause):
+                    pass  # a large result of a call that had ended, which was on the rank that has died
                 elif not isinstance(cause, RayActorError):  # a direct call of a rank tells only its own end
                     error.add_note(f"{what}, sender {sender.name}, at {sender.doing}")
                     raise

@@ -75,7 +75,7 @@ class TestHungGroup:
         assert "hang_in_c_on" in by_rank["2"]  # from py-spy, or from the interpreter's own signal handler
 
     def test_frames_without_py_spy(self, hung):
-        process = next(record.ranks[2].location.control for record in records_of("hung_Fragile"))
+        process = next(record.ranks[2].location.wire for record in records_of("hung_Fragile"))
         for _ in range(2):
             text = frames_of(process.pid, process.frames, py_spy="")
             assert "_raylet" not in text and "base/executor.py" not in text

@@ -1,5 +1,6 @@
-"""Workers for the tests of the lane."""
+"""Workers for the tests of the wire."""
 
+import gc
 import os
 import sys
 import threading
@@ -9,11 +10,11 @@ import ray
 import torch
 from group_workers import Fragile
 
-from single_controller import Dispatch, Execute, register
-from single_controller.ray import lane
+from single_controller import Dispatch, register
+from single_controller.wire import connection, link
 
 
-class OnLane(Fragile):
+class Wired(Fragile):
     """Counts its calls, returns what is hard to send, and ends in several ways."""
 
     def __init__(self, seconds=0.0):
@@ -81,10 +82,17 @@ class OnLane(Fragile):
             finally:
                 os._exit(0)
 
-    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
-    def send_as_if_it_were_a_reply(self, data):
-        """Send bytes to the driver."""
-        for connection in list(lane._open):
-            connection.sock.sendall(data)
-        time.sleep(0.2)
-        return "ended"
+    @register(Dispatch.ONE_TO_ALL)
+    def cut(self, times=1, pause=0.02):
+        """Have the driver's connection to this rank reset, again and again."""
+        for _ in range(times):
+            time.sleep(pause)
+            for one in list(connection._open):
+                one._shut()
+        return "done"
+
+    @register(Dispatch.ONE_TO_ALL)
+    def kept(self):
+        """Number of results that this rank keeps for drivers."""
+        sessions = [one for one in gc.get_objects() if isinstance(one, link.Session)]
+        return sum(len(one.kept) for one in sessions)

@@ -1,0 +1,96 @@
+"""The handshake with which each connection begins, and the kinds of frames.
+
+Each side shows that it has the rank's key, which travels with its location inside Ray, without sending it:
+
+1. The rank sends a nonce.
+2. The driver sends a nonce of its own, the id of its session, and the HMAC of both nonces and that id.
+3. The rank sends another HMAC of them, and the number of the last call of that session which has arrived.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from typing import NamedTuple
+
+NONCE_BYTES = SESSION_BYTES = 16
+KEY_BYTES = 32
+MAX_HANDSHAKE_BYTES = 128
+"""More than any frame of the handshake has: a stranger cannot make the other side keep more."""
+
+NONCE, HELLO, WELCOME, CALL, CONCURRENT, JOIN, REPLY, KEPT, BESIDE, ACK, CANCEL, DROP, WANT, COMMAND, ANSWER = range(15)
+"""Kinds of frames. ``KEPT``: a reply whose value stays on the rank. ``BESIDE``: a reply that stays there as a whole."""
+
+_RECEIVED = struct.Struct("<Q")
+
+
+class WireAddress(NamedTuple):
+    """Where a rank takes calls and commands.
+
+    Attributes:
+        host: the node's address.
+        port: the port.
+        key: what both sides know, 32 random bytes.
+        pid: the process.
+        frames: the file in its ``/proc`` folder to which it writes its Python frames: see `frames_file`; -1 without.
+    """
+
+    host: str
+    port: int
+    key: bytes
+    pid: int
+    frames: int = -1
+
+
+class HandshakeError(ConnectionError):
+    """The other side does not know the key, or does not follow the protocol."""
+
+
+def new_nonce() -> bytes:
+    """Return a nonce, or the id of a session."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def hello(key: bytes, of_rank: bytes, of_driver: bytes, session: bytes) -> bytes:
+    """Return the driver's frame, in reply to the rank's nonce."""
+    if len(of_rank) != NONCE_BYTES:
+        raise HandshakeError("it does not follow the protocol")
+    return of_driver + session + _proof(key, b"driver", of_rank, of_driver, session)
+
+
+def welcome(key: bytes, of_rank: bytes, frame: bytes) -> tuple[bytes, bytes]:
+    """Check the driver's frame.
+
+    Returns:
+        The session, and the rank's proof, which `welcomed` checks.
+
+    Raises:
+        HandshakeError: the driver does not know the key.
+    """
+    of_driver, session = frame[:NONCE_BYTES], frame[NONCE_BYTES : NONCE_BYTES + SESSION_BYTES]
+    if not hmac.compare_digest(frame, hello(key, of_rank, of_driver, session)):
+        raise HandshakeError("its key is wrong")
+    return session, _proof(key, b"rank", of_rank, of_driver, session)
+
+
+def received_text(proof: bytes, received: int) -> bytes:
+    """Return the rank's last frame."""
+    return proof + _RECEIVED.pack(received)
+
+
+def welcomed(key: bytes, of_rank: bytes, of_driver: bytes, session: bytes, frame: bytes) -> int:
+    """Check the rank's last frame. Returns the number of the last call that has arrived there.
+
+    Raises:
+        HandshakeError: the rank does not know the key: another process has its port now.
+    """
+    proof, rest = frame[: -_RECEIVED.size], frame[-_RECEIVED.size :]
+    if not hmac.compare_digest(proof, _proof(key, b"rank", of_rank, of_driver, session)):
+        raise HandshakeError("its key is wrong")
+    received: int = _RECEIVED.unpack(rest)[0]
+    return received
+
+
+def _proof(key: bytes, side: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, side + b"".join(parts), "sha256")

@@ -1,0 +1,589 @@
+"""Link and Session: the two ends of what connects a driver with a rank, through losses of the connection itself.
+
+The driver dials again when its connection is lost. It sends the calls again that have not arrived, and the rank the
+replies that the driver has not acknowledged.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from single_controller.wire.connection import MAX_FRAME_BYTES, SILENCE_SECONDS, Connection, hub, tls_context
+from single_controller.wire.handshake import (
+    ACK,
+    ANSWER,
+    BESIDE,
+    COMMAND,
+    DROP,
+    HELLO,
+    KEPT,
+    MAX_HANDSHAKE_BYTES,
+    NONCE,
+    REPLY,
+    WANT,
+    WELCOME,
+    HandshakeError,
+    WireAddress,
+    hello,
+    new_nonce,
+    welcomed,
+)
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 2.0
+"""How long one attempt to connect may take, with its handshake."""
+
+REFUSED_SECONDS = 2.0
+"""How long a process must have refused connections to count as dead, although Ray has not reported that yet."""
+
+GONE_SECONDS = 12.0
+"""How long a host must have been silent to count as gone."""
+
+MAX_PAUSE_SECONDS = 1.0
+ACK_REPLIES = 32
+ACK_BYTES = 1 << 20
+"""Replies, and their bytes, that the driver has received before it says so without another call."""
+
+
+class Answer(NamedTuple):
+    """What one rank answers to a command.
+
+    Attributes:
+        text: what the command's handler returned, or why there is no answer.
+        ok: whether the handler succeeded.
+        told: whether the rank has answered at all. If not, it may do so later.
+    """
+
+    text: str
+    ok: bool = True
+    told: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class Arrivals:
+    """Counts the replies to one call.
+
+    Attributes:
+        left: how many have not arrived.
+        all: set once every rank has replied, or its reply is lost.
+    """
+
+    left: int
+    all: threading.Event = field(default_factory=threading.Event)
+    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def one(self) -> None:
+        """One more has arrived."""
+        with self._lock:
+            self.left -= 1
+            if self.left > 0:
+                return
+            callbacks, self._callbacks = self._callbacks, []
+        self.all.set()
+        for callback in callbacks:
+            callback()
+
+    def when_all(self, callback: Callable[[], None]) -> None:
+        """Call a short function once all have arrived, in any thread."""
+        with self._lock:
+            if self.left > 0:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+@dataclass(eq=False)
+class Reply:
+    """Stands for the reply of one rank to one call.
+
+    Attributes:
+        rank: the rank.
+        link: the link that carries the call.
+        number: number of the call on the link.
+        arrivals: of the whole call.
+        kind: ``REPLY``, ``KEPT`` or ``BESIDE``; 0 until it has arrived.
+        payload: the reply.
+        lost: why no reply will come.
+        kept: Ray's reference to what `RankActor._sc_result` returns for the call, once somebody has asked for it.
+        read: what that task has returned, once it was read.
+        result: the reply, decoded, once it was read.
+    """
+
+    rank: int
+    link: Link
+    arrivals: Arrivals
+    number: int = 0
+    kind: int = 0
+    payload: bytes = b""
+    lost: str | None = None
+    kept: object = None
+    read: object = None
+    result: Any = None
+
+
+class Link:
+    """The connection of one driver to one rank, through losses of the connection itself.
+
+    Lock: ``lock`` protects all fields, and keeps the frames in the order of their numbers. Under it only
+    ``Connection._sending`` is acquired.
+
+    Args:
+        address: where the rank listens.
+        on_kept: called, in the hub's thread, with a reply whose value stays on the rank and is still wanted.
+
+    Attributes:
+        opened: set once the rank has been reached for the first time.
+        session: the id of this driver's session there.
+        users: how many engines have it. The last one to go closes it.
+    """
+
+    def __init__(self, address: WireAddress, on_kept: Callable[[Reply], None] | None = None) -> None:
+        self.address = address
+        self.opened = threading.Event()
+        self.session = new_nonce()
+        self.users = 0
+        self.lock = threading.RLock()
+        self._on_kept = on_kept
+        self._connection: Connection | None = None
+        self._dialling: Connection | socket.socket | None = None
+        self._closed = False
+        self._sent = self._highest = 0
+        self._unanswered: dict[int, tuple[int, bytes, weakref.ref[Reply]]] = {}
+        self._wanted: set[int] = set()
+        self._asked: dict[int, Callable[[Answer], None]] = {}
+        self._heard = time.monotonic()
+        self._failures = 0  # dials since the last connection
+        self._refused_since: float | None = None
+        self._unacknowledged = [0, 0]  # replies and bytes since the last frame that was sent
+        self._dial()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def send(self, kind: int, payload: bytes, reply: Reply, before: Callable[[bytes, int], None] | None = None) -> None:
+        """Send a call. Without a connection, it is sent when there is one.
+
+        Args:
+            kind: the kind of frame.
+            payload: the message.
+            reply: stands for its reply.
+            before: called first, with the session and the call's number. What it raises is raised, and nothing is sent.
+        """
+        with self.lock:
+            self._sent += 1
+            reply.number = number = self._sent
+            if before is not None:
+                before(self.session, number)
+            self._unanswered[number] = kind, payload, weakref.ref(reply)
+            if self._closed:
+                self._give_up("the connection was closed")
+            elif self._connection is not None:
+                self._unacknowledged = [0, 0]
+                self._connection.send(kind, number, payload, next(iter(self._unanswered)) - 1)
+
+    def note(self, kind: int, number: int) -> None:
+        """Send a ``CANCEL`` or ``DROP`` frame. It is lost with the connection."""
+        with self.lock:
+            if self._connection is not None:
+                self._send(self._connection, kind, number)
+
+    def want(self, reply: Reply) -> bool:
+        """Have the rank keep the reply to a call that has not arrived. Returns whether it does."""
+        with self.lock:
+            if reply.number not in self._unanswered:
+                return False
+            self._wanted.add(reply.number)
+            self.note(WANT, reply.number)
+            return True
+
+    def ask(self, command: str, answer: Callable[[Answer], None]) -> None:
+        """Send a command. ``answer`` is called in the hub's thread, or at once if the rank cannot be reached."""
+        with self.lock:
+            connection = self._connection
+            if connection is not None:
+                self._sent += 1
+                self._asked[self._sent] = answer
+                self._send(connection, COMMAND, self._sent, command.encode())
+                return
+        host, port = self.address[:2]
+        answer(Answer(f"unknown: port {port} of {host} cannot be reached", ok=False, told=False))
+
+    def forget(self, answer: Callable[[Answer], None]) -> None:
+        """Wait for an answer no longer."""
+        with self.lock:
+            self._asked = {number: one for number, one in self._asked.items() if one is not answer}
+
+    def gone(self) -> str | None:
+        """Why the process cannot live, as far as the network tells: "refused" or "silent"; None if it may live."""
+        with self.lock:
+            now = time.monotonic()
+            if self._closed or self._connection is not None:
+                return None
+            if self._refused_since is not None and now - self._refused_since >= REFUSED_SECONDS:
+                return "refused"
+            return "silent" if self._failures and now - self._heard >= GONE_SECONDS else None
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection."""
+        return self._connection is not None
+
+    def close(self) -> None:
+        """Close the connection. What has not arrived is lost."""
+        with self.lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+            dialling, self._dialling = self._dialling, None
+            self._give_up("the connection was closed")
+        for one in (connection, dialling):
+            if isinstance(one, socket.socket):
+                hub.remove(one)
+            if one is not None:
+                one.close()
+
+    def use(self) -> None:
+        """Count another user."""
+        with self.lock:
+            self.users += 1
+
+    def release(self) -> None:
+        """Count one user less."""
+        with self.lock:
+            self.users -= 1
+            if self.users > 0:
+                return
+        self.close()
+
+    def _send(self, connection: Connection, kind: int, number: int, payload: bytes = b"") -> None:
+        self._unacknowledged = [0, 0]
+        connection.send(kind, number, payload, self._acknowledged)
+
+    @property
+    def _acknowledged(self) -> int:
+        """Up to this number, all replies have arrived."""
+        return next(iter(self._unanswered), self._sent + 1) - 1
+
+    def _give_up(self, reason: str) -> None:
+        unanswered, self._unanswered = self._unanswered, {}
+        asked, self._asked = self._asked, {}
+        for _, _, weak in unanswered.values():
+            reply = weak()
+            if reply is not None:
+                reply.lost = reason
+                hub.soon(reply.arrivals.one)  # not now, because whoever calls this holds the lock
+        for answer in asked.values():
+            hub.soon(functools.partial(answer, Answer(f"unknown: {reason}", ok=False, told=False)))
+
+    # --- the hub's thread ---------------------------------------------------------------------------------------------
+
+    def _take(self, connection: Connection, kind: int, number: int, _: int, payload: bytes) -> None:
+        self._heard = time.monotonic()
+        if kind == ANSWER:
+            with self.lock:
+                answer = self._asked.pop(number, None)
+            if answer is not None:
+                text = payload.decode(errors="replace")
+                answer(Answer(text[1:], ok=text[:1] == "+"))
+            return
+        if kind not in (REPLY, KEPT, BESIDE):
+            raise HandshakeError(f"it has sent a frame of kind {kind}")
+        with self.lock:
+            call = self._unanswered.pop(number, None)
+            if call is None:
+                return  # a copy of a reply that has arrived before
+            self._highest = max(self._highest, number)
+            self._wanted.discard(number)
+            self._unacknowledged[0] += 1
+            self._unacknowledged[1] += len(payload)
+            if self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
+                self._send(connection, ACK, 0)
+            reply = call[2]()
+            if reply is None:
+                if kind != REPLY:
+                    self.note(DROP, number)
+                return
+            reply.payload, reply.kind = payload, kind
+        if kind != REPLY and self._on_kept is not None:
+            self._on_kept(reply)
+        if kind != BESIDE:
+            reply.arrivals.one()
+
+    def _dial(self) -> None:
+        with self.lock:
+            if self._closed or self._connection is not None or self._dialling is not None:
+                return
+            family = socket.AF_INET6 if ":" in self.address.host else socket.AF_INET
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM)
+            except OSError as error:  # too many open files
+                self._redial(str(error), tried=False)
+                return
+            sock.setblocking(False)
+            code = sock.connect_ex(self.address[:2])
+            self._dialling = sock
+        if code not in (0, errno.EINPROGRESS):
+            self._dial_failed(sock, code)
+            return
+        weak = weakref.ref(self)
+        hub.later(CONNECT_SECONDS, lambda: _too_late(weak, sock))
+        hub.add(sock, selectors.EVENT_WRITE, lambda _: self._connected(sock))
+
+    def _connected(self, sock: socket.socket) -> None:
+        hub.remove(sock)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._dial_failed(sock, code)
+            return
+        self._heard, self._refused_since = time.monotonic(), None
+        nonce = new_nonce()
+        of_rank = b""
+
+        def greet(kind: int, number: int, acknowledged: int, frame: bytes) -> None:
+            nonlocal of_rank
+            self._heard = time.monotonic()
+            if kind == NONCE:
+                of_rank = frame
+                proof = hello(self.address.key, of_rank, nonce, self.session)
+                with self.lock:
+                    connection.send(HELLO, 0, proof, self._acknowledged)
+            elif kind == WELCOME and of_rank:
+                self._open(connection, welcomed(self.address.key, of_rank, nonce, self.session, frame))
+            else:
+                raise HandshakeError("it does not follow the protocol")
+
+        connection = Connection(
+            sock, greet, lambda reason: self._lost(connection, reason), MAX_HANDSHAKE_BYTES, tls_context(server=False)
+        )
+        with self.lock:
+            self._dialling = connection
+        weak = weakref.ref(self)
+        hub.later(2 * CONNECT_SECONDS, lambda: _too_late(weak, connection))
+
+    def _open(self, connection: Connection, received: int) -> None:
+        connection.max_bytes = MAX_FRAME_BYTES
+        connection.on_frame = lambda *frame: self._take(connection, *frame)
+        with self.lock:
+            if self._closed:
+                connection.close()
+                return
+            if received < self._highest:  # the rank has forgotten this session
+                self._give_up("its rank has been without a connection for too long")
+                self.session, self._highest = new_nonce(), 0
+                self._lost(connection, "the session is another one")
+                connection.close()
+                return
+            self._dialling, self._connection, self._failures = None, connection, 0
+            for number in self._wanted:
+                self._send(connection, WANT, number)
+            for number, (kind, payload, _) in self._unanswered.items():
+                if number > received:
+                    self._send(connection, kind, number, payload)
+        self.opened.set()
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        with self.lock:
+            if connection is not self._connection and connection is not self._dialling:
+                return
+            welcomed_before = connection is self._connection
+            self._connection = self._dialling = None
+            # A reset shows that the host lives; silence, that it has not for as long.
+            self._heard = time.monotonic() - (SILENCE_SECONDS if connection.timed_out else 0)
+            asked, self._asked = self._asked, {}
+            if not self._closed:
+                self._redial(reason, tried=not welcomed_before)
+        for answer in asked.values():
+            answer(Answer(f"unknown: the connection was lost: {reason}", ok=False, told=False))
+
+    def _dial_failed(self, sock: socket.socket, code: int) -> None:
+        sock.close()
+        with self.lock:
+            if self._dialling is sock:
+                self._dialling = None
+                if code == errno.ECONNREFUSED:
+                    self._heard = time.monotonic()
+                    self._refused_since = self._refused_since or self._heard
+                else:
+                    self._refused_since = None
+                self._redial(os.strerror(code), tried=True)
+
+    def _redial(self, reason: str, *, tried: bool) -> None:
+        logger.debug("no connection to port %d of %s: %s", self.address.port, self.address.host, reason)
+        self._failures += tried
+        weak = weakref.ref(self)  # a timer must not keep a link that nobody has
+
+        def again() -> None:
+            link = weak()
+            if link is not None:
+                link._dial()
+
+        hub.later(min(0.02 * 2 ** min(self._failures, 10), MAX_PAUSE_SECONDS), again)
+
+    def _abort(self, dialling: Connection | socket.socket) -> None:
+        """An attempt has taken too long."""
+        if isinstance(dialling, socket.socket):
+            if self._dialling is dialling:
+                hub.remove(dialling)
+                self._dial_failed(dialling, errno.ETIMEDOUT)
+            return
+        if self._dialling is dialling:  # it is accepted, but says nothing: the process is stopped, or is another one
+            self._lost(dialling, "no handshake")
+            dialling.close()
+
+
+def _too_late(weak: weakref.ref[Link], dialling: Connection | socket.socket) -> None:
+    link = weak()
+    if link is not None:
+        link._abort(dialling)
+
+
+class Session:
+    """What a rank keeps for one driver.
+
+    Lock: ``changed`` protects all fields, and wakes who waits for parts or results. Frames are sent under it, so that
+    they are in order also when the driver has dialled again.
+
+    Attributes:
+        key: the driver's id of the session.
+        connection: the driver's present connection, or None.
+        received: number of the last call that has arrived.
+        replies: number -> kind and payload of the replies that the driver has not acknowledged.
+        kept: number -> what the rank keeps of a call for `RankActor._sc_result`.
+        wanted: numbers of calls whose small replies are to be kept too.
+        given: numbers of calls of which nothing is kept any more. A task may overtake the frame that asks for it.
+        parts: number -> arguments that came beside the call.
+        cancelled: numbers of calls for which the driver has no arguments, because what computes them failed.
+        left: when the last connection was lost, by the monotonic clock.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.changed = threading.Condition()
+        self.connection: Connection | None = None
+        self.received = 0
+        self.replies: dict[int, tuple[int, bytes]] = {}
+        self.kept: dict[int, Any] = {}
+        self.wanted: set[int] = set()
+        self.given: set[int] = set()
+        self.parts: dict[int, tuple[Any, ...]] = {}
+        self.cancelled: set[int] = set()
+        self.left = time.monotonic()
+
+    def reply(self, kind: int, number: int, payload: bytes, kept: Any = None) -> None:
+        """Send the reply to a call, and keep it until it is acknowledged. ``kept``: for `take_kept`."""
+        with self.changed:
+            if kept is not None:
+                self.kept[number] = kept
+            elif number in self.wanted:
+                self.kept[number] = payload, None
+            self.wanted.discard(number)
+            self.cancelled.discard(number)
+            self.replies[number] = kind, payload
+            if self.connection is not None:
+                self.connection.send(kind, number, payload)
+            self.changed.notify_all()
+
+    def take_parts(self, number: int) -> tuple[Any, ...]:
+        """Wait for the arguments that come beside a call; () if it was cancelled."""
+        with self.changed:
+            while number not in self.parts and number not in self.cancelled:
+                self.changed.wait()
+            return self.parts.pop(number, ())
+
+    def give_parts(self, number: int, parts: tuple[Any, ...]) -> None:
+        """Give what `take_parts` waits for."""
+        with self.changed:
+            self.parts[number] = parts
+            self.changed.notify_all()
+
+    def take_kept(self, number: int) -> Any:
+        """Wait until a call has ended; what was kept of it. The driver has sent a ``WANT`` frame, or was told."""
+        with self.changed:
+            while number not in self.kept:
+                self.changed.wait()
+            self.given.add(number)
+            return self.kept.pop(number)
+
+    def acknowledge(self, number: int) -> None:
+        """Forget the replies that the driver has."""
+        while self.replies and (first := next(iter(self.replies))) <= number:
+            del self.replies[first]
+        if self.given:
+            self.given = {one for one in self.given if one > number}
+
+
+def ask(links: Mapping[int, Link], command: str, seconds: float) -> dict[int, Answer]:
+    """Send a command to ranks at once.
+
+    Args:
+        links: rank -> its link.
+        command: a command that they have a handler for.
+        seconds: how long they may take to answer.
+
+    Returns:
+        rank -> its answer, or why there is none.
+    """
+    answers: dict[int, Answer] = {}
+    all_here = threading.Event()
+    waiting: dict[int, Callable[[Answer], None]] = {}
+
+    def taker(rank: int) -> Callable[[Answer], None]:
+        def take(answer: Answer) -> None:
+            answers[rank] = answer
+            if len(answers) == len(links):
+                all_here.set()
+
+        return take
+
+    end = time.monotonic() + seconds
+    for rank, link in links.items():
+        waiting[rank] = taker(rank)
+        link.ask(command, waiting[rank])
+    if links:
+        all_here.wait(max(0.0, end - time.monotonic()))
+    for rank, link in links.items():
+        if rank not in answers:
+            link.forget(waiting[rank])
+    late = Answer(
+        f"unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds the GIL",
+        ok=False,
+        told=False,
+    )
+    found = {rank: answers.get(rank, late) for rank in links}
+    return {
+        rank: answer
+        if answer is not late
+        else late._replace(
+            text=f"{late.text}. Run `py-spy dump --native --pid {links[rank].address.pid}` on its host to see more"
+        )
+        for rank, answer in found.items()
+    }
+
+
+def ask_at(addresses: Mapping[int, WireAddress], command: str, seconds: float) -> dict[int, Answer]:
+    """Send a command to ranks to which this process has no links. Arguments and result as of `ask`."""
+    links = {rank: Link(address) for rank, address in addresses.items()}
+    end = time.monotonic() + seconds
+    try:
+        wait_open(list(links.values()), seconds / 2)
+        return ask(links, command, end - time.monotonic())
+    finally:
+        for link in links.values():
+            link.close()
+
+
+def wait_open(links: Sequence[Link], seconds: float) -> list[Link]:
+    """Wait until links are open. Returns those that are not."""
+    end = time.monotonic() + seconds
+    return [link for link in links if not link.opened.wait(max(0.0, end - time.monotonic()))]

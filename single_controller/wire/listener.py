@@ -1,0 +1,195 @@
+"""Listener: a rank's side of the wire. Accepts connections, and gives each to the session of its driver.
+
+A session outlives its connections. A driver whose connection was lost dials again, sends the calls again that have not
+arrived, and gets the replies that it has not acknowledged. So a lost connection costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from single_controller.wire.connection import MAX_FRAME_BYTES, Connection, hub, tls_context
+from single_controller.wire.handshake import (
+    ACK,
+    ANSWER,
+    CALL,
+    CANCEL,
+    COMMAND,
+    CONCURRENT,
+    DROP,
+    HELLO,
+    JOIN,
+    KEY_BYTES,
+    MAX_HANDSHAKE_BYTES,
+    NONCE,
+    WANT,
+    WELCOME,
+    HandshakeError,
+    WireAddress,
+    new_nonce,
+    received_text,
+    welcome,
+)
+from single_controller.wire.link import Session
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 5.0
+"""How long a connection may take to show that it knows the key."""
+
+MAX_STRANGERS = 512
+"""Connections that may be open before they have shown it. With more, the oldest is closed."""
+
+SESSION_SECONDS = 600.0
+"""How long what was kept for a driver is kept after its last connection was lost."""
+
+
+class Listener:
+    """Accepts drivers, and gives their calls to the rank.
+
+    Args:
+        host: the node's address, where it listens.
+        on_call: gets kind, session, number and payload of each call, once and in order, in the hub's thread.
+        commands: command -> what answers it, in a thread of its own. It must not acquire a lock of this library that a
+            busy method may hold.
+        frames: see `WireAddress`.
+
+    Attributes:
+        address: where it listens.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        on_call: Callable[[int, Session, int, bytes], None],
+        commands: Mapping[str, Callable[[], str]],
+        frames: int = -1,
+    ) -> None:
+        self._on_call, self._commands = on_call, dict(commands)
+        self._sessions: dict[bytes, Session] = {}
+        self._strangers: dict[Connection, None] = {}
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=4096)
+        except OSError:  # the address is not one of this process's network namespace
+            self._listener = socket.create_server(("", 0), backlog=4096)
+        self._listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid(), frames)
+        hub.add(self._listener, selectors.EVENT_READ, self._accept)
+
+    def session(self, key: bytes) -> Session:
+        """The session of a driver, whose task may arrive before its connection."""
+        found = self._sessions.get(key)
+        return self._sessions.setdefault(key, Session(key)) if found is None else found
+
+    def _accept(self, _: int) -> None:
+        try:
+            sock = self._listener.accept()[0]
+        except OSError:  # the process has too many open files, for example: look again later
+            logger.debug("cannot accept a connection", exc_info=True)
+            hub.remove(self._listener)
+            hub.later(1.0, lambda: hub.add(self._listener, selectors.EVENT_READ, self._accept))
+            return
+        nonce = new_nonce()
+
+        def greeted(kind: int, number: int, acknowledged: int, frame: bytes) -> None:
+            if kind != HELLO:
+                raise HandshakeError("it does not follow the protocol")
+            self._welcome(connection, nonce, frame, acknowledged)
+
+        def forget(reason: str = "") -> None:
+            self._strangers.pop(connection, None)
+
+        def too_late() -> None:
+            if connection in self._strangers:
+                forget()
+                connection.close()
+
+        connection = Connection(sock, greeted, forget, MAX_HANDSHAKE_BYTES, tls_context(server=True))
+        self._strangers[connection] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.close()
+        hub.later(HANDSHAKE_SECONDS, too_late)
+        connection.send(NONCE, 0, nonce)
+
+    def _welcome(self, connection: Connection, nonce: bytes, frame: bytes, acknowledged: int) -> None:
+        key, proof = welcome(self.address.key, nonce, frame)
+        self._strangers.pop(connection, None)
+        connection.max_bytes = MAX_FRAME_BYTES
+        session = self.session(key)
+        with session.changed:
+            if session.connection is not None:
+                session.connection.close()
+            session.connection = connection
+            session.acknowledge(acknowledged)
+            connection.send(WELCOME, 0, received_text(proof, session.received))
+            for number, (kind, payload) in session.replies.items():
+                connection.send(kind, number, payload)
+        connection.on_frame = lambda *frame: self._take(session, connection, *frame)
+        connection.on_lost = lambda reason: self._lost(session, connection)
+        self._forget_old_sessions()
+
+    def _take(self, session: Session, connection: Connection, kind: int, number: int, acked: int, data: bytes) -> None:
+        with session.changed:
+            session.acknowledge(acked)
+            if kind in (CALL, CONCURRENT, JOIN):
+                if number <= session.received:
+                    return  # it has arrived already, and its reply is sent, or will be
+                session.received = number
+            elif kind == CANCEL:
+                session.cancelled.add(number)
+                session.changed.notify_all()
+            elif kind == WANT and number not in session.kept and number not in session.given:
+                if number in session.replies:
+                    session.kept[number] = session.replies[number][1], None
+                    session.changed.notify_all()
+                else:
+                    session.wanted.add(number)
+            elif kind == DROP:
+                session.kept.pop(number, None)
+        if kind in (CALL, CONCURRENT, JOIN):
+            self._on_call(kind, session, number, data)
+        elif kind == COMMAND:
+            name = data.decode(errors="replace")
+            thread = threading.Thread(target=self._answer, args=(connection, number, name), name="command", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the process has as many threads as it may have
+                self._answer(connection, number, name)
+        elif kind not in (ACK, CANCEL, WANT, DROP):
+            raise HandshakeError(f"it has sent a frame of kind {kind}")
+
+    def _answer(self, connection: Connection, number: int, name: str) -> None:
+        handler = self._commands.get(name)
+        if handler is None:
+            text = f"-the process has no command {name!r}; it runs another version of this library"
+        else:
+            try:
+                text = "+" + handler()
+            except Exception as error:  # for example, a thread of the user's has changed what is being read
+                text = f"-{name} failed: {type(error).__name__}: {error}"
+        connection.send(ANSWER, number, text.encode(errors="replace")[:MAX_FRAME_BYTES])
+
+    @staticmethod
+    def _lost(session: Session, connection: Connection) -> None:
+        with session.changed:
+            if session.connection is connection:
+                session.connection, session.left = None, time.monotonic()
+
+    def _forget_old_sessions(self) -> None:
+        now = time.monotonic()
+        for key, session in list(self._sessions.items()):
+            if session.connection is None and now - session.left > SESSION_SECONDS:
+                with contextlib.suppress(KeyError):
+                    del self._sessions[key]

@@ -1,0 +1,305 @@
+"""The wire in one process: who is let in, and what lost connections cost."""
+
+import contextlib
+import random
+import shutil
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from single_controller.wire import connection, link, listener
+from single_controller.wire.handshake import (
+    CALL,
+    HELLO,
+    NONCE,
+    REPLY,
+    HandshakeError,
+    hello,
+    new_nonce,
+    received_text,
+    welcome,
+    welcomed,
+)
+from single_controller.wire.link import Arrivals, Link, Reply, ask, ask_at
+from single_controller.wire.listener import Listener
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Rank:
+    """Answers each call with its payload, and notes what it has run."""
+
+    def __init__(self, delay=0.0):
+        self.ran = []
+        self.delay = delay
+        self.hold = threading.Event()
+        self.hold.set()
+        self.listener = Listener("127.0.0.1", self.call, {"hi": lambda: "there", "wait": self.wait})
+
+    def wait(self):
+        self.hold.wait(20)
+        return "waited"
+
+    def call(self, kind, session, number, payload):
+        assert kind == CALL
+        self.ran.append((number, payload))
+        threading.Timer(self.delay, session.reply, (REPLY, number, payload)).start() if self.delay else session.reply(
+            REPLY, number, payload
+        )
+
+
+@pytest.fixture
+def rank():
+    return Rank()
+
+
+@pytest.fixture
+def to_rank(rank):
+    one = Link(rank.listener.address)
+    assert one.opened.wait(5)
+    yield one
+    one.close()
+
+
+def call(to_rank, payload):
+    reply = Reply(0, to_rank, Arrivals(1))
+    to_rank.send(CALL, payload, reply)
+    return reply
+
+
+def answered(replies, seconds=20):
+    end = time.monotonic() + seconds
+    return all(reply.arrivals.all.wait(max(0.0, end - time.monotonic())) for reply in replies)
+
+
+class TestHandshake:
+    def test_both_sides_prove_that_they_know_the_key(self):
+        key, of_rank, of_driver, session = b"k" * 32, new_nonce(), new_nonce(), new_nonce()
+        found, proof = welcome(key, of_rank, hello(key, of_rank, of_driver, session))
+        assert found == session
+        assert welcomed(key, of_rank, of_driver, session, received_text(proof, 7)) == 7
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_any_changed_frame_is_refused(self, data):
+        key, of_rank, of_driver, session = b"k" * 32, b"r" * 16, b"d" * 16, b"s" * 16
+        first = hello(key, of_rank, of_driver, session)
+        _, proof = welcome(key, of_rank, first)
+
+        def changed(frame):
+            place = data.draw(st.integers(0, len(frame) - 1))
+            return frame[:place] + bytes([frame[place] ^ data.draw(st.integers(1, 255))]) + frame[place + 1 :]
+
+        with pytest.raises(HandshakeError):
+            welcome(key, of_rank, changed(first))
+        with pytest.raises(HandshakeError):
+            welcomed(key, of_rank, of_driver, session, received_text(changed(proof), 0))
+
+    def test_recorded_or_reflected_frames_prove_nothing(self):
+        key, of_rank, of_driver, session = b"k" * 32, new_nonce(), new_nonce(), new_nonce()
+        recorded = hello(key, of_rank, of_driver, session)
+        with pytest.raises(HandshakeError):
+            welcome(key, new_nonce(), recorded)
+        with pytest.raises(HandshakeError):
+            welcomed(key, of_rank, of_driver, session, received_text(recorded[-32:], 0))
+
+    def test_link_with_another_key_is_never_opened(self, rank):
+        stranger = Link(rank.listener.address._replace(key=b"x" * 32))
+        assert not stranger.opened.wait(0.5)
+        call(stranger, b"no")
+        time.sleep(0.3)
+        stranger.close()
+        assert rank.ran == []
+
+    @pytest.mark.parametrize(
+        "sent",
+        [
+            b"GET / HTTP/1.0\r\n\r\n" * 20,
+            connection.HEADER.pack(1 << 30, HELLO, 0, 0),
+            connection.HEADER.pack(3, CALL, 1, 0) + b"now",
+            connection.HEADER.pack(16, NONCE, 0, 0) + b"n" * 16,
+        ],
+    )
+    def test_strangers_are_dropped_and_others_served(self, rank, to_rank, sent):
+        with socket.create_connection(rank.listener.address[:2], 5) as sock:
+            sock.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(sent)
+                while sock.recv(4096):
+                    pass
+        assert rank.ran == []
+        assert answered([call(to_rank, b"x")])
+
+    def test_strangers_that_say_nothing(self, rank, monkeypatch):
+        """Neither their number nor their silence keeps a driver out, and in the end they are dropped."""
+        monkeypatch.setattr(listener, "MAX_STRANGERS", 20)
+        monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_connection(rank.listener.address[:2], 5)) for _ in range(60)]
+            one = Link(rank.listener.address)
+            assert one.opened.wait(5)
+            assert answered([call(one, b"x")])
+            for sock in silent:
+                sock.settimeout(5)
+                with contextlib.suppress(ConnectionError):
+                    while sock.recv(4096):
+                        pass
+            one.close()
+
+
+class TestFrames:
+    def test_large_frames_in_both_directions(self, rank, to_rank):
+        payloads = [bytes([n]) * 600_000 for n in range(20)]
+        replies = [call(to_rank, payload) for payload in payloads]
+        assert answered(replies) and [reply.payload for reply in replies] == payloads
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.lists(st.binary(max_size=40), max_size=8), st.data())
+    def test_frames_arrive_whole_wherever_the_stream_is_split(self, payloads, data):
+        stream = b"".join(
+            connection.HEADER.pack(len(payload), CALL, number, 0) + payload for number, payload in enumerate(payloads)
+        )
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+        ours, theirs = socket.socketpair()
+        taken = []
+        one = connection.Connection(ours, lambda kind, number, acked, payload: taken.append(payload), lambda why: None)
+        connection.hub.remove(ours)  # this thread reads instead
+        try:
+            for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+                if stop > start:
+                    theirs.sendall(stream[start:stop])
+                    one._receive()
+            assert taken == payloads
+        finally:
+            one.close()
+            theirs.close()
+
+
+class TestLostConnections:
+    def test_every_call_runs_once_in_order_and_no_reply_is_lost(self, rank, to_rank):
+        rank.delay, replies, over = 0.001, [], threading.Event()
+
+        def cut():
+            random.seed(3)
+            while not over.wait(random.random() * 0.03):
+                for one in list(connection._open):
+                    one._shut()
+
+        cutting = threading.Thread(target=cut)
+        cutting.start()
+        try:
+            for number in range(1500):
+                replies.append(call(to_rank, b"%d" % number))
+                time.sleep(0.0003)
+        finally:
+            over.set()
+            cutting.join()
+        assert answered(replies)
+        assert [reply.payload for reply in replies] == [b"%d" % number for number in range(1500)]
+        assert [payload for _, payload in rank.ran] == [b"%d" % number for number in range(1500)]
+
+    def test_calls_that_are_sent_while_there_is_none(self, rank, to_rank):
+        to_rank._connection._shut()
+        replies = [call(to_rank, b"%d" % number) for number in range(50)]
+        assert answered(replies) and len(rank.ran) == 50
+
+    def test_rank_keeps_only_what_is_not_acknowledged(self, rank, to_rank):
+        replies = [call(to_rank, b"x" * 1000) for _ in range(500)]
+        assert answered(replies)
+        call(to_rank, b"last").arrivals.all.wait(5)
+        (session,) = rank.listener._sessions.values()
+        assert len(session.replies) <= link.ACK_REPLIES + 1
+
+    def test_rank_that_has_forgotten_the_driver(self, rank, to_rank):
+        assert answered([call(to_rank, b"before")])
+        rank.delay = 30
+        waiting = call(to_rank, b"waiting")
+        while len(rank.ran) < 2:
+            time.sleep(0.01)
+        rank.delay = 0
+        rank.listener._sessions.clear()
+        to_rank._connection._shut()
+        assert waiting.arrivals.all.wait(5) and "too long" in waiting.lost
+        assert answered([call(to_rank, b"after")])
+        assert [payload for _, payload in rank.ran] == [b"before", b"waiting", b"after"]
+
+    def test_process_that_is_gone(self, rank, to_rank, monkeypatch):
+        monkeypatch.setattr(link, "REFUSED_SECONDS", 0.3)
+        assert to_rank.gone() is None
+        connection.hub.remove(rank.listener._listener)
+        rank.listener._listener.close()
+        to_rank._connection._shut()
+        end = time.monotonic() + 5
+        while to_rank.gone() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert to_rank.gone() == "refused"
+
+    def test_closing_gives_up_what_has_not_arrived(self, rank, to_rank):
+        rank.delay = 30
+        reply = call(to_rank, b"x")
+        to_rank.close()
+        assert reply.arrivals.all.wait(5) and reply.lost
+        late = call(to_rank, b"y")
+        assert late.arrivals.all.wait(5) and late.lost
+
+
+class TestCommands:
+    def test_answers(self, rank, to_rank):
+        assert ask({0: to_rank}, "hi", 5) == {0: ("there", True, True)}
+        told = ask({0: to_rank}, "bye", 5)[0]
+        assert not told.ok and told.told and "another version" in told.text
+        assert ask_at({3: rank.listener.address}, "hi", 5) == {3: ("there", True, True)}
+
+    def test_rank_that_does_not_answer(self, rank, to_rank):
+        rank.hold.clear()
+        begun = time.monotonic()
+        told = ask({0: to_rank}, "wait", 0.3)[0]
+        assert time.monotonic() - begun < 2 and not told.told and "did not answer within 0.3 s" in told.text
+        assert ask({0: to_rank}, "hi", 5)[0].ok  # nobody else waits for that command
+        rank.hold.set()
+
+    def test_nobody_listens(self):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        told = ask_at({0: link.WireAddress("127.0.0.1", port, b"k" * 32, 1)}, "hi", 0.5)[0]
+        assert not told.told and "cannot be reached" in told.text
+
+
+@pytest.fixture
+def certificates(tmp_path, monkeypatch):
+    """What Ray's documentation has users set, with a certificate that signs itself."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl to make a certificate")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=ray -keyout {key} -out {cert}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    for name, path in (("SERVER_CERT", cert), ("SERVER_KEY", key), ("CA_CERT", cert)):
+        monkeypatch.setenv(f"RAY_TLS_{name}", str(path))
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+
+
+@pytest.mark.usefixtures("certificates")
+class TestEncryption:
+    def test_calls_in_both_directions(self, rank, to_rank):
+        payloads = [bytes([n]) * 300_000 for n in range(8)]
+        replies = [call(to_rank, payload) for payload in payloads]
+        assert answered(replies) and [reply.payload for reply in replies] == payloads
+        to_rank._connection._shut()
+        again = [call(to_rank, b"%d" % n) for n in range(50)]
+        assert answered(again) and len(rank.ran) == 58
+
+    def test_whoever_does_not_encrypt_gets_nowhere(self, rank):
+        with socket.create_connection(rank.listener.address[:2], 5) as sock:
+            sock.settimeout(5)
+            sock.sendall(connection.HEADER.pack(3, CALL, 1, 0) + b"now")
+            heard = b""
+            with contextlib.suppress(ConnectionError):
+                while data := sock.recv(4096):
+                    heard += data
+        assert len(heard) < 20 and rank.ran == []  # an alert of TLS, and no nonce
