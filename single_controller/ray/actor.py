@@ -226,7 +226,14 @@ class RankActor:
     def _take_call(self, kind: int, session: Session, number: int, payload: bytes) -> None:
         """A call has arrived. Called in the hub's thread."""
         submit = self._calls.submit_concurrent if kind == CONCURRENT else self._calls.submit
-        submit(lambda: self._run(kind, session, number, payload))
+        submit(lambda: self._run_and_reply(kind, session, number, payload))
+
+    def _run_and_reply(self, kind: int, session: Session, number: int, payload: bytes) -> None:
+        try:
+            self._run(kind, session, number, payload)
+        except Exception as error:  # of this library or of Ray: without a reply, the driver would wait for ever
+            logger.exception("call %d has failed outside of its method", number)
+            session.reply(REPLY, number, self._executor.failed(error, "", None).to_message())
 
     def _run(self, kind: int, session: Session, number: int, payload: bytes) -> None:
         """Run a call, and send its reply."""

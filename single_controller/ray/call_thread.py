@@ -16,6 +16,9 @@ from single_controller.wire.link import Session
 
 MAX_CONCURRENT_CALLS = 64
 
+LOOK_SECONDS = 0.2
+"""Time between two looks of Ray's thread whether the call thread still runs."""
+
 current = threading.local()
 """``call``: session and number of the call that the thread runs."""
 
@@ -53,7 +56,7 @@ class CallThread:
         """
         done: cf.Future[Any] = cf.Future()
 
-        def job() -> None:
+        def job(done: cf.Future[Any] = done) -> None:
             current.call = None
             try:
                 done.set_result(function())
@@ -61,17 +64,13 @@ class CallThread:
                 done.set_exception(error)
 
         self.submit(job)
-        while True:
-            try:
-                return done.result(0.2)
-            except cf.TimeoutError:
-                if not done.done() and self._ended is not None:
-                    raise self._ended from None
-                if done.done():
-                    raise
-            finally:
-                if done.done():
-                    del done, job  # the error's traceback refers to this frame
+        try:
+            while not cf.wait((done,), LOOK_SECONDS).done:
+                if self._ended is not None:  # nothing runs any more
+                    raise self._ended
+            return done.result()
+        finally:
+            del done, job  # the error's traceback refers to this frame
 
     def _serve(self) -> None:
         while self._ended is None:
