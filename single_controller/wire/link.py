@@ -182,10 +182,14 @@ class Link:
             before: called first, with the session and the call's number. What it raises is raised, and nothing is sent.
         """
         with self.lock:
+            # A number that is drawn and then not sent, because of an error or Ctrl-C, is no harm: ranks only ask that
+            # numbers grow.
             self._sent += 1
             reply.number = number = self._sent
             if before is not None:
                 before(self.session, number)
+            # Before it is sent, so that a connection that is lost meanwhile sends it again. The reply itself is held by
+            # the call alone: one that nobody has any more is not fetched.
             self._unanswered[number] = kind, payload, weakref.ref(reply)
             if self._closed:
                 self._give_up("the connection was closed")
@@ -317,8 +321,8 @@ class Link:
             reply.payload, reply.kind = payload, kind
         if kind != REPLY and self._on_kept is not None:
             self._on_kept(reply)
-        if kind != BESIDE:
-            reply.arrivals.one()
+        if kind != BESIDE:  # of which the engine tells once it has fetched it
+            reply.arrivals.one()  # outside the lock, because callbacks acquire those of groups, which come before it
 
     def _dial(self) -> None:
         with self.lock:
@@ -385,6 +389,7 @@ class Link:
                 connection.close()
                 return
             self._dialling, self._connection, self._failures = None, connection, 0
+            # In this order: the rank may forget a reply as soon as a later frame acknowledges it.
             for number in self._wanted:
                 self._send(connection, WANT, number)
             for number, (kind, payload, _) in self._unanswered.items():

@@ -137,6 +137,11 @@ class TestValues:
         assert ray.get(future.refs, timeout=20) == wanted and future.result() == wanted
         assert ray.get(future.refs, timeout=20) == wanted
 
+    def test_reply_that_cannot_be_made_is_an_error_and_hangs_nothing(self, group):
+        with within(5), pytest.raises(WorkerError, match=r"break_reply\(\).*MemoryError.*no room for the reply"):
+            group.break_reply()
+        assert group.ping() == [0, 1]
+
     def test_ranks_keep_nothing_that_nobody_wants(self, group):
         for number in range(5):
             group.large.options(blocking=False)(number)  # dropped at once

@@ -11,6 +11,7 @@ import torch
 from group_workers import Fragile
 
 from single_controller import Dispatch, register
+from single_controller.base.result import RankResult
 from single_controller.wire import connection, link
 
 
@@ -90,6 +91,17 @@ class Wired(Fragile):
             for one in list(connection._open):
                 one._shut()
         return "done"
+
+    @register(Dispatch.ONE_TO_ALL)
+    def break_reply(self):
+        """Have the encoding of this call's reply fail, after the method has returned."""
+        encode = RankResult.to_message
+
+        def fail(result):
+            RankResult.to_message = encode
+            raise MemoryError("no room for the reply")
+
+        RankResult.to_message = fail
 
     @register(Dispatch.ONE_TO_ALL)
     def kept(self):
