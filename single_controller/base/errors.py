@@ -49,8 +49,7 @@ class WorkerError(_RankError):
         cause_type: qualified name of the exception's type.
         remote_traceback: the traceback on the worker, as text.
         ranks: all ranks that are known to have failed with the same cause.
-        results: rank -> value, of the collecting ranks that had returned when a blocking call failed. Empty for the
-            error of a future, whose ``refs`` give the values, and for a constructor.
+        results: rank -> value, of the collecting ranks that had returned when the call failed. Empty for a constructor.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def abort_collectives(known_ports: Collection[int]) -> None:
     connections to torch's TCPStore, in which a rank may wait too, are among them.
 
     Args:
-        known_ports: `listening_ports` before the user's code ran: those of Ray and of the rank's control server.
+        known_ports: `listening_ports` before the user's code ran: those of Ray and of the rank's listener.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():

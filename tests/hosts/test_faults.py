@@ -168,18 +168,24 @@ def test_killed_host(doomed):
     assert outcome.seconds < 1 + 5
 
 
+def lose_power(made, method, seconds, checks=""):
+    """Cut off the host of rank 1 in a call, which must tell the death within some seconds. Returns the host's name."""
+    made.driver.do("group = on(2, OnHost); group.join(timeout=60)")
+    _, there = made.driver.do("hosts_of(group)")
+    made.driver.tell(f"group.{method}")
+    time.sleep(1)
+    made.network.cut(there)
+    outcome = made.driver.hear()
+    show(f"power loss in {method.partition('(')[0]}{checks}", outcome)
+    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
+    assert "its host is gone" in outcome.text and outcome.seconds < 1 + seconds, outcome.seconds
+    return there
+
+
 @pytest.mark.parametrize("method", ["sleep(60)", "all_reduce(1, absent=0)"])
 def test_power_loss(doomed, method):
-    """No connection is closed: only Ray's health checks notice. A new worker then runs on another host."""
-    doomed.driver.do("group = on(2, OnHost); group.join(timeout=60)")
-    _, there = doomed.driver.do("hosts_of(group)")
-    doomed.driver.tell(f"group.{method}")
-    time.sleep(1)
-    doomed.network.cut(there)
-    outcome = doomed.driver.hear()
-    show(f"power loss in {method.partition('(')[0]}", outcome)
-    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
-    assert "its host is gone" in outcome.text and outcome.seconds < 1 + doomed.window + 2
+    """No connection is closed. A new worker then runs on another host."""
+    there = lose_power(doomed, method, doomed.window + 2)
     assert doomed.driver.do("group.restart(); group.ping()", 120) == [0, 1]
     assert set(doomed.driver.do("hosts_of(group)")) == {"h1", "h2", "h3"} - {there}
 
@@ -188,15 +194,8 @@ def test_power_loss(doomed, method):
 def test_power_loss_with_the_default_health_checks_of_ray(method):
     """Ray itself would take 65 s."""
     with cluster(2, period=3000, timeout=10_000, threshold=5) as made:
-        made.driver.do("from host_workers import OnHost; group = on(2, OnHost); group.join(timeout=60)")
-        _, there = made.driver.do("hosts_of(group)")
-        made.driver.tell(f"group.{method}")
-        time.sleep(1)
-        made.network.cut(there)
-        outcome = made.driver.hear()
-        show(f"power loss in {method.partition('(')[0]}, Ray's defaults", outcome)
-        assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
-        assert "its host is gone" in outcome.text and outcome.seconds < 1 + 15, outcome.seconds
+        made.driver.do("from host_workers import OnHost")
+        lose_power(made, method, 15, ", Ray's defaults")
 
 
 @pytest.mark.parametrize("standby", [1, 0])
