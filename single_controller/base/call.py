@@ -360,7 +360,7 @@ class Call:
 
         Args:
             timeout: seconds.
-            first: whether the call was just sent.
+            first: whether the call was just sent, so that the engine was connected a moment ago.
         """
         if not (first or self.engine.connected):
             self.engine_lost()
@@ -368,7 +368,7 @@ class Call:
         with self._lock:
             pending = dict(self._pending)
         # Outside the lock: this waits, and the engine may have to fetch a large result from another node.
-        arrived = self.engine.collect(pending, timeout, first=first)
+        arrived = self.engine.collect(pending, timeout)
         if self._echo:
             left = {rank: token for token, rank in pending.items() if token not in arrived and rank not in self._alive}
             for rank, death in self.engine.probe(list(left)[:MAX_PROBED]).items():

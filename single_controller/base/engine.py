@@ -119,7 +119,7 @@ class Engine(ABC):
         Args:
             spec: the method.
             plan: which rank gets what.
-            future: whether results stay where they were computed until somebody asks for them. Otherwise they come
+            future: whether results may stay where they were computed until somebody asks for them. Otherwise they come
                 inside the `RankResult`s.
 
         Raises:
@@ -130,7 +130,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
+    def collect(self, tokens: Mapping[Token, int], timeout: float) -> dict[Token, RankResult]:
         """Wait until all results have arrived, at most ``timeout`` seconds, and return those that have.
 
         A rank whose process has ended has a result that says so: this method never raises for a dead rank. A rank with
@@ -139,7 +139,6 @@ class Engine(ABC):
         Args:
             tokens: token -> rank.
             timeout: seconds.
-            first: whether the call was just sent, so that all results will probably arrive within ``timeout``.
         """
 
     def withdraw(self, tokens: Iterable[Token]) -> None:  # noqa: B027  (nothing to do where ranks can see it)

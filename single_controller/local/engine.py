@@ -240,7 +240,7 @@ class LocalEngine(Engine):
         tokens: dict[Token, int] = {token: rank for rank, token in futures.items()}
         return Sent(tokens, None if results is None else lambda: results, nbytes)
 
-    def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
+    def collect(self, tokens: Mapping[Token, int], timeout: float) -> dict[Token, RankResult]:
         """See `Engine.collect`."""
         done = cf.wait([token for token in tokens if isinstance(token, cf.Future)], timeout).done
         return {future: future.result()[0] for future in done}

@@ -295,7 +295,7 @@ class RayEngine(Engine):
 
         taken.future().add_done_callback(when_taken)
 
-    def collect(self, tokens: Mapping[Token, int], timeout: float, *, first: bool = False) -> dict[Token, RankResult]:
+    def collect(self, tokens: Mapping[Token, int], timeout: float) -> dict[Token, RankResult]:
         """See `Engine.collect`."""
         replies = cast("Mapping[Reply, int]", tokens)
         arrivals = next(iter(replies)).arrivals if replies else None

@@ -182,7 +182,7 @@ class At1024Ranks(Engine):
     def send(self, spec, plan, *, future):
         return Sent({(id(plan), rank): rank for rank in range(1024)}, None, dict.fromkeys(range(1024), 100))
 
-    def collect(self, tokens, timeout, *, first=False):
+    def collect(self, tokens, timeout):
         now = time.time()
         return {
             token: RankResult(rank, clock=Clock(now, now + 1, now + 2 + rank, now + 2000), nbytes=10)
