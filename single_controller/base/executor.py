@@ -99,6 +99,7 @@ class Executor:
             roles: returns role -> constructor. Called here, so that a class that cannot be loaded is a failed start.
         """
         self.info = info
+        self._refusing = False  # the process may have been told to leave after its constructors failed
         begun = time.time()
         entry = object()
         try:

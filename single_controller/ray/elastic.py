@@ -148,9 +148,9 @@ class ElasticGroup(WorkerGroup):
         """Add ranks in the pool's slots that have none, such as those that `shrink` has dropped. They come after the
         others.
 
-        Processes are started, and import the worker's class, while the group goes on. Then it waits until the running
+        Processes are started, and their constructors run, while the group goes on. Then it waits until the running
         calls have ended, and all ranks join a new rendezvous, as `replace` describes. In a group that was created with
-        ``collectives=False``, the constructors run before that too, and running calls go on.
+        ``collectives=False``, running calls go on.
 
         Args:
             count: how many ranks; by default as many as there is room for. Whole data-parallel replicas are added
@@ -184,12 +184,11 @@ class ElasticGroup(WorkerGroup):
             return ()
         try:
             wait_started([one.prepared for one in recruits], left(), self.name)
-            if not self._collectives:
-                larger = enlist(plan, engine, recruits, self.generation + 1, collectives=False)
-                # With a state of their own: their failure does not break the group.
-                apart = GroupState(f"{self.name}, its new ranks", self._state.error_grace)
-                waiting = self._waits_for_constructors(left(), apart)
-                join(plan, larger, sorted(larger.fresh - engine.fresh), encoded, waiting, self._rendezvous)
+            larger = enlist(plan, engine, recruits, self.generation + 1, collectives=self._collectives)
+            # With a state of their own: a constructor that raises does not break the group.
+            apart = GroupState(f"{self.name}, its new ranks", self._state.error_grace)
+            waiting = self._waits_for_constructors(left(), apart)
+            join(plan, larger, sorted(larger.fresh - engine.fresh), encoded, waiting, self._rendezvous)
             with self._state.sending:
                 self._check()
                 return self._add(recruits, encoded, left)

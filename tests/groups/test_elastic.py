@@ -167,6 +167,20 @@ def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(wide, membe
         assert group.add(1) == [2, 1]
 
 
+def test_new_rank_whose_constructor_fails_does_not_disturb_collectives(four, folder):
+    assert four.shrink(ranks=[3]) == (3,)
+    before = [one["pid"] for one in check_ranks(four, 3)]
+    (folder / "refuse").touch()
+    try:
+        with pytest.raises(StartError, match="no device"):
+            four.grow()
+        assert [one["pid"] for one in check_ranks(four, 3)] == before
+    finally:
+        (folder / "refuse").unlink()
+    assert four.grow() == (3,)
+    assert [one["pid"] for one in check_ranks(four, 4)][:3] == before
+
+
 def test_whole_replicas_are_dropped_and_added(wide, members):
     with RayWorkerGroup(wide, RayClassWithInitArgs(Replica)) as group:
         assert group.rows([1, 2]) == [(0, 1), (2, 2)]
