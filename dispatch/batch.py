@@ -73,7 +73,7 @@ class Deferred:
         """Wait for the result, and find what a `dispatch.plan.DeferredArgument` needs of it. Fetch nothing.
 
         Returns:
-            The results, and a `single_controller.base.joining.Located`.
+            The results, and a `single_controller.call.joining.Located`.
         """
         results, located = self.locate_all(argument)
         return results, located[argument.index]

@@ -1,8 +1,8 @@
 """Drive many workers from one script. Exports everything that a driver needs.
 
-- ``base``: groups, calls, futures and errors, independent of the engine.
-- ``ray``: resource pools, and the engine that runs workers as Ray actors.
-- ``local``: the engine that runs workers in the driver's process, for debugging and unit tests.
+- ``base``: groups, calls, futures and errors, independent of the transport.
+- ``ray``: resource pools, and the transport that runs workers as Ray actors.
+- ``local``: the transport that runs workers in the driver's process, for debugging and unit tests.
 
 A module is imported when one of its names is first used, so that a worker process does not load the driver's part.
 """
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
         register_dispatch_mode,
         update_dispatch_mode,
     )
-    from single_controller.base.colocate import (
+    from single_controller.call.colocate import (
         colocate,
         create_colocated_worker_cls,
         create_colocated_worker_cls_fused,
         create_colocated_worker_raw_cls,
     )
-    from single_controller.base.errors import (
+    from single_controller.call.errors import (
         CallTimeoutError,
         ForkedProcessError,
         GroupBrokenError,
         GroupClosedError,
-        LocalEngineError,
+        LocalGroupError,
         PlacementError,
         ResultLostError,
         StartError,
         WorkerDiedError,
         WorkerError,
     )
-    from single_controller.base.future import WorkerFuture
-    from single_controller.base.group import WorkerGroup
-    from single_controller.base.pool import ClassWithInitArgs, ResourcePool
-    from single_controller.base.worker import Worker
+    from single_controller.call.future import WorkerFuture
+    from single_controller.call.group import WorkerGroup
+    from single_controller.call.pool import ClassWithInitArgs, ResourcePool
+    from single_controller.call.worker import Worker
     from single_controller.local.group import LocalWorkerGroup
     from single_controller.ray.attach import end_detached
     from single_controller.ray.class_with_args import RayClassWithInitArgs
@@ -73,7 +73,7 @@ __all__ = [
     "GroupBrokenError",
     "GroupClosedError",
     "Layout",
-    "LocalEngineError",
+    "LocalGroupError",
     "LocalWorkerGroup",
     "Mesh",
     "NVMegatronRayWorkerGroup",
@@ -110,40 +110,40 @@ __all__ = [
 
 _HOMES = {
     "Broadcast": "dispatch",
-    "CallTimeoutError": "single_controller.base.errors",
-    "ClassWithInitArgs": "single_controller.base.pool",
+    "CallTimeoutError": "single_controller.call.errors",
+    "ClassWithInitArgs": "single_controller.call.pool",
     "Dispatch": "dispatch",
     "DispatchError": "dispatch",
     "Execute": "dispatch",
-    "ForkedProcessError": "single_controller.base.errors",
-    "GroupBrokenError": "single_controller.base.errors",
-    "GroupClosedError": "single_controller.base.errors",
+    "ForkedProcessError": "single_controller.call.errors",
+    "GroupBrokenError": "single_controller.call.errors",
+    "GroupClosedError": "single_controller.call.errors",
     "Layout": "dispatch",
-    "LocalEngineError": "single_controller.base.errors",
+    "LocalGroupError": "single_controller.call.errors",
     "LocalWorkerGroup": "single_controller.local.group",
     "Mesh": "dispatch",
     "NVMegatronRayWorkerGroup": "single_controller.ray.megatron_group",
-    "PlacementError": "single_controller.base.errors",
+    "PlacementError": "single_controller.call.errors",
     "RayClassWithInitArgs": "single_controller.ray.class_with_args",
     "RayResourcePool": "single_controller.ray.placement.pool",
     "RayWorkerGroup": "single_controller.ray.group",
-    "ResourcePool": "single_controller.base.pool",
+    "ResourcePool": "single_controller.call.pool",
     "ResourcePoolManager": "single_controller.ray.placement.manager",
     "ResultError": "dispatch",
-    "ResultLostError": "single_controller.base.errors",
+    "ResultLostError": "single_controller.call.errors",
     "SingleControllerError": "dispatch",
-    "StartError": "single_controller.base.errors",
-    "Worker": "single_controller.base.worker",
-    "WorkerDiedError": "single_controller.base.errors",
-    "WorkerError": "single_controller.base.errors",
-    "WorkerFuture": "single_controller.base.future",
-    "WorkerGroup": "single_controller.base.group",
+    "StartError": "single_controller.call.errors",
+    "Worker": "single_controller.call.worker",
+    "WorkerDiedError": "single_controller.call.errors",
+    "WorkerError": "single_controller.call.errors",
+    "WorkerFuture": "single_controller.call.future",
+    "WorkerGroup": "single_controller.call.group",
     "attach": "single_controller.ray.group",
     "collect_all_to_all": "dispatch",
-    "colocate": "single_controller.base.colocate",
-    "create_colocated_worker_cls": "single_controller.base.colocate",
-    "create_colocated_worker_cls_fused": "single_controller.base.colocate",
-    "create_colocated_worker_raw_cls": "single_controller.base.colocate",
+    "colocate": "single_controller.call.colocate",
+    "create_colocated_worker_cls": "single_controller.call.colocate",
+    "create_colocated_worker_cls_fused": "single_controller.call.colocate",
+    "create_colocated_worker_raw_cls": "single_controller.call.colocate",
     "end_detached": "single_controller.ray.attach",
     "make_nd_compute_dataproto_dispatch_fn": "dispatch",
     "merge_resource_pool": "single_controller.ray.placement.pool",

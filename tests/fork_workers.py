@@ -28,7 +28,7 @@ PRELOADED = (
     "ray._private.workers.setup_worker",
     "ray._private.arrow_serialization",
     "ray._common.pydantic_compat",
-    "single_controller.ray.actor",
+    "single_controller.ray.rank.actor",
     "numpy",
     "tensordict",
     "transformers.modeling_utils",

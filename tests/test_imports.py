@@ -86,9 +86,9 @@ def test_base_never_imports_ray():
         package = types.ModuleType("single_controller")
         package.__path__ = [{str(ROOT / "single_controller")!r}]
         sys.modules["single_controller"] = package
-        base = import_module("single_controller.base")
+        base = import_module("single_controller.call")
         for module in pkgutil.iter_modules(base.__path__):
-            import_module("single_controller.base." + module.name)
+            import_module("single_controller.call." + module.name)
         print("fine")
     """)
     assert done.stdout.strip() == "fine", done.stderr
@@ -112,11 +112,11 @@ def test_there_are_no_import_cycles():
 
 MAY_IMPORT = {
     "dispatch": set(),
-    "single_controller.base": {"dispatch"},
-    "single_controller.local": {"dispatch", "single_controller.base"},
+    "single_controller.call": {"dispatch"},
+    "single_controller.local": {"dispatch", "single_controller.call"},
     "single_controller.wire": set(),
-    "single_controller.ray": {"dispatch", "single_controller.base", "single_controller.wire"},
-    "workers": {"dispatch", "single_controller", "single_controller.base", "single_controller.ray"},
+    "single_controller.ray": {"dispatch", "single_controller.call", "single_controller.wire"},
+    "workers": {"dispatch", "single_controller", "single_controller.call", "single_controller.ray"},
 }
 """layer -> the layers below it. The package `single_controller` itself only re-exports names from all of its layers."""
 
@@ -141,7 +141,7 @@ def test_imports_go_down_only():
 
 
 def test_only_the_ray_engine_and_higher_layers_import_ray():
-    folders = ("dispatch", "single_controller/base", "single_controller/local")
+    folders = ("dispatch", "single_controller/call", "single_controller/local")
     found = {
         str(file.relative_to(ROOT))
         for folder in folders

@@ -16,7 +16,7 @@ import single_controller
 import workers
 from benchmarks import summary
 from single_controller import Dispatch
-from single_controller.base.engine import Engine
+from single_controller.call.transport import Transport
 
 ROOT = Path(__file__).resolve().parent.parent
 README, CHINESE, CONTRIBUTING = ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "CONTRIBUTING.md"
@@ -112,7 +112,7 @@ def test_every_error_is_in_its_table():
 
 def test_table_of_engine_methods_is_complete():
     table = re.findall(r"^\| `(\w+)", (ROOT / "docs" / "extending.md").read_text(), re.MULTILINE)
-    assert set(table) == set(Engine.__abstractmethods__)
+    assert set(table) == set(Transport.__abstractmethods__)
 
 
 def test_every_public_name_is_in_the_api_reference():

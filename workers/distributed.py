@@ -50,7 +50,7 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
         timeout_minutes: timeout of a collective.
 
     Raises:
-        LocalEngineError: the worker is in a `LocalWorkerGroup` of several ranks, which share one process.
+        LocalGroupError: the worker is in a `LocalWorkerGroup` of several ranks, which share one process.
         DeviceError: two ranks have the same GPU. This is checked if the backend has both gloo and nccl.
         GroupBrokenError: the group is having a rank replaced.
         RuntimeError: the worker replaces another one, and is still alone: see `Worker.is_replacement`.

@@ -1,4 +1,4 @@
-"""The in-process engine: the workers of a group in the driver's own process, without Ray, to debug and test them."""
+"""The in-process transport: the workers of a group in the driver's own process, without Ray, to debug and test them."""
 
 from typing import TYPE_CHECKING
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
-from single_controller.base.checks import check_seconds
-from single_controller.base.codec import Encoded, check_encodable, encode
-from single_controller.base.colocate import Colocated, constructors
-from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.base.pool import ClassWithInitArgs
-from single_controller.base.worker import Worker
-from single_controller.local.engine import LocalEngine, LocalRank
+from single_controller.call.codec import Encoded, check_encodable, encode
+from single_controller.call.colocate import Colocated, constructors
+from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
+from single_controller.call.pool import ClassWithInitArgs
+from single_controller.call.worker import Worker
+from single_controller.local.transport import LocalRank, LocalTransport
 
 _ON_RAY_ONLY = {
     "workers": "there are no actors, the workers are in this process; group.execute_all_sync('name', ...) calls any of "
@@ -56,7 +56,7 @@ class LocalWorkerGroup(WorkerGroup):
     continues where a process would be killed.
 
     Several ranks in one process cannot run collectives: `workers.distributed.initialize_distributed`,
-    ``self.master_addr`` and ``self.master_port`` raise `LocalEngineError`. In a group of one rank they work, and the
+    ``self.master_addr`` and ``self.master_port`` raise `LocalGroupError`. In a group of one rank they work, and the
     process group of `initialize_distributed` ends with the group. Torch knows nothing of this: a worker that calls
     ``torch.distributed.init_process_group()`` itself gets torch's own error, because RANK and the other variables are
     not in the environment, which all ranks share. In a group of one rank it may pass explicit arguments, and must then
@@ -153,8 +153,8 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _start_workers(self, ranks: tuple[int, ...] | None) -> None:
         arguments = self._encode_arguments()
-        before = self._state.engine
-        known = before.ranks if isinstance(before, LocalEngine) else ()
+        before = self._state.transport
+        known = before.ranks if isinstance(before, LocalTransport) else ()
         chosen = range(self._size) if ranks is None else ranks
         if before is not None:
             before.restarted |= frozenset(chosen)
@@ -162,16 +162,16 @@ class LocalWorkerGroup(WorkerGroup):
             if rank.rank in chosen:
                 rank.end("it was restarted")
         new = {rank: LocalRank(rank, self._size, self._threads) for rank in chosen}
-        engine = LocalEngine([new.get(rank) or known[rank] for rank in range(self._size)], self._threads)
+        transport = LocalTransport([new.get(rank) or known[rank] for rank in range(self._size)], self._threads)
         try:
-            sent = engine.start(self._classes(), arguments, chosen)
+            sent = transport.start(self._classes(), arguments, chosen)
             plan = CallPlan.empty(self._size).only(chosen)
-            self._wait_for_constructors(engine, plan, sent, self._start_timeout)
+            self._wait_for_constructors(transport, plan, sent, self._start_timeout)
         except BaseException:
             for rank in new.values():
                 rank.end("its start failed")
             raise
-        self._state.engine = engine
+        self._state.transport = transport
 
     def _encode_arguments(self) -> Encoded:
         """role -> (args, kwargs) of its constructor. The classes are encoded only to find out whether they can be.

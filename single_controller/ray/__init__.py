@@ -1,4 +1,4 @@
-"""The Ray engine: pools as placement groups, workers as actors."""
+"""The Ray transport: pools as placement groups, workers as actors."""
 
 from typing import TYPE_CHECKING
 

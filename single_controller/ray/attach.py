@@ -12,14 +12,14 @@ from ray import PlacementGroupID
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from single_controller.base.codec import Encoded, decoded
-from single_controller.base.errors import CallTimeoutError, WorkerDiedError
-from single_controller.base.worker import Worker
-from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.internals import all_actors
+from single_controller.call.codec import Encoded, decoded
+from single_controller.call.errors import CallTimeoutError, WorkerDiedError
+from single_controller.call.worker import Worker
+from single_controller.ray.compat import all_actors
 from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import ensure_ray
+from single_controller.ray.transport import Rank, RayTransport
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,13 @@ class RunningWorkers:
     """Running workers.
 
     Attributes:
-        engine: sends calls to them.
+        transport: sends calls to them.
         encoded: role -> class, encoded.
         master: address and port of their rendezvous.
         placement_groups: Ray's ids of their placement groups, in hex.
     """
 
-    engine: RayEngine
+    transport: RayTransport
     encoded: Encoded
     master: tuple[str, int]
     placement_groups: tuple[str, ...]
@@ -97,7 +97,7 @@ def find_workers(
     ranks = [Rank(handle, identity.name, identity.location) for identity, handle in found]
     groups = sorted({identity.placement_group for identity, _ in found if identity.placement_group is not None})
     master = (first.info.master_addr, first.info.master_port)
-    return RunningWorkers(RayEngine(ranks), first.classes, master, tuple(groups))
+    return RunningWorkers(RayTransport(ranks), first.classes, master, tuple(groups))
 
 
 def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> tuple[list[str], str]:

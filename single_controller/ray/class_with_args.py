@@ -12,14 +12,14 @@ from typing import Any
 import ray
 
 from dispatch.batch import user_batch_types
+from dispatch.checks import check_amounts
 from dispatch.register import method_spec
-from single_controller.base.checks import check_amounts
-from single_controller.base.codec import Encoded, check_encodable, encode
-from single_controller.base.colocate import Colocated, constructors
-from single_controller.base.pool import ClassWithInitArgs
-from single_controller.base.result import MAX_INLINE_BYTES
-from single_controller.base.worker import Worker
-from single_controller.ray.internals import declared_class
+from single_controller.call.codec import Encoded, check_encodable, encode
+from single_controller.call.colocate import Colocated, constructors
+from single_controller.call.pool import ClassWithInitArgs
+from single_controller.call.result import MAX_INLINE_BYTES
+from single_controller.call.worker import Worker
+from single_controller.ray.compat import declared_class
 from single_controller.ray.results import put
 
 logger = logging.getLogger(__name__)

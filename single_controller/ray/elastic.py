@@ -23,11 +23,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
-from single_controller.base.call import DEATH_SHOWS_SECONDS, MAX_PROBED, Call, GroupState
-from single_controller.base.checks import check_seconds
-from single_controller.base.engine import MAX_STACK_SECONDS, Sent
-from single_controller.base.errors import (
+from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, Call, GroupState
+from single_controller.call.errors import (
     CallTimeoutError,
     GroupBrokenError,
     PlacementError,
@@ -35,11 +34,11 @@ from single_controller.base.errors import (
     WorkerDiedError,
     ranks_text,
 )
-from single_controller.base.group import WorkerGroup
-from single_controller.base.methods import CallOptions
-from single_controller.base.monitor import FIRST_WAIT_SECONDS, monitor
-from single_controller.base.supervision import check_ranks, restart
-from single_controller.ray.engine import RayEngine, Standby
+from single_controller.call.group import WorkerGroup
+from single_controller.call.methods import CallOptions
+from single_controller.call.monitor import FIRST_WAIT_SECONDS, monitor
+from single_controller.call.supervision import check_ranks, restart
+from single_controller.call.transport import MAX_STACK_SECONDS, Sent
 from single_controller.ray.placement.reservation import wait_started
 from single_controller.ray.results import one_line
 from single_controller.ray.start import (
@@ -53,6 +52,7 @@ from single_controller.ray.start import (
     recruit,
     vacant_slots,
 )
+from single_controller.ray.transport import RayTransport, Standby
 
 CHANGE_SECONDS = 300.0
 TRIES = 3
@@ -177,18 +177,18 @@ class ElasticGroup(WorkerGroup):
 
         with self._state.sending:  # no other thread may choose the same slots
             self._check()
-            engine = self._ray
-            slots = vacant_slots(plan, engine)
-            recruits = recruit(plan, engine, slots[: self._number_to_add(count, len(slots), end)], encoded)
+            transport = self._ray
+            slots = vacant_slots(plan, transport)
+            recruits = recruit(plan, transport, slots[: self._number_to_add(count, len(slots), end)], encoded)
         if not recruits:
             return ()
         try:
             wait_started([one.prepared for one in recruits], left(), self.name)
-            larger = enlist(plan, engine, recruits, self.generation + 1, collectives=self._collectives)
+            larger = enlist(plan, transport, recruits, self.generation + 1, collectives=self._collectives)
             # With a state of their own: a constructor that raises does not break the group.
             apart = GroupState(f"{self.name}, its new ranks", self._state.error_grace)
             waiting = self._waits_for_constructors(left(), apart)
-            join(plan, larger, sorted(larger.fresh - engine.fresh), encoded, waiting, self._rendezvous)
+            join(plan, larger, sorted(larger.fresh - transport.fresh), encoded, waiting, self._rendezvous)
             with self._state.sending:
                 self._check()
                 return self._add(recruits, encoded, left)
@@ -206,7 +206,7 @@ class ElasticGroup(WorkerGroup):
         """What ``on_death="shrink"`` does: `replace` if there are enough standbys for the ranks that have died, and
         otherwise `shrink`."""
         with self._state.sending:
-            dead = {*self._state.dead, *self._engine.deaths(), *self._find_dead()}
+            dead = {*self._state.dead, *self._transport.deaths(), *self._find_dead()}
             if len(living_standbys(self._ray)) >= len(dead):
                 self.replace()
             else:
@@ -215,11 +215,11 @@ class ElasticGroup(WorkerGroup):
     # --- the inside ---------------------------------------------------------------------------------------------------
 
     @property
-    def _ray(self) -> RayEngine:
-        engine = self._engine
-        if not isinstance(engine, RayEngine):
+    def _ray(self) -> RayTransport:
+        transport = self._transport
+        if not isinstance(transport, RayTransport):
             raise TypeError(f"{self.name} does not run on Ray")
-        return engine
+        return transport
 
     def _owned_plan(self) -> StartPlan:
         raise NotImplementedError
@@ -257,7 +257,7 @@ class ElasticGroup(WorkerGroup):
             self._owned_plan()
             more: Collection[int] = () if ranks is None else check_ranks(method, ranks, self.world_size)
             for tries in reversed(range(TRIES)):
-                dead = {*more, *self._state.dead, *self._engine.deaths()}
+                dead = {*more, *self._state.dead, *self._transport.deaths()}
                 if not dead and self.broken is None:
                     dead |= self._find_dead(end)
                 if not dead and self.broken is None:
@@ -294,12 +294,12 @@ class ElasticGroup(WorkerGroup):
             if this is None or not this._ray.connected:
                 return
             with this._state.sending:
-                engine = this._ray
-                if this.closed or standby not in engine.standbys:
+                transport = this._ray
+                if this.closed or standby not in transport.standbys:
                     return
-                engine.standbys.remove(standby)
+                transport.standbys.remove(standby)
                 plan = this._owned_plan()
-                recruit(plan, engine, [standby.slot], plan.process.encode())
+                recruit(plan, transport, [standby.slot], plan.process.encode())
             logger.warning("%s: a standby died before it was ready, and is started again", this.name)
             if tries > 1:
                 this._keep_standbys(tries - 1)
@@ -312,11 +312,11 @@ class ElasticGroup(WorkerGroup):
         """The ranks that have died, also those of which Ray does not know yet: an error on another rank, which a death
         has caused, may arrive earlier than the news of the death. Ranks of which nothing is known ``until`` then, by
         the monotonic clock, are not among them."""
-        engine, dead = self._engine, set[int]()
+        transport, dead = self._transport, set[int]()
         unknown = set(range(self.world_size))
-        end = min(until, time.monotonic() + max(DEATH_SHOWS_SECONDS, engine.death_seconds))
+        end = min(until, time.monotonic() + max(DEATH_SHOWS_SECONDS, transport.death_seconds))
         while unknown and time.monotonic() < end:
-            known = {**engine.probe(sorted(unknown)[:MAX_PROBED]), **engine.deaths()}
+            known = {**transport.probe(sorted(unknown)[:MAX_PROBED]), **transport.deaths()}
             dead |= {rank for rank, reason in known.items() if reason is not None}
             unknown -= known.keys()
             time.sleep(FIRST_WAIT_SECONDS if unknown else 0.0)
@@ -327,7 +327,7 @@ class ElasticGroup(WorkerGroup):
         have died meanwhile are missing. A rank that does not answer is asked again until ``end``, by the monotonic
         clock: its host may be busy, and to take it for dead would end it."""
         found: dict[int, list[tuple[int, int]]] = {}
-        while unknown := sorted(set(ranks) - found.keys() - self._engine.deaths().keys()):
+        while unknown := sorted(set(ranks) - found.keys() - self._transport.deaths().keys()):
             text = "there was no time to ask it"
             for rank, answer in self._ray.ask("replicas", unknown, MAX_STACK_SECONDS).items():
                 if answer.ok:
@@ -375,14 +375,14 @@ class ElasticGroup(WorkerGroup):
         if collectives:  # now, because those that stay must not run the calls that they have while processes start
             before.ask("leave", sorted(set(range(self.world_size)) - set(chosen)), MAX_STACK_SECONDS)
         # Set at once, here and below: whatever fails from here on, the group has these actors.
-        self._state.engine = fill(plan, before, chosen, encoded, generation, collectives=collectives)
+        self._state.transport = fill(plan, before, chosen, encoded, generation, collectives=collectives)
         self._keep_standbys()
         self._join(before, encoded, timeout, chosen=None if collectives else chosen)
 
     def _drop(self, kept: Sequence[int], timeout: float) -> None:
         """End all ranks but some, and have these join a new rendezvous."""
         plan, before = self._owned_plan(), self._ray
-        self._state.engine = keep(plan, before, kept, self.generation + 1)
+        self._state.transport = keep(plan, before, kept, self.generation + 1)
         self._state.renumber(kept)
         self._join(before, plan.process.encode(), timeout)
 
@@ -393,7 +393,7 @@ class ElasticGroup(WorkerGroup):
         new = tuple(range(before.world_size, before.world_size + len(present)))
 
         def add() -> None:
-            self._state.engine = enlist(
+            self._state.transport = enlist(
                 self._owned_plan(), before, present, self.generation + 1, collectives=collectives
             )
             self._join(before, encoded, left())
@@ -425,22 +425,22 @@ class ElasticGroup(WorkerGroup):
             monitor.poll(call)  # it has its results, but nobody may have looked
 
     def _join(
-        self, before: RayEngine, encoded: Any, timeout: float | None, chosen: Sequence[int] | None = None
+        self, before: RayTransport, encoded: Any, timeout: float | None, chosen: Sequence[int] | None = None
     ) -> None:
         """Have ranks join, by default all, with a new rendezvous if they use collectives."""
-        plan, engine, wait = self._owned_plan(), self._ray, self._waits_for_constructors(timeout, self._state)
+        plan, transport, wait = self._owned_plan(), self._ray, self._waits_for_constructors(timeout, self._state)
         everyone = range(self.world_size) if chosen is None else chosen
         if not self._collectives:
-            self._rendezvous = join(plan, engine, everyone, encoded, wait, self._rendezvous, leave=False)
+            self._rendezvous = join(plan, transport, everyone, encoded, wait, self._rendezvous, leave=False)
             return
-        moved = engine.ranks[0].location.node_id != before.ranks[0].location.node_id
+        moved = transport.ranks[0].location.node_id != before.ranks[0].location.node_id
         address = None if moved else plan.master[0]
-        with engine.leaving([rank for rank in everyone if rank not in engine.fresh]):
-            self._rendezvous = join(plan, engine, everyone, encoded, wait, (address, None))
+        with transport.leaving([rank for rank in everyone if rank not in transport.fresh]):
+            self._rendezvous = join(plan, transport, everyone, encoded, wait, (address, None))
 
     def _waits_for_constructors(self, timeout: float | None, state: GroupState) -> WaitForConstructors:
-        def wait(engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
-            self._wait_for_constructors(engine, plan, sent, timeout, state)
+        def wait(transport: RayTransport, plan: CallPlan, sent: Sent) -> None:
+            self._wait_for_constructors(transport, plan, sent, timeout, state)
 
         return wait
 

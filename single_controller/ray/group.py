@@ -8,21 +8,21 @@ from typing import Any, Literal, Self, Unpack
 
 from ray.actor import ActorHandle
 
+from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
-from single_controller.base.checks import check_seconds
-from single_controller.base.colocate import Colocated
-from single_controller.base.engine import Sent
-from single_controller.base.errors import GroupBrokenError
-from single_controller.base.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.base.monitor import monitor
-from single_controller.base.worker import Worker
+from single_controller.call.colocate import Colocated
+from single_controller.call.errors import GroupBrokenError
+from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
+from single_controller.call.monitor import monitor
+from single_controller.call.transport import Sent
+from single_controller.call.worker import Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.elastic import ElasticGroup
-from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.group_records import Registration
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_group
 from single_controller.ray.placement.pool import RayResourcePool
+from single_controller.ray.records.group_records import Registration
+from single_controller.ray.records.takeover import Takeover, find_takeover
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import (
     StartPlan,
@@ -32,7 +32,7 @@ from single_controller.ray.start import (
     slot_location,
     start,
 )
-from single_controller.ray.takeover import Takeover, find_takeover
+from single_controller.ray.transport import Rank, RayTransport
 from single_controller.ray.verl_options import VerlOptions, check_verl_options
 
 ON_DEATH = ("error", "replace", "shrink")
@@ -202,8 +202,8 @@ class RayWorkerGroup(ElasticGroup):
                 return cls._take_over(left)
         found = find_workers(name_prefix, worker_names, worker_handles, process.name if process else None, namespace)
         classes = found.classes() if process is None else process.classes
-        stem = found.engine.ranks[0].name.rpartition("_")[0]
-        self = cls._attached(classes, f"group {stem} (attached)", found.engine.ranks, found.master)
+        stem = found.transport.ranks[0].name.rpartition("_")[0]
+        self = cls._attached(classes, f"group {stem} (attached)", found.transport.ranks, found.master)
         self._owned_placement = found.placement_groups if own else ()
         self._owns = own
         return self
@@ -249,7 +249,7 @@ class RayWorkerGroup(ElasticGroup):
         self._start_timeout = None
         self._start_plan = None
         self._owns, self._owned_placement, self._registration, self._takeover_data = False, (), None, None
-        self._state.engine, self._rendezvous = RayEngine(ranks), rendezvous
+        self._state.transport, self._rendezvous = RayTransport(ranks), rendezvous
         return self
 
     def __reduce__(self) -> Any:
@@ -354,7 +354,7 @@ class RayWorkerGroup(ElasticGroup):
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
         plan.pool.admit(self, plan.bin_pack, plan.process.additional_resource, counted=counted)
-        self._state.engine, self._rendezvous = start(plan, self._wait_started, again, self.generation + again)
+        self._state.transport, self._rendezvous = start(plan, self._wait_started, again, self.generation + again)
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         self._owned_plan()
@@ -372,8 +372,8 @@ class RayWorkerGroup(ElasticGroup):
         super()._replay(ranks)
         self._ray.fresh = frozenset()
 
-    def _wait_started(self, engine: RayEngine, plan: CallPlan, sent: Sent) -> None:
-        self._wait_for_constructors(engine, plan, sent, self._start_timeout)
+    def _wait_started(self, transport: RayTransport, plan: CallPlan, sent: Sent) -> None:
+        self._wait_for_constructors(transport, plan, sent, self._start_timeout)
 
 
 def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:

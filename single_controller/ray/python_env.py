@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from single_controller.base.errors import StartError
+from single_controller.call.errors import StartError
 from single_controller.ray.placement.slots import SlotLocation
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import session
@@ -51,7 +51,7 @@ try:
     # The driver's own copy may be found first, and a child process then finds the other one.
     found.update({{"{_OURS}": one for one in versions if one != needed.get("{_OURS}", one)}})
     if "ray" in found and all(needed.get(name, found[name]) == found[name] for name in found):
-        import single_controller.ray.actor
+        import single_controller.ray.rank.actor
 except BaseException as error:
     found["error"] = "%s: %s" % (type(error).__name__, error)
 print("\\n{_MARK}" + json.dumps(found))

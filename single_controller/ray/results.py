@@ -27,18 +27,18 @@ from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, ResultError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.base.codec import (
+from single_controller.call.codec import (
     Encoded,
     add_reference_types,
     decoded,
     keep_encoded,
     use_pickler,
 )
-from single_controller.base.errors import CallTimeoutError, ResultLostError, WorkerDiedError
-from single_controller.base.joining import CallResults, Located, locate
-from single_controller.base.result import Failure, RankResult
-from single_controller.ray.call_thread import call_cancelled
-from single_controller.ray.internals import exit_detail
+from single_controller.call.errors import CallTimeoutError, ResultLostError, WorkerDiedError
+from single_controller.call.joining import CallResults, Located, locate
+from single_controller.call.result import Failure, RankResult
+from single_controller.ray.compat import exit_detail
+from single_controller.ray.rank.call_thread import call_cancelled
 from single_controller.wire.handshake import BESIDE, KEPT, REPLY
 from single_controller.wire.link import Reply
 
@@ -63,7 +63,7 @@ Kept = tuple[bytes | None, "list[ray.ObjectRef] | None"]
 
 
 class RayResults:
-    """The results of a call in any process. Implements `single_controller.base.joining.CallResults`.
+    """The results of a call in any process. Implements `single_controller.call.joining.CallResults`.
 
     Args:
         label: the call's method, for messages.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import ray
 
-from single_controller.base.errors import ForkedProcessError
-from single_controller.ray.internals import death_seconds, free_resources
+from single_controller.call.errors import ForkedProcessError
+from single_controller.ray.compat import death_seconds, free_resources
 
 logger = logging.getLogger(__name__)
 

@@ -21,21 +21,21 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from dispatch.plan import CallPlan
-from single_controller.base.engine import Sent
-from single_controller.base.errors import PlacementError, WorkerDiedError
-from single_controller.base.pool import local_ranks
-from single_controller.base.worker import RANK_ENVIRONMENT
+from single_controller.call.errors import PlacementError, WorkerDiedError
+from single_controller.call.pool import local_ranks
+from single_controller.call.transport import Sent
+from single_controller.call.worker import RANK_ENVIRONMENT
 from single_controller.ray import python_env
-from single_controller.ray.actor import Location, StartMessage, actor_class
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
-from single_controller.ray.engine import Rank, RayEngine, Standby
-from single_controller.ray.internals import death_of
+from single_controller.ray.compat import death_of
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
 from single_controller.ray.placement.slots import Slot, SlotLocation
+from single_controller.ray.rank.actor import Location, StartMessage, actor_class
+from single_controller.ray.rank.worker_env import before_start
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes, session
-from single_controller.ray.worker_env import before_start
+from single_controller.ray.transport import Rank, RayTransport, Standby
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +79,13 @@ class StartPlan:
     standby: int = 0
 
 
-WaitForConstructors = Callable[[RayEngine, CallPlan, Sent], None]
+WaitForConstructors = Callable[[RayTransport, CallPlan, Sent], None]
 """Waits until the constructors have returned, and raises the error of one that failed."""
 
 
 def start(
     plan: StartPlan, wait: WaitForConstructors, again: bool = False, generation: int = 0
-) -> tuple[RayEngine, tuple[str, int]]:
+) -> tuple[RayTransport, tuple[str, int]]:
     """Start the workers.
 
     Args:
@@ -95,7 +95,7 @@ def start(
         generation: how often the group was restarted or had ranks replaced before.
 
     Returns:
-        The engine, and the address and port of the rendezvous.
+        The transport, and the address and port of the rendezvous.
 
     Raises:
         PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. All actors
@@ -114,22 +114,22 @@ def start(
             for index, slot in zip(order, plan.pool.slots(), strict=True)
         ]
         count = len(made) - plan.standby
-        engine = RayEngine(_with_messages(plan, made[:count], generation), plan.pool)
-        engine.standbys = [
+        transport = RayTransport(_with_messages(plan, made[:count], generation), plan.pool)
+        transport.standbys = [
             standby_of(plan, one.actor, one.name, one.slot, encoded) for one in made[count:] if one.slot is not None
         ]
-        return engine, join(plan, engine, range(count), encoded, wait, plan.master)
+        return transport, join(plan, transport, range(count), encoded, wait, plan.master)
 
 
 def fill(
-    plan: StartPlan, engine: RayEngine, chosen: Sequence[int], encoded: Any, generation: int, *, collectives: bool
-) -> RayEngine:
+    plan: StartPlan, transport: RayTransport, chosen: Sequence[int], encoded: Any, generation: int, *, collectives: bool
+) -> RayTransport:
     """End some ranks, and fill them with standbys or, where there is none, with new actors in their slots. No user code
     runs on them before `join`.
 
     Args:
         plan: what was started.
-        engine: the group's present engine.
+        transport: the group's present transport.
         chosen: the ranks, dead or alive.
         encoded: the constructors.
         generation: of the group when these ranks have joined.
@@ -138,9 +138,9 @@ def fill(
     Raises:
         PlacementError, WorkerDiedError: see `RayWorkerGroup`. The new actors were ended.
     """
-    _end(engine, chosen)
-    ranks, standbys = list(engine.ranks), living_standbys(engine)
-    lost = [one.slot for one in engine.standbys if one not in standbys]
+    _end(transport, chosen)
+    ranks, standbys = list(transport.ranks), living_standbys(transport)
+    lost = [one.slot for one in transport.standbys if one not in standbys]
     missing = []
     for number in chosen:
         standby = _ready(standbys)
@@ -157,57 +157,61 @@ def fill(
         locations = _make(plan, slots, names, actors, again=True) if missing else []
     for number, actor, name, where, slot in zip(missing, actors, names, locations, slots, strict=True):
         ranks[number] = Rank(actor, name, where, replace(slot, location=slot_location(where)))
-    fresh = engine.fresh | frozenset(chosen)
-    filled = RayEngine(_with_messages(plan, ranks, generation, fresh if collectives else ()), plan.pool, engine.links)
+    fresh = transport.fresh | frozenset(chosen)
+    filled = RayTransport(
+        _with_messages(plan, ranks, generation, fresh if collectives else ()), plan.pool, transport.links
+    )
     filled.standbys, filled.fresh = standbys, fresh
     # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
     recruit(plan, filled, lost, encoded)
     return filled
 
 
-def keep(plan: StartPlan, engine: RayEngine, kept: Sequence[int], generation: int) -> RayEngine:
+def keep(plan: StartPlan, transport: RayTransport, kept: Sequence[int], generation: int) -> RayTransport:
     """End all ranks but some, which get the numbers 0, 1, ... when they join. Arguments as for `fill`."""
-    _end(engine, sorted(set(range(engine.world_size)) - set(kept)))
-    left = RayEngine(_with_messages(plan, [engine.ranks[rank] for rank in kept], generation), plan.pool, engine.links)
-    left.standbys = living_standbys(engine)
+    _end(transport, sorted(set(range(transport.world_size)) - set(kept)))
+    left = RayTransport(
+        _with_messages(plan, [transport.ranks[rank] for rank in kept], generation), plan.pool, transport.links
+    )
+    left.standbys = living_standbys(transport)
     return left
 
 
-def recruit(plan: StartPlan, engine: RayEngine, slots: Sequence[Slot], encoded: Any) -> list[Standby]:
+def recruit(plan: StartPlan, transport: RayTransport, slots: Sequence[Slot], encoded: Any) -> list[Standby]:
     """Start standbys in slots, without waiting for them. Closing or restarting the group ends them too."""
     if not slots:
         return []
     make = _actor_maker(plan, again=True)
-    present = len(engine.ranks) + len(engine.standbys)
-    taken = {rank.name for rank in engine.ranks} | {one.name for one in engine.standbys}
+    present = len(transport.ranks) + len(transport.standbys)
+    taken = {rank.name for rank in transport.ranks} | {one.name for one in transport.standbys}
     names = [name for name in _names(plan, range(present + len(slots))) if name not in taken]
     made = [
         standby_of(plan, make(slot, name), name, slot, encoded)
         for slot, name in zip(slots, names[-len(slots) :], strict=True)
     ]
-    engine.standbys += made
+    transport.standbys += made
     return made
 
 
 def enlist(
-    plan: StartPlan, engine: RayEngine, recruits: Sequence[Standby], generation: int, *, collectives: bool
-) -> RayEngine:
+    plan: StartPlan, transport: RayTransport, recruits: Sequence[Standby], generation: int, *, collectives: bool
+) -> RayTransport:
     """Make standbys that are ready the last ranks. Other arguments as for `fill`."""
     added = []
     for one in recruits:
         where = one.location()
         added.append(Rank(one.actor, one.name, where, replace(one.slot, location=slot_location(where))))
-    fresh = frozenset(range(engine.world_size, engine.world_size + len(added)))
-    ranks = _with_messages(plan, [*engine.ranks, *added], generation, fresh if collectives else ())
-    larger = RayEngine(ranks, plan.pool, engine.links)
-    larger.standbys = [one for one in engine.standbys if one not in recruits]
-    larger.fresh = engine.fresh | fresh
+    fresh = frozenset(range(transport.world_size, transport.world_size + len(added)))
+    ranks = _with_messages(plan, [*transport.ranks, *added], generation, fresh if collectives else ())
+    larger = RayTransport(ranks, plan.pool, transport.links)
+    larger.standbys = [one for one in transport.standbys if one not in recruits]
+    larger.fresh = transport.fresh | fresh
     return larger
 
 
-def vacant_slots(plan: StartPlan, engine: RayEngine) -> list[Slot]:
+def vacant_slots(plan: StartPlan, transport: RayTransport) -> list[Slot]:
     """Return the slots on living nodes in which the group has no process."""
-    taken = [rank.slot for rank in engine.ranks] + [one.slot for one in engine.standbys]
+    taken = [rank.slot for rank in transport.ranks] + [one.slot for one in transport.standbys]
     used = {(slot.placement_group, slot.bundle) for slot in taken if slot is not None}
     alive = {node.node_id for node in nodes()}
     vacant = []
@@ -219,15 +223,15 @@ def vacant_slots(plan: StartPlan, engine: RayEngine) -> list[Slot]:
     return vacant
 
 
-def living_standbys(engine: RayEngine) -> list[Standby]:
+def living_standbys(transport: RayTransport) -> list[Standby]:
     """Return the standbys that have not died."""
-    return [one for one in engine.standbys if death_of(one.actor) is None]
+    return [one for one in transport.standbys if death_of(one.actor) is None]
 
 
-def _end(engine: RayEngine, numbers: Sequence[int]) -> None:
+def _end(transport: RayTransport, numbers: Sequence[int]) -> None:
     """End the processes of some ranks."""
-    engine.restarted |= frozenset(numbers)  # before the kill, so that no watcher reports these deaths
-    actors = [engine.ranks[number].actor for number in numbers]
+    transport.restarted |= frozenset(numbers)  # before the kill, so that no watcher reports these deaths
+    actors = [transport.ranks[number].actor for number in numbers]
     for actor in actors:
         ray.kill(actor, no_restart=True)
     remove_pools_of(actors)
@@ -235,7 +239,7 @@ def _end(engine: RayEngine, numbers: Sequence[int]) -> None:
 
 def join(
     plan: StartPlan,
-    engine: RayEngine,
+    transport: RayTransport,
     chosen: Sequence[int],
     encoded: Any,
     wait: WaitForConstructors,
@@ -247,7 +251,7 @@ def join(
 
     Args:
         plan: what was started.
-        engine: the engine.
+        transport: the transport.
         chosen: the ranks.
         encoded: the constructors.
         wait: waits until the ranks have joined, and raises the error of one that failed.
@@ -262,12 +266,12 @@ def join(
     """
     # A reference: Ray delivers its value to a rank before it runs _sc_join there. So no rank joins before rank 0 has
     # chosen the port, and the driver does not wait in between.
-    rendezvous: Any = engine.ranks[0].actor._sc_rendezvous.remote(*master) if None in master else ray.put(master)
-    engine.check_reachable(chosen)
+    rendezvous: Any = transport.ranks[0].actor._sc_rendezvous.remote(*master) if None in master else ray.put(master)
+    transport.check_reachable(chosen)
     wait(
-        engine,
-        CallPlan.empty(engine.world_size).only(chosen),
-        engine.send_join(chosen, encoded, rendezvous, leave=leave),
+        transport,
+        CallPlan.empty(transport.world_size).only(chosen),
+        transport.send_join(chosen, encoded, rendezvous, leave=leave),
     )
     try:
         found: tuple[str, int] = ray.get(rendezvous)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from single_controller.base.methods import suggestion
+from single_controller.call.methods import suggestion
 
 
 class VerlOptions(TypedDict, total=False):

@@ -147,7 +147,7 @@ class Link:
     Attributes:
         opened: set once the rank has been reached for the first time.
         session: the id of this driver's session there.
-        users: how many engines have it. The last one to go closes it.
+        users: how many transports have it. The last one to go closes it.
     """
 
     def __init__(self, address: WireAddress, on_kept: Callable[[Reply], None] | None = None) -> None:
@@ -321,7 +321,7 @@ class Link:
             reply.payload, reply.kind = payload, kind
         if kind != REPLY and self._on_kept is not None:
             self._on_kept(reply)
-        if kind != BESIDE:  # of which the engine tells once it has fetched it
+        if kind != BESIDE:  # of which the transport tells once it has fetched it
             reply.arrivals.one()  # outside the lock, because callbacks acquire those of groups, which come before it
 
     def _dial(self) -> None:

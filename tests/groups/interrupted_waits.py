@@ -6,8 +6,8 @@ import signal
 import sys
 import threading
 
-from single_controller.base.group import WorkerGroup
-from single_controller.base.monitor import Monitor
+from single_controller.call.group import WorkerGroup
+from single_controller.call.monitor import Monitor
 
 
 class Interrupts:

@@ -22,7 +22,7 @@ from single_controller import (
     update_dispatch_mode,
 )
 from single_controller import Worker as BaseWorker
-from single_controller.local.engine import LocalRef
+from single_controller.local.transport import LocalRef
 
 ENGINES = ("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")

@@ -132,7 +132,7 @@ def test_error_has_what_the_other_ranks_returned_and_is_the_methods_own(pool):
 
 
 def test_future_in_a_process_that_can_start_no_thread(pool, monkeypatch):
-    from single_controller.base.monitor import monitor
+    from single_controller.call.monitor import monitor
 
     with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
         start = threading.Thread.start
@@ -151,11 +151,11 @@ def test_future_in_a_process_that_can_start_no_thread(pool, monkeypatch):
 
 
 def test_watcher_names_many_ranks_in_a_short_message(make_group):
-    from single_controller.ray.engine import RayEngine
+    from single_controller.ray.transport import RayTransport
 
     group, told = make_group(Fragile), []
-    pids, engine = group.pid(), group._engine
-    group._state.engine = RayEngine([*engine.ranks] * 256)  # 1,024 ranks, without as many processes
+    pids, engine = group.pid(), group._transport
+    group._state.transport = RayTransport([*engine.ranks] * 256)  # 1,024 ranks, without as many processes
     try:
         with group.watch(on_death=told.append, interval=0.1):
             for pid in pids[:3]:
@@ -163,4 +163,4 @@ def test_watcher_names_many_ranks_in_a_short_message(make_group):
             wait_until(lambda: told and len(told[-1].ranks) + len(told[0].ranks) >= 256, 10)
         assert all(len(str(error)) < 600 for error in told), [len(str(error)) for error in told]
     finally:
-        group._state.engine = engine
+        group._state.transport = engine

@@ -30,7 +30,7 @@ from single_controller import (
     WorkerError,
     attach,
 )
-from single_controller.base.monitor import monitor
+from single_controller.call.monitor import monitor
 
 anywhere = pytest.mark.engines("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
@@ -338,7 +338,7 @@ class TestTimeouts:
     @overlapping
     @pytest.mark.ray_when_full
     def test_late_ranks_are_logged(self, make_group, caplog, monkeypatch):
-        monkeypatch.setattr("single_controller.base.call.LATE_LOG_SECONDS", 0.3)
+        monkeypatch.setattr("single_controller.call.call.LATE_LOG_SECONDS", 0.3)
         group = make_group(Fragile)
         group.sleep_on([2], 1.0)
         told = [message for message in caplog.messages if "sleep_on() has been running" in message]
@@ -347,7 +347,7 @@ class TestTimeouts:
     @overlapping
     @pytest.mark.ray_when_full
     def test_one_log_for_all_late_calls_of_a_group(self, make_group, caplog, monkeypatch):
-        monkeypatch.setattr("single_controller.base.call.LATE_LOG_SECONDS", 0.4)
+        monkeypatch.setattr("single_controller.call.call.LATE_LOG_SECONDS", 0.4)
         group = make_group(Fragile)
         calls = [group.sleep_on.remote([2], 1.0), *(group.ping.remote() for _ in range(20))]
         assert [call.result() for call in calls] == [[0, 1, 2, 3]] * 21
@@ -376,7 +376,7 @@ class TestTimeouts:
     def test_look_that_fails_breaks_nothing(self, make_group, monkeypatch, caplog):
         """The process has too many open files for a while: calls that nobody waits for are watched on."""
         group = make_group(Fragile)
-        collect, failed = group._engine.collect, []
+        collect, failed = group._transport.collect, []
 
         def collect_not_always(tokens, timeout, **options):
             if threading.current_thread().name == "call-monitor" and len(failed) < 3:
@@ -384,7 +384,7 @@ class TestTimeouts:
                 raise OSError(24, "Too many open files")
             return collect(tokens, timeout, **options)
 
-        monkeypatch.setattr(group._engine, "collect", collect_not_always)
+        monkeypatch.setattr(group._transport, "collect", collect_not_always)
         future = group.fail.remote([2])
         monitor.watch(future._call)  # as after a wait that was given up
         wait_until(lambda: future._call.settled)

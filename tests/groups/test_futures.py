@@ -129,8 +129,8 @@ def test_await_that_was_given_up_leaves_nothing_behind(make_group, monkeypatch):
     """A driver that waits in steps, for a call that takes hours."""
     group = make_group(Fragile)
     future = group.sleep.remote(1.5)
-    asked, when_arrived = [], group._engine.when_arrived
-    monkeypatch.setattr(group._engine, "when_arrived", lambda *args: (asked.append(1), when_arrived(*args)))
+    asked, when_arrived = [], group._transport.when_arrived
+    monkeypatch.setattr(group._transport, "when_arrived", lambda *args: (asked.append(1), when_arrived(*args)))
 
     async def main():
         tasks = weakref.WeakSet()
@@ -158,7 +158,7 @@ def test_await_in_another_process(counters, smaller):
 def test_await_that_failed_does_not_keep_a_dropped_group(engine):
     """Ray keeps what it was told to call when the results arrive, which here is never."""
     group = engine.make(Fragile)
-    pids, kept = group.pid(), weakref.ref(group._engine)
+    pids, kept = group.pid(), weakref.ref(group._transport)
     try:
         with pytest.raises(CallTimeoutError):
             asyncio.run(_value(group.sleep.options(timeout=0.3).remote(60)))
@@ -179,7 +179,7 @@ def test_slow_fetch_for_one_call_delays_no_other_result(make_group, counters, mo
     """The monitor's thread looks at a call nobody waits for, whose result takes long to arrive here."""
     slow = make_group(Fragile)
     fetching, arrived = threading.Event(), threading.Event()
-    collect = slow._engine.collect
+    collect = slow._transport.collect
 
     def collect_slowly(tokens, timeout, **options):
         if threading.current_thread().name == "call-monitor":
@@ -187,7 +187,7 @@ def test_slow_fetch_for_one_call_delays_no_other_result(make_group, counters, mo
             arrived.wait(5)
         return collect(tokens, timeout, **options)
 
-    monkeypatch.setattr(slow._engine, "collect", collect_slowly)
+    monkeypatch.setattr(slow._transport, "collect", collect_slowly)
     later = slow.ping.remote()
     other = counters.add.remote(0)
     assert fetching.wait(5)
@@ -415,7 +415,7 @@ def test_call_that_is_withdrawn_at_once_costs_no_later_call(make_group, counters
     never = make_group(Fragile).sleep.remote(60)
     for _ in range(10):
         waiting = counters.echo.remote(never)
-        counters._engine.withdraw([waiting._call._waiting])
+        counters._transport.withdraw([waiting._call._waiting])
         begin = time.monotonic()
         assert counters.add(0) == [100, 101, 102, 103]
         assert time.monotonic() - begin < 5

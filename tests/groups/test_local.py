@@ -24,7 +24,7 @@ from single_controller import (
     DispatchError,
     GroupBrokenError,
     GroupClosedError,
-    LocalEngineError,
+    LocalGroupError,
     LocalWorkerGroup,
     RayClassWithInitArgs,
     SingleControllerError,
@@ -35,7 +35,7 @@ from single_controller import (
     colocate,
     register,
 )
-from single_controller.base import joining
+from single_controller.call import joining
 from workers.distributed import initialize_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -511,10 +511,10 @@ def test_ray_future_as_argument_of_a_local_group(counters, make):
 @pytest.mark.engines("ray")
 def test_local_future_cannot_be_sent_to_ray(counters, make):
     future = make(Counter, world_size=2).add.remote(0)
-    told = r"LocalEngineError: the results of add\(\) are in the driver's process.*pass future\.result\(\)"
+    told = r"LocalGroupError: the results of add\(\) are in the driver's process.*pass future\.result\(\)"
     with pytest.raises(DispatchError, match=told):
         counters.echo(future)
-    with pytest.raises(DispatchError, match=r"LocalEngineError.*pass ref\.get\(\)"):
+    with pytest.raises(DispatchError, match=r"LocalGroupError.*pass ref\.get\(\)"):
         counters.echo(future.refs[0])
     assert counters.echo(future.result()) == [[0, 1]] * 4
 
@@ -543,7 +543,7 @@ def test_layout_is_read_while_other_threads_calls_end(make):
 
 
 def test_local_future_cannot_be_pickled(make):
-    with pytest.raises(LocalEngineError, match="driver's process"):
+    with pytest.raises(LocalGroupError, match="driver's process"):
         pickle.dumps(make(Counter).add.remote(0))
 
 
@@ -708,7 +708,7 @@ class TestCollectives:
                 WorkerError, match=r"in one process, so they cannot use collectives.*world_size=1"
             ) as error:
                 call()
-            assert isinstance(error.value.__cause__, LocalEngineError)
+            assert isinstance(error.value.__cause__, LocalGroupError)
         assert time.monotonic() - begin < 2 and not torch.distributed.is_initialized()
         assert group.sleep(0) == [0, 1]
 
@@ -794,5 +794,5 @@ def test_invalid_options(size, made, options, error, told):
 
 
 def test_local_engine_error_is_a_library_error_and_pickles():
-    error = LocalEngineError("why")
+    error = LocalGroupError("why")
     assert isinstance(error, SingleControllerError) and str(pickle.loads(pickle.dumps(error))) == "why"

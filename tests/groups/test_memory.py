@@ -11,7 +11,7 @@ import torch
 from group_workers import Counter
 
 from single_controller import ClassWithInitArgs, LocalWorkerGroup
-from single_controller.base import codec
+from single_controller.call import codec
 
 
 def stored_bytes():

@@ -106,7 +106,7 @@ def test_only_this_librarys_packages_are_found_in_the_folder(tmp_path):
         shutil.copytree(root / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "only_the_drivers.py").write_text("")
     code = """
-        import importlib.util, dispatch.rows, single_controller.base.errors, workers.extras
+        import importlib.util, dispatch.rows, single_controller.call.errors, workers.extras
         assert importlib.util.find_spec("only_the_drivers") is None
         print(dispatch.rows.__file__, single_controller.__file__, workers.extras.__file__)
     """

@@ -23,7 +23,7 @@ from single_controller import (
     WorkerDiedError,
 )
 from single_controller.ray import elastic
-from single_controller.ray.collectives import end_collectives
+from single_controller.ray.rank.collectives import end_collectives
 from workers.distributed import initialize_distributed
 
 RANKS = 4
@@ -126,7 +126,7 @@ def test_another_death_while_ranks_are_replaced(members, folder, second):
 
 def test_dead_standby_is_no_obstacle_and_is_started_again(members):
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
-    (standby,) = members._engine.standbys
+    (standby,) = members._transport.standbys
     os.kill(standby.location().pid, signal.SIGKILL)
     wait_until(lambda: not members.standbys(), 5)
     before = members.me()
@@ -143,9 +143,9 @@ def test_standby_that_dies_before_it_is_ready_is_started_again(members, folder):
     (folder / "hold").touch()
     try:
         members.replace()
-        (first,) = members._engine.standbys
+        (first,) = members._transport.standbys
         ray.kill(first.actor)  # as if Ray had put it on a host that is gone
-        wait_until(lambda: members._engine.standbys not in ([first], []), 10)
+        wait_until(lambda: members._transport.standbys not in ([first], []), 10)
     finally:
         (folder / "hold").unlink()
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
@@ -242,7 +242,7 @@ def test_attached_group_and_bad_options_are_refused(wide, members):
 def test_closed_group_ends_its_standby(wide):
     with RayWorkerGroup(wide[:2], RayClassWithInitArgs(Lone), standby=1) as group:
         assert group.world_size == 1
-        location = group._engine.standbys[0].location()
+        location = group._transport.standbys[0].location()
         assert group.add(1) == [1]
     end = time.monotonic() + 10
     while os.path.exists(f"/proc/{location.pid}") and time.monotonic() < end:

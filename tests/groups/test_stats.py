@@ -11,10 +11,10 @@ from group_workers import Counter
 from dispatch.plan import CallPlan
 from dispatch.register import registered_methods
 from single_controller import WorkerError
-from single_controller.base.call import Call, GroupState
-from single_controller.base.engine import Engine, Sent
-from single_controller.base.result import RankResult
-from single_controller.base.stats import CallStats, Clock, write_trace
+from single_controller.call.call import Call, GroupState
+from single_controller.call.result import RankResult
+from single_controller.call.stats import CallStats, Clock, write_trace
+from single_controller.call.transport import Sent, Transport
 
 ENGINES = ("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
@@ -170,7 +170,7 @@ def test_ranks_are_recorded_on_request_and_for_the_latest_calls(log, tmp_path):
             log.record_ranks(wrong)
 
 
-class At1024Ranks(Engine):
+class At1024Ranks(Transport):
     """1,024 ranks that have returned as soon as they are asked."""
 
     world_size = 1024
@@ -208,11 +208,11 @@ class At1024Ranks(Engine):
 def make_calls(stats, number):
     """Send calls to 1,024 simulated ranks and wait for them. Returns the bytes that the statistics keep of each."""
     state = GroupState("simulated", 5.0)
-    state.engine = At1024Ranks()
+    state.transport = At1024Ranks()
     spec, plan = registered_methods(Counter)["add"], CallPlan.empty(1024)
 
     def call():
-        Call(state, spec, plan, state.engine.send(spec, plan, future=False), stats=stats).drive(0.0)
+        Call(state, spec, plan, state.transport.send(spec, plan, future=False), stats=stats).drive(0.0)
 
     call()
     tracemalloc.start()

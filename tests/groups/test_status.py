@@ -14,9 +14,9 @@ from group_workers import Counter, Fragile
 from test_failure import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
-from single_controller.base.executor import RunningCall
-from single_controller.ray import group_records
-from single_controller.ray.frames import frames_of
+from single_controller.call.executor import RunningCall
+from single_controller.ray.rank.frames import frames_of
+from single_controller.ray.records import group_records
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -78,7 +78,7 @@ class TestHungGroup:
         process = next(record.ranks[2].location.wire for record in records_of("hung_Fragile"))
         for _ in range(2):
             text = frames_of(process.pid, process.frames, py_spy="")
-            assert "_raylet" not in text and "base/executor.py" not in text
+            assert "_raylet" not in text and "call/executor.py" not in text
             assert "pip install py-spy" in text and "in hang_in_c_on" in text
         assert re.search(r"unknown: .*not installed.*has ended", frames_of(2**22 + 1, 5, py_spy=""))
 
@@ -124,7 +124,7 @@ def test_local_group(make_group):
     group = make_group(Fragile)
     assert [rank.running for rank in group.status().ranks] == [()] * 4
     assert {rank.process.pid for rank in group.status().ranks} == {os.getpid()}
-    if not group._engine.synchronous:
+    if not group._transport.synchronous:
         future = group.sleep_on.remote([2], 0.5)
         wait_until(lambda: group.status().ranks[2].running)
         assert isinstance(group.status().ranks[2].running[0], RunningCall) and "sleep_on() for" in str(group.status())

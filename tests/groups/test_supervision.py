@@ -16,7 +16,7 @@ from single_controller import (
     WorkerDiedError,
     WorkerError,
 )
-from single_controller.ray.engine import RayEngine
+from single_controller.ray.transport import RayTransport
 
 
 def test_alive_by_rank(make_group):
@@ -42,7 +42,7 @@ def test_look_at_living_ranks_asks_the_control_store_nothing(make_group, monkeyp
     pids = group.pid()
     asked.clear()
     assert group.alive() == [True] * 4
-    many = RayEngine([*group._engine.ranks] * 256)  # 1,024 ranks, without as many processes
+    many = RayTransport([*group._transport.ranks] * 256)  # 1,024 ranks, without as many processes
     assert many.deaths() == {} and not asked
     os.kill(pids[2], signal.SIGKILL)
     wait_until(lambda: sorted(many.deaths()) == list(range(2, 1024, 4)), 5)

@@ -7,7 +7,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from single_controller import Broadcast
-from single_controller.base.codec import encode
+from single_controller.call.codec import encode
 
 DTYPES = [
     torch.float32,

@@ -49,7 +49,7 @@ def group(wired):
 
 
 def connections(group):
-    return [link._connection for link in group._engine._links]
+    return [link._connection for link in group._transport._links]
 
 
 class TestLostConnections:

@@ -11,7 +11,7 @@ import torch
 from group_workers import Fragile
 
 from single_controller import Dispatch, register
-from single_controller.base.result import RankResult
+from single_controller.call.result import RankResult
 from single_controller.wire import connection, link
 
 

@@ -56,7 +56,7 @@ def interrupt(network, name, after=1.0):
 
 def connected(driver):
     """How many ranks a driver's group is connected to."""
-    return driver.do("sum(link.connected for link in group._engine._links)")
+    return driver.do("sum(link.connected for link in group._transport._links)")
 
 
 def show(fault, outcome):

@@ -25,7 +25,7 @@ def test_reset_connection_between_calls_loses_nothing(two_hosts):
     assert driver.do("group.count()") == [1, 1]
     network.reset("h1", "h2")
     assert driver.do("[group.count() for _ in range(3)]") == [[2, 2], [3, 3], [4, 4]]
-    assert driver.do("[link.connected for link in group._engine._links]") == [True, True]
+    assert driver.do("[link.connected for link in group._transport._links]") == [True, True]
 
 
 def test_reset_connection_during_a_call_loses_nothing(two_hosts):

@@ -50,7 +50,7 @@ class TestInTheConstructor:
         assert group.of_the_constructor() == [("gloo", "cpu", "cpu")] * 2
 
     def test_rank_is_not_replaced_alone(self, group):
-        os.kill(group._engine.ranks[1].location.pid, signal.SIGKILL)
+        os.kill(group._transport.ranks[1].location.pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             group.seen()
         with pytest.raises(StartError, match=r"MASTER_\w+ expected, but not set"):

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from single_controller import StartError, WorkerError
-from single_controller.base.result import catchable_as
+from single_controller.call.result import catchable_as
 
 
 class Odd(Exception):
@@ -56,7 +56,7 @@ def test_error_is_of_both_classes_wherever_that_is_possible(kind, base):
 def test_process_that_lacks_the_class_gets_a_plain_error():
     script = """
 import sys
-from single_controller.base.result import catchable_as
+from single_controller.call.result import catchable_as
 from single_controller import WorkerError
 import types, pickle
 module = types.ModuleType("only_here")

@@ -13,7 +13,7 @@ from dispatch.batch import cut, describe, join, length, shard, trim
 from dispatch.errors import BatchError
 from dispatch.move import move
 from dispatch.rows import share_rows
-from single_controller.base.codec import encode
+from single_controller.call.codec import encode
 
 LONGEST = 6
 

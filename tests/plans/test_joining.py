@@ -14,8 +14,8 @@ from dispatch.batch import Deferred
 from dispatch.buffer_pool import buffer_pool
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.base.joining import join_results, locate
-from single_controller.base.result import RankResult
+from single_controller.call.joining import join_results, locate
+from single_controller.call.result import RankResult
 
 
 class RecordedResults:

@@ -47,7 +47,7 @@ class Group:
 
     def standby_and_then_a_rank(self):
         self._standby_ready()
-        os.kill(self.group._engine.standbys[0].location().pid, signal.SIGKILL)
+        os.kill(self.group._transport.standbys[0].location().pid, signal.SIGKILL)
         return self._kill(self._loop, after=self.rng.uniform(0, 0.3), ready=False)
 
     def rank_and_another_while_it_is_replaced(self):

@@ -43,7 +43,7 @@ def toys(engine=BigramEngine):
 
 
 def workers_of(group):
-    return [rank._executor.workers[None] for rank in group._state.engine.ranks]
+    return [rank._executor.workers[None] for rank in group._state.transport.ranks]
 
 
 def exchange(group, version, sends=((), ()), copies=True):

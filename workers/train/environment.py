@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from single_controller.ray.devices import NOSET
+from single_controller.ray.rank.devices import NOSET
 from workers.train.args import TrainArgsError
 
 BEFORE_START = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})

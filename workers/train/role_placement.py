@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from single_controller import RayResourcePool
-from single_controller.base.closing import Closing
+from single_controller.call.closing import Closing
 from single_controller.ray.runtime import ensure_ray
 from workers.train.args import TrainArgsError, read_args
 from workers.train.args_checks import actor_size, critic_size

@@ -14,8 +14,8 @@ import ray.exceptions
 
 from dispatch.batch import Broadcast
 from single_controller import SingleControllerError
-from single_controller.base.future import WorkerFuture
-from single_controller.base.group import WorkerGroup
+from single_controller.call.future import WorkerFuture
+from single_controller.call.group import WorkerGroup
 from workers.weight_sync.sync_protocol import UPDATE_SECONDS, Budget, ReceiverClass, WeightSyncError
 
 Rollout = Any

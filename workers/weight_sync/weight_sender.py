@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from single_controller.base.checks import check_seconds
+from dispatch.checks import check_seconds
 from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.digest import combine
 from workers.weight_sync.pieces import Header, Packer, Payload

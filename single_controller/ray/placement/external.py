@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from single_controller.base.errors import GroupClosedError
+from single_controller.call.errors import GroupClosedError
 from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.reservation import Reservation

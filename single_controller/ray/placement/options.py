@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from single_controller.base.checks import check_amounts, check_seconds
-from single_controller.ray.internals import accelerator_names
+from dispatch.checks import check_amounts, check_seconds
+from single_controller.ray.compat import accelerator_names
 from single_controller.ray.placement.slots import RAYS_OWN
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dispatch.drawing import aligned
-from single_controller.base.errors import PlacementError
+from single_controller.call.errors import PlacementError
 from single_controller.ray.placement.feasibility import (
     Amounts,
     Forecast,

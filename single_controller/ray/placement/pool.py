@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
-from single_controller.base.closing import Closing
-from single_controller.base.errors import ForkedProcessError, GroupClosedError, PlacementError
-from single_controller.base.pool import ResourcePool
+from single_controller.call.closing import Closing
+from single_controller.call.errors import ForkedProcessError, GroupClosedError, PlacementError
+from single_controller.call.pool import ResourcePool
 from single_controller.ray.placement.external import external_reservation
 from single_controller.ray.placement.feasibility import Forecast, Request, join_requests, shortage
 from single_controller.ray.placement.options import PoolOptions

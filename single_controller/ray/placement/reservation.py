@@ -31,8 +31,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from single_controller.base.errors import GroupClosedError, PlacementError
-from single_controller.ray.internals import worker_pools
+from single_controller.call.errors import GroupClosedError, PlacementError
+from single_controller.ray.compat import worker_pools
 from single_controller.ray.placement.feasibility import Forecast, Request, expected_nodes, forecast, shortage
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import plan_pool, refuse_impossible

@@ -11,9 +11,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from single_controller.base.errors import PlacementError
-from single_controller.ray.devices import device_key, own_devices
-from single_controller.ray.internals import accelerator_names
+from single_controller.call.errors import PlacementError
+from single_controller.ray.compat import accelerator_names
+from single_controller.ray.rank.devices import device_key, own_devices
 from single_controller.ray.runtime import address_key
 
 

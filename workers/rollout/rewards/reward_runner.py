@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from single_controller.base.closing import Closing
+from single_controller.call.closing import Closing
 from workers.rollout.rewards.reward_calls import RewardCall, RewardFunction, Sample
 from workers.rollout.rewards.reward_progress import RewardProgress
 from workers.rollout.rollout_errors import RewardError, RolloutError

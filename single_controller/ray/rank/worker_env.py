@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from single_controller.ray.devices import hide_other_devices, is_noset, own_devices, show_all_devices
+from single_controller.ray.rank.devices import hide_other_devices, is_noset, own_devices, show_all_devices
 
 _PREFIXES = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
 """Variables that are read once when a process starts, or may be."""

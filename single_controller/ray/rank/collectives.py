@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-from single_controller.ray.internals import tcp_connections
+from single_controller.ray.compat import tcp_connections
 
 logger = logging.getLogger(__name__)
 

@@ -154,7 +154,7 @@ class GroupClosedError(SingleControllerError):
     """The group, or the pool under it, is closed."""
 
 
-class LocalEngineError(SingleControllerError):
+class LocalGroupError(SingleControllerError):
     """A `LocalWorkerGroup`, whose ranks share the driver's process, was asked for something that needs processes."""
 
 

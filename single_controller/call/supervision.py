@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
-from single_controller.base.call import Call, GroupState
-from single_controller.base.checks import check_seconds
-from single_controller.base.closing import Closing
-from single_controller.base.engine import Engine
-from single_controller.base.errors import WorkerDiedError, hosts_text, ranks_text
-from single_controller.base.methods import CallOptions
+from single_controller.call.call import Call, GroupState
+from single_controller.call.closing import Closing
+from single_controller.call.errors import WorkerDiedError, hosts_text, ranks_text
+from single_controller.call.methods import CallOptions
+from single_controller.call.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +155,8 @@ def restart(
         try:
             start(chosen)
             if not state.reopen():  # another thread closed the group meanwhile
-                if state.engine is not None:
-                    state.engine.kill()
+                if state.transport is not None:
+                    state.transport.kill()
                 state.check()
             replay(chosen)
             state.restarts += 1
@@ -176,8 +176,8 @@ class Watcher(Closing):
     when the group is garbage collected. It holds no lock while it calls ``on_death``.
 
     Args:
-        state: the group's state. The watcher keeps only a weak reference to it: the state has the engine, and the
-            engine has the handles of the workers, which end when the last reference to them is gone.
+        state: the group's state. The watcher keeps only a weak reference to it: the state has the transport, and the
+            transport has the handles of the workers, which end when the last reference to them is gone.
         on_death: called in the watcher's thread for each death.
         interval: seconds between two looks.
 
@@ -223,7 +223,7 @@ class Watcher(Closing):
 
     def _new_deaths(self, state: GroupState) -> list[WorkerDiedError]:
         """Deaths that were not reported yet: those that calls ran into, even if the group was restarted since, and
-        those that only the engine knows, which break the group now."""
+        those that only the transport knows, which break the group now."""
         found = state.deaths[self._deaths_seen :]
         self._deaths_seen += len(found)
         news = []
@@ -231,24 +231,24 @@ class Watcher(Closing):
             if not self._reported.issuperset((restarts, rank) for rank in error.ranks):
                 news.append(error)
             self._reported.update((restarts, rank) for rank in error.ranks)
-        engine = state.engine
-        if engine is not None and engine.connected:
-            dead = self._ask(state, engine, state.restarts)
+        transport = state.transport
+        if transport is not None and transport.connected:
+            dead = self._ask(state, transport, state.restarts)
             if dead is not None:
                 news.append(dead)
         return news
 
-    def _ask(self, state: GroupState, engine: Engine, restarts: int) -> WorkerDiedError | None:
-        deaths = engine.deaths()
-        dead = sorted(r for r in deaths if (restarts, r) not in self._reported and r not in engine.restarted)
+    def _ask(self, state: GroupState, transport: Transport, restarts: int) -> WorkerDiedError | None:
+        deaths = transport.deaths()
+        dead = sorted(r for r in deaths if (restarts, r) not in self._reported and r not in transport.restarted)
         # A restart or close() ends workers on purpose. It may have begun after deaths() was asked.
-        if not dead or engine.ended or state.restarting or state.closed or state.engine is not engine:
+        if not dead or transport.ended or state.restarting or state.closed or state.transport is not transport:
             return None
         self._reported.update((restarts, rank) for rank in dead)
-        hosts = hosts_text([engine.host(rank) for rank in dead])
+        hosts = hosts_text([transport.host(rank) for rank in dead])
         message = f"{ranks_text(dead)} died ({hosts}): {deaths[dead[0]]}"
         state.break_(message, dead)
-        return WorkerDiedError(message, rank=dead[0], host=engine.host(dead[0]), ranks=dead)
+        return WorkerDiedError(message, rank=dead[0], host=transport.host(dead[0]), ranks=dead)
 
     def __repr__(self) -> str:
         return f"<Watcher, {'running' if self.watching else 'ended'}>"

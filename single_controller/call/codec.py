@@ -29,7 +29,7 @@ from dispatch.register import MethodSpec
 if TYPE_CHECKING:
     import numpy
 
-    from single_controller.base.pool import ClassWithInitArgs
+    from single_controller.call.pool import ClassWithInitArgs
 
 MAX_MAPPED_BYTES = 1 << 30
 """Bytes of shared memory that results may keep mapped in this process. Further results are copied out of it."""
@@ -44,7 +44,7 @@ class Encoded:
     Attributes:
         header: the pickle of the value without its buffers.
         buffers: the buffers, as objects with the buffer protocol.
-        references: objects that travel beside the pickle, such as ObjectRefs and actor handles: the engine must see
+        references: objects that travel beside the pickle, such as ObjectRefs and actor handles: the transport must see
             them to count references.
         nbytes: size in bytes.
     """
@@ -141,8 +141,8 @@ def can_encode(value: Any, *, in_process: bool = False) -> bool:
 def use_pickler(pickler: type[Any]) -> None:
     """Set the base class of the encoder, a ``CloudPickler``.
 
-    An engine that has its own copy of cloudpickle sets it. Each copy keeps its own table of the classes that it pickled
-    by value, so that a class of ``__main__`` would otherwise arrive as two distinct classes.
+    A transport that has its own copy of cloudpickle sets it. Each copy keeps its own table of the classes that it
+    pickled by value, so that a class of ``__main__`` would otherwise arrive as two distinct classes.
     """
     global _encoder
     _encoder = type("Encoder", (_Reducers, pickler), {})
@@ -170,7 +170,7 @@ _decoding = threading.local()
 
 
 def _default_encoder() -> Any:
-    import cloudpickle  # imported here: a process whose engine has its own copy does not need it
+    import cloudpickle  # imported here: a process whose transport has its own copy does not need it
 
     use_pickler(cloudpickle.CloudPickler)
     return _encoder

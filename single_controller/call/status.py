@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dispatch.drawing import aligned
-from single_controller.base.call import GroupState
-from single_controller.base.engine import MAX_STACK_SECONDS, Death, RankProcess
-from single_controller.base.executor import RunningCall
+from single_controller.call.call import GroupState
+from single_controller.call.executor import RunningCall
+from single_controller.call.transport import MAX_STACK_SECONDS, Death, RankProcess
 
 State = Literal["open", "broken", "closed"]
 
@@ -99,16 +99,16 @@ class GroupStatus:
 
 def group_status(state: GroupState, seconds: float = MAX_STACK_SECONDS) -> GroupStatus:
     """The status of a group of this process. Asks its ranks, for up to ``seconds``, and disturbs none of them."""
-    engine = state.engine
-    if engine is None:
+    transport = state.transport
+    if transport is None:
         raise RuntimeError(f"{state.name} has no workers yet")
     deaths: dict[int, str] = {}
-    processes = engine.processes
-    gone = state.closed or engine.ended or not engine.connected
+    processes = transport.processes
+    gone = state.closed or transport.ended or not transport.connected
     if not gone:
-        deaths = {rank: why for rank, why in engine.deaths().items() if rank not in engine.restarted}
+        deaths = {rank: why for rank, why in transport.deaths().items() if rank not in transport.restarted}
         state.note_deaths(deaths)
-    living = [] if gone else [rank for rank in range(engine.world_size) if rank not in deaths]
+    living = [] if gone else [rank for rank in range(transport.world_size) if rank not in deaths]
     current: State = "closed" if state.closed else "open" if state.broken is None else "broken"
     reason = "" if current != "broken" else state.broken or ""
     return GroupStatus(
@@ -116,7 +116,7 @@ def group_status(state: GroupState, seconds: float = MAX_STACK_SECONDS) -> Group
         current,
         reason,
         state.restarts,
-        rank_statuses(processes, living, engine.running(living, seconds), state.last_deaths),
+        rank_statuses(processes, living, transport.running(living, seconds), state.last_deaths),
     )
 
 

@@ -14,12 +14,12 @@ from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
 from dispatch.rows import share_rows
-from single_controller.base.codec import decoded, private_copy
-from single_controller.base.result import RankResult
+from single_controller.call.codec import decoded, private_copy
+from single_controller.call.result import RankResult
 
 
 class CallResults(Protocol):
-    """The results of one call, as any process can ask for them. Each engine has its own class; it pickles.
+    """The results of one call, as any process can ask for them. Each transport has its own class; it pickles.
 
     Attributes:
         label: the call's method, for messages.
@@ -37,7 +37,7 @@ class CallResults(Protocol):
         ...
 
     def refs(self) -> list[Any]:
-        """The engine's references to the results, in order."""
+        """The transport's references to the results, in order."""
         ...
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:

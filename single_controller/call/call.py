@@ -11,11 +11,11 @@ Lock order. A thread may acquire a lock only while it holds locks further up in 
 2. Waiting in `Monitor.forget` until the monitor's thread has looked at a call counts as a lock: that look needs those
    below.
 3. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping only, never while
-   the engine is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be short,
-   and must not acquire ``sending``.
+   the transport is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be
+   short, and must not acquire ``sending``.
 4. ``Monitor._changed`` protects the set of watched calls.
-5. ``RayEngine._asking``, ``Link.lock`` and ``Session.changed``, under which only ``Connection._sending`` is acquired. A
-   Ray task is submitted under the last two, which waits for nothing.
+5. ``RayTransport._asking``, ``Link.lock`` and ``Session.changed``, under which only ``Connection._sending`` is
+   acquired. A Ray task is submitted under the last two, which waits for nothing.
 6. Leaves: ``Connection._sending``, ``Arrivals._lock``, ``Hub._starting``, ``Executor._loop_lock``,
    ``BufferPool._lock``, the codec's counter of mapped bytes, ``LocalRank._lock`` and ``LocalResults._lock``.
 
@@ -44,8 +44,7 @@ from dispatch.errors import ResultError, SingleControllerError
 from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
-from single_controller.base.engine import MAX_STACK_SECONDS, Death, Engine, Sent, Token
-from single_controller.base.errors import (
+from single_controller.call.errors import (
     CallTimeoutError,
     ForkedProcessError,
     GroupBrokenError,
@@ -55,10 +54,11 @@ from single_controller.base.errors import (
     hosts_text,
     ranks_text,
 )
-from single_controller.base.joining import CallResults, InlineResults, join_results
-from single_controller.base.result import Failure, RankResult, first_cause
-from single_controller.base.stacks import show_stacks
-from single_controller.base.stats import CallRecord, CallStats
+from single_controller.call.joining import CallResults, InlineResults, join_results
+from single_controller.call.result import Failure, RankResult, first_cause
+from single_controller.call.stacks import show_stacks
+from single_controller.call.stats import CallRecord, CallStats
+from single_controller.call.transport import MAX_STACK_SECONDS, Death, Sent, Token, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ LOST_SECONDS = 0.5
 
 DEATH_SHOWS_SECONDS = 2.0
 """How long an error that may be an echo of a death waits for that death to be reported, at least. While ranks that have
-not ended cannot be reached, it waits for `Engine.death_seconds`."""
+not ended cannot be reached, it waits for `Transport.death_seconds`."""
 
 MAX_PROBED = 64
 """Ranks that one look probes at once: each probe takes a connection."""
@@ -79,7 +79,7 @@ ASK_AFTER_SECONDS = 1.0
 OTHERS_FAIL_SECONDS = 0.1
 """How long an error waits for those of other ranks, so that one error can name all of them."""
 
-ENGINE_GONE = "the connection to Ray with which it was created was shut down"
+TRANSPORT_GONE = "the connection to Ray with which it was created was shut down"
 
 
 class GroupState:
@@ -92,7 +92,7 @@ class GroupState:
         error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
 
     Attributes:
-        engine: what runs the workers; None until they were started.
+        transport: what runs the workers; None until they were started.
         broken: why the group is broken, or None.
         closed: whether it was closed.
         dead: the ranks whose death broke it.
@@ -118,7 +118,7 @@ class GroupState:
         self.error_grace = error_grace
         self.sending = threading.RLock()
         self.lock = threading.RLock()
-        self.engine: Engine | None = None
+        self.transport: Transport | None = None
         self.broken: str | None = None
         self.closed = False
         self.advice = "Call restart() to start new workers, or close()"
@@ -139,12 +139,12 @@ class GroupState:
 
     def check_process(self) -> None:
         """Raise in a fork of the process that made the group, before any lock is taken: a thread of that process may
-        have held it, and does not exist here. Without threads, a fork has an engine of its own and may use it.
+        have held it, and does not exist here. Without threads, a fork has a transport of its own and may use it.
 
         Raises:
             ForkedProcessError: this is a fork.
         """
-        if os.getpid() != self._pid and not (self.engine is not None and self.engine.synchronous):
+        if os.getpid() != self._pid and not (self.transport is not None and self.transport.synchronous):
             raise ForkedProcessError.of(self.name)
 
     def check(self) -> None:
@@ -239,8 +239,8 @@ class Call:
         state: the state of the group.
         spec: the method.
         plan: which rank got what.
-        sent: what the engine returned for it.
-        engine: the engine that carries the call; by default the group's.
+        sent: what the transport returned for it.
+        transport: the transport that carries the call; by default the group's.
         timeout: seconds from now until the call is late, or None.
         starting: whether this is the call of the constructors.
         stats: where the group records its calls.
@@ -263,17 +263,17 @@ class Call:
         plan: CallPlan,
         sent: Sent,
         *,
-        engine: Engine | None = None,
+        transport: Transport | None = None,
         timeout: float | None = None,
         starting: bool = False,
         stats: CallStats | None = None,
         begun: float | None = None,
         device: str | None = None,
     ) -> None:
-        used = engine or state.engine
+        used = transport or state.transport
         if used is None:
             raise RuntimeError(f"{state.name} has no workers yet")
-        self.engine: Engine = used
+        self.transport: Transport = used
         self.method = spec.name
         self.role = spec.role
         self.label = spec.label
@@ -348,7 +348,7 @@ class Call:
             return self._source
 
     def refs(self) -> list[Any]:
-        """The engine's references to the results, to be handed out."""
+        """The transport's references to the results, to be handed out."""
         self.reported = True  # Ray tells whoever has them
         with self._lock:
             if not self.settled:
@@ -360,18 +360,18 @@ class Call:
 
         Args:
             timeout: seconds.
-            first: whether the call was just sent, so that the engine was connected a moment ago.
+            first: whether the call was just sent, so that the transport was connected a moment ago.
         """
-        if not (first or self.engine.connected):
-            self.engine_lost()
+        if not (first or self.transport.connected):
+            self.transport_lost()
             return
         with self._lock:
             pending = dict(self._pending)
-        # Outside the lock: this waits, and the engine may have to fetch a large result from another node.
-        arrived = self.engine.collect(pending, timeout)
+        # Outside the lock: this waits, and the transport may have to fetch a large result from another node.
+        arrived = self.transport.collect(pending, timeout)
         if self._echo:
             left = {rank: token for token, rank in pending.items() if token not in arrived and rank not in self._alive}
-            for rank, death in self.engine.probe(list(left)[:MAX_PROBED]).items():
+            for rank, death in self.transport.probe(list(left)[:MAX_PROBED]).items():
                 if death is None:
                     self._alive.add(rank)
                 else:
@@ -383,8 +383,8 @@ class Call:
             in_vain: list[Token] = []
             if self._withdrawn and not told:
                 in_vain = [waiting] if waiting is not None else list(self._pending)
-        if in_vain:  # outside the lock: this asks the engine
-            self.engine.withdraw(in_vain)
+        if in_vain:  # outside the lock: this asks the transport
+            self.transport.withdraw(in_vain)
 
     def _absorb(self, arrived: Mapping[Token, RankResult]) -> None:
         now = time.time()
@@ -392,13 +392,15 @@ class Call:
             if self._pending.pop(token, None) is None:
                 continue  # another thread was faster, or the call was abandoned
             self._results[result.rank] = result
-            if result.failure is not None and not result.failure.method:  # the engine made it, without knowing the call
+            if (
+                result.failure is not None and not result.failure.method
+            ):  # made by the transport, which does not know the call
                 result.failure.method, result.failure.role = self.method, self.role
             if result.died is None:
                 self._state.layout_versions.setdefault(self.role, {})[result.rank] = result.layout_version
             if result.clock is not None:
                 self._record.add(result.rank, result.clock, result.nbytes, now)
-                if self.engine.synchronous:  # the call ran while it was being sent
+                if self.transport.synchronous:  # the call ran while it was being sent
                     self._record.dispatched = min(self._record.dispatched, result.clock.received)
 
     def value(self) -> Any:
@@ -419,8 +421,8 @@ class Call:
         kept = any(result.kept for result in results)
         source: CallResults | InlineResults = self.results if kept else InlineResults(self.label, results)
         # Small results are here, but whether they came in time must not depend on a race with the shutdown.
-        if self._make_source is not None and not self.engine.connected:
-            raise GroupBrokenError(f"the results of {self.label}() are lost: {ENGINE_GONE}")
+        if self._make_source is not None and not self.transport.connected:
+            raise GroupBrokenError(f"the results of {self.label}() are lost: {TRANSPORT_GONE}")
         try:
             value = join_results(source, results, self.join)
         except ResultError as error:
@@ -438,9 +440,11 @@ class Call:
         """The death with which a result was lost that was still on its rank; None if the rank lives, or its death was
         known before, or it was replaced."""
         state, rank, end = self._state, error.rank, time.monotonic() + LOST_SECONDS
-        while rank is not None and state.broken is None and self.engine is state.engine and not self.engine.ended:
-            reason = self.engine.deaths().get(rank)
-            if reason is not None and rank not in self.engine.restarted:
+        while (
+            rank is not None and state.broken is None and self.transport is state.transport and not self.transport.ended
+        ):
+            reason = self.transport.deaths().get(rank)
+            if reason is not None and rank not in self.transport.restarted:
                 death = self._death([rank], reason)
                 state.deaths.append((state.restarts, death))
                 state.break_(str(death), [rank])
@@ -474,8 +478,8 @@ class Call:
     def when_results_arrive(self, callback: Callable[[], None]) -> None:
         """Call a short function, in any thread, once all results have arrived. A thread that then waits for the call
         settles it at once, without the monitor's next look. `discard` takes the function back."""
-        if not self.engine.connected:
-            self.engine_lost()
+        if not self.transport.connected:
+            self.transport_lost()
             return
         with self._lock:
             arrived, first = self._arrived, self._on_arrival is None
@@ -484,7 +488,7 @@ class Call:
             pending = list(self._pending)
         if arrived:
             callback()
-        elif first:  # the engine is asked once, however many wait
+        elif first:  # the transport is asked once, however many wait
             weak = weakref.ref(self)  # a rank that never ends must not keep a call that nobody has
 
             def results_arrived() -> None:
@@ -492,7 +496,7 @@ class Call:
                 if call is not None:
                     call._call_back_on_arrival()
 
-            self.engine.when_arrived(pending, results_arrived)
+            self.transport.when_arrived(pending, results_arrived)
 
     def _call_back_on_arrival(self) -> None:
         with self._lock:
@@ -519,9 +523,9 @@ class Call:
                 self._settle(refusal)
             self._pending.clear()
 
-    def engine_lost(self) -> None:
-        """The engine is gone, and with it the workers: break the group, which ends this call."""
-        self._state.break_(ENGINE_GONE)
+    def transport_lost(self) -> None:
+        """The transport is gone, and with it the workers: break the group, which ends this call."""
+        self._state.break_(TRANSPORT_GONE)
         self.abandon()
 
     # --- the outcome ----------------------------------------------------------------------------------------------
@@ -549,7 +553,7 @@ class Call:
             # busy with an earlier call tell later.
             self._settle(self._input_error(lost_input))
         elif not self._pending:
-            late = self._ranks_over_time() if self.engine.synchronous else []
+            late = self._ranks_over_time() if self.transport.synchronous else []
             if late and not self.settled:
                 self._time_out(late)
             else:
@@ -572,13 +576,13 @@ class Call:
             bool(self._pending)
             if waited <= DEATH_SHOWS_SECONDS
             # By now Ray has reported any death but that of a host that went silently. No rank on such a host responds.
-            else waited <= self.engine.death_seconds and not self._alive.issuperset(self._pending.values())
+            else waited <= self.transport.death_seconds and not self._alive.issuperset(self._pending.values())
         )
         if not self._echo and (first.may_be_echo or not self._pending or waited > OTHERS_FAIL_SECONDS):
             self._settle(first.error(starting=self.starting, failures=failures))
 
     def _ranks_over_time(self) -> list[int]:
-        """A synchronous engine cannot interrupt a call: the ranks that took longer than its timeout."""
+        """A synchronous transport cannot interrupt a call: the ranks that took longer than its timeout."""
         clocks = {rank: result.clock for rank, result in self._results.items()}
         limit = self._timeout
         return sorted(
@@ -599,7 +603,7 @@ class Call:
     def late_stacks(self, seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
         """rank -> where it is, of the ranks that have not ended. Takes up to ``seconds``."""
         try:
-            stacks = self.engine.stacks(self.late, seconds)
+            stacks = self.transport.stacks(self.late, seconds)
         except Exception:
             logger.debug("%s(): the late ranks could not be asked where they are", self.label, exc_info=True)
             stacks = {}
@@ -663,7 +667,7 @@ class Call:
         where = "__init__" if self.starting else self.method
         during = label(self.role, where)
         message = f"{ranks_text(dead)} died during {during}() ({self._hosts(dead)}): {reason}"
-        error = WorkerDiedError(message, rank=dead[0], host=self.engine.host(dead[0]), method=where, ranks=dead)
+        error = WorkerDiedError(message, rank=dead[0], host=self.transport.host(dead[0]), method=where, ranks=dead)
         error.role = self.role
         return error
 
@@ -694,7 +698,7 @@ class Call:
             logger.error("Unhandled error of %s(), whose future was dropped: %s", self.label, self.error)
 
     def _hosts(self, ranks: Sequence[int]) -> str:
-        return hosts_text([self.engine.host(rank) for rank in ranks])
+        return hosts_text([self.transport.host(rank) for rank in ranks])
 
     def rank_results(self) -> Mapping[int, RankResult]:
         """The results by rank; only for a call that succeeded."""

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from dispatch.modes import Dispatch, Execute
 from dispatch.register import register
-from single_controller.base.errors import LocalEngineError
-from single_controller.base.layout_report import DeviceMesh, LayoutReport, mesh_coordinates
+from single_controller.call.errors import LocalGroupError
+from single_controller.call.layout_report import DeviceMesh, LayoutReport, mesh_coordinates
 
 RANK_ENVIRONMENT = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
@@ -35,7 +35,7 @@ class RankInfo:
         master_addr: address of rank 0's node.
         master_port: a port on that node, held for this group.
         node_rank: number of the rank's node, from 0, in the order of the nodes' first ranks.
-        device_ids: ids of the accelerators that the engine assigned; () if none.
+        device_ids: ids of the accelerators that the transport assigned; () if none.
         one_process: whether all ranks of a group of several share one process, where collectives are impossible.
         generation: how often the group was restarted or had ranks replaced before.
         replacement: whether the worker replaces another one, and does not take part in collectives yet.
@@ -226,7 +226,7 @@ class Worker:
         """Address of rank 0's node.
 
         Raises:
-            LocalEngineError: in a `LocalWorkerGroup` of several ranks, which have no rendezvous.
+            LocalGroupError: in a `LocalWorkerGroup` of several ranks, which have no rendezvous.
         """
         self._check_collectives("worker.master_addr")
         return self._rank_info.master_addr
@@ -236,7 +236,7 @@ class Worker:
         """Port on rank 0's node that is held for this group's rendezvous.
 
         Raises:
-            LocalEngineError: in a `LocalWorkerGroup` of several ranks, which have no rendezvous.
+            LocalGroupError: in a `LocalWorkerGroup` of several ranks, which have no rendezvous.
         """
         self._check_collectives("worker.master_port")
         return self._rank_info.master_port
@@ -386,7 +386,7 @@ class Worker:
             what: what needs them, for the message.
 
         Raises:
-            LocalEngineError: the ranks share one process.
+            LocalGroupError: the ranks share one process.
             RuntimeError: the worker is a replacement, and alone.
         """
         if self._rank_info.replacement:
@@ -396,7 +396,7 @@ class Worker:
                 "and initialize them in on_membership_change(), which runs on all ranks"
             )
         if self._rank_info.one_process:
-            raise LocalEngineError(
+            raise LocalGroupError(
                 f"{what} on rank {self.rank} of {self.world_size}: the ranks of a LocalWorkerGroup are in one process, "
                 "so they cannot use collectives. Use a RayWorkerGroup, or world_size=1"
             )

@@ -10,16 +10,17 @@ from typing import Any, cast
 
 import ray.cloudpickle
 
-from single_controller.base.call import GroupState
-from single_controller.base.errors import ranks_text
-from single_controller.ray import group_records, internals
-from single_controller.ray.engine import Rank, RayEngine
-from single_controller.ray.group_records import TAKEOVER, GroupRecord
-from single_controller.ray.internals import death_of
+from single_controller.call.call import GroupState
+from single_controller.call.errors import ranks_text
+from single_controller.ray import compat
+from single_controller.ray.compat import death_of
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.slots import Slot
+from single_controller.ray.records import group_records
+from single_controller.ray.records.group_records import TAKEOVER, GroupRecord
 from single_controller.ray.runtime import ensure_ray
 from single_controller.ray.start import StartPlan, standby_of
+from single_controller.ray.transport import Rank, RayTransport
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +57,15 @@ class Takeover:
 
     @staticmethod
     def encode(
-        plan: StartPlan, engine: RayEngine, rendezvous: tuple[str, int], settings: Settings, data: Any
+        plan: StartPlan, transport: RayTransport, rendezvous: tuple[str, int], settings: Settings, data: Any
     ) -> bytes | None:
         """Encode what a group's driver leaves; None if it cannot be pickled, or is too large."""
         pool = plan.pool
-        standbys = tuple((one.actor, one.name, one.slot) for one in engine.standbys)
+        standbys = tuple((one.actor, one.name, one.slot) for one in transport.standbys)
         values = (
             replace(plan, pool=cast(Any, None)),
             (pool.options, pool.reservations[0].request, pool.slots()),
-            engine.ranks,
+            transport.ranks,
             standbys,
             rendezvous,
             settings,
@@ -104,16 +105,18 @@ class Takeover:
         """Bring the state of a new group to that of the former driver's group."""
         # Without connections, which the former driver's processes cannot have opened to this one: `replace` or
         # `restart` opens them.
-        engine = RayEngine(self.ranks, self.plan.pool)
+        transport = RayTransport(self.ranks, self.plan.pool)
         encoded = self.plan.process.encode() if self.standbys else None
         living = [one for one in self.standbys if death_of(one[0]) is None]
-        engine.standbys = [standby_of(self.plan, *one, encoded) for one in living]
-        state.engine, state.restarts, state.last_deaths = engine, self.record.generation, dict(self.record.deaths)
-        deaths = engine.deaths()
+        transport.standbys = [standby_of(self.plan, *one, encoded) for one in living]
+        state.transport, state.restarts, state.last_deaths = transport, self.record.generation, dict(self.record.deaths)
+        deaths = transport.deaths()
         state.note_deaths(deaths)
         if deaths:
             first = min(deaths)
-            state.break_(f"{ranks_text(sorted(deaths))} died ({engine.host(first)}): {deaths[first]}", sorted(deaths))
+            state.break_(
+                f"{ranks_text(sorted(deaths))} died ({transport.host(first)}): {deaths[first]}", sorted(deaths)
+            )
         elif self.record.broken is not None:
             state.break_(self.record.broken)
 
@@ -143,7 +146,7 @@ def find_takeover(
     if len(found := exactly or found) != 1:
         return None
     ((key, record),) = found.items()
-    encoded = internals.read_records(TAKEOVER + key).get(TAKEOVER + key)
+    encoded = compat.read_records(TAKEOVER + key).get(TAKEOVER + key)
     if encoded is None:
         return None
     if record.job in records.jobs:

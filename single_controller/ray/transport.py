@@ -1,4 +1,4 @@
-"""RayEngine: one actor per rank."""
+"""RayTransport: one actor per rank."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ray.exceptions import RayError
 from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.base.codec import BESIDE as SEPARATE
-from single_controller.base.codec import Encoded, call_message, encode, encode_arguments
-from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, RankProcess, Sent, Token
-from single_controller.base.errors import StartError
-from single_controller.base.executor import Asked, RunningCall
-from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
-from single_controller.ray.actor import LOCATE, TAKE, Location, StartMessage, running_calls
-from single_controller.ray.internals import death_of, death_seconds, node_service, ray_worker
+from single_controller.call.codec import BESIDE as SEPARATE
+from single_controller.call.codec import Encoded, call_message, encode, encode_arguments
+from single_controller.call.errors import StartError
+from single_controller.call.executor import Asked, RunningCall
+from single_controller.call.result import MAX_INLINE_BYTES, Failure, RankResult
+from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, RankProcess, Sent, Token, Transport
+from single_controller.ray.compat import death_of, death_seconds, node_service, ray_worker
 from single_controller.ray.placement.plan import StandbyPlan
 from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.placement.slots import Slot
+from single_controller.ray.rank.actor import LOCATE, TAKE, Location, StartMessage, running_calls
 from single_controller.ray.results import RESULT, LocatedResults, RayResults, ReplyTasks, one_line, put, what_is_lost
 from single_controller.wire.connection import hub
 from single_controller.wire.handshake import BESIDE, CALL, CANCEL, CONCURRENT, JOIN
@@ -131,7 +131,7 @@ class _Sendable(NamedTuple):
 _NOTHING = _Sendable(None, (), 0)
 
 
-class RayEngine(Engine):
+class RayTransport(Transport):
     """Sends calls to actors.
 
     A rank is *suspect* when an error on another one may be the echo of its death.
@@ -141,7 +141,7 @@ class RayEngine(Engine):
     Args:
         ranks: the actors, in order of rank.
         pool: the pool that they run in. Kept alive as long as a call of theirs is.
-        links: links of an earlier engine. Those of ranks that are left are used again, and the others closed.
+        links: links of an earlier transport. Those of ranks that are left are used again, and the others closed.
 
     Attributes:
         links: by Ray's id of the actor.
@@ -177,7 +177,7 @@ class RayEngine(Engine):
 
     @property
     def connected(self) -> bool:
-        """See `Engine.connected`."""
+        """See `Transport.connected`."""
         # Ray makes another core worker each time that this process connects, and drops it after it has disconnected.
         worker = self._ray
         return (
@@ -189,7 +189,7 @@ class RayEngine(Engine):
         return self._hosts[rank]
 
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
-        """See `Engine.send`."""
+        """See `Transport.send`."""
         waiting = None
         if plan.deferred and spec.registration.materialize_futures and len(plan.ranks) > 1:
             plan, waiting = self._locate(spec, plan)
@@ -296,7 +296,7 @@ class RayEngine(Engine):
         taken.future().add_done_callback(when_taken)
 
     def collect(self, tokens: Mapping[Token, int], timeout: float) -> dict[Token, RankResult]:
-        """See `Engine.collect`."""
+        """See `Transport.collect`."""
         replies = cast("Mapping[Reply, int]", tokens)
         arrivals = next(iter(replies)).arrivals if replies else None
         if arrivals is not None and timeout > 0:
@@ -330,14 +330,14 @@ class RayEngine(Engine):
             return RankResult(reply.rank, failure=Failure(reply.rank, where, "", kind, what_is_lost(error), lost=True))
 
     def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
-        """See `Engine.when_arrived`. Called back in the hub's thread."""
+        """See `Transport.when_arrived`. Called back in the hub's thread."""
         if tokens:
             cast(Reply, tokens[0]).arrivals.when_all(callback)
         else:
             callback()
 
     def withdraw(self, tokens: Iterable[Token]) -> None:
-        """See `Engine.withdraw`."""
+        """See `Transport.withdraw`."""
         for token in tokens:
             if isinstance(token, Reply):
                 token.link.note(CANCEL, token.number)
@@ -346,7 +346,7 @@ class RayEngine(Engine):
                 self._links[rank].note(CANCEL, number)
 
     def deaths(self) -> dict[int, str]:
-        """See `Engine.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""
+        """See `Transport.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""
         for number, rank in enumerate(self.ranks):
             if number not in self._deaths and (reason := death_of(rank.actor) or self._gone(number)) is not None:
                 self._deaths[number] = reason  # for good: Ray restarts none of these actors
@@ -367,17 +367,17 @@ class RayEngine(Engine):
         return "its host is gone: neither its process nor its Ray node responds"
 
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
-        """See `Engine.stacks`."""
+        """See `Transport.stacks`."""
         answers = self.ask("stacks", ranks, seconds)
         return {rank: answer.text if answer.ok else f"  {answer.text}" for rank, answer in answers.items()}
 
     @property
     def processes(self) -> tuple[RankProcess, ...]:
-        """See `Engine.processes`."""
+        """See `Transport.processes`."""
         return tuple(rank.location.process for rank in self.ranks)
 
     def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
-        """See `Engine.running`."""
+        """See `Transport.running`."""
         return {rank: running_calls(answer) for rank, answer in self.ask("status", ranks, seconds).items()}
 
     def ask(self, command: str, ranks: Iterable[int], seconds: float) -> dict[int, Answer]:
@@ -409,11 +409,11 @@ class RayEngine(Engine):
 
     @property
     def death_seconds(self) -> float:  # type: ignore[override]
-        """See `Engine.death_seconds`."""
+        """See `Transport.death_seconds`."""
         return min(death_seconds(), DEATH_SECONDS)
 
     def probe(self, ranks: Collection[int]) -> dict[int, str | None]:
-        """See `Engine.probe`. A rank that answers is alive, and so is one whose connection outlives the time after
+        """See `Transport.probe`. A rank that answers is alive, and so is one whose connection outlives the time after
         which a silent host would have lost it: C code that holds the GIL keeps a rank from answering."""
         deaths, known = self.deaths(), dict[int, str | None]()
         with self._asking:
@@ -439,7 +439,7 @@ class RayEngine(Engine):
         return known
 
     def kill(self) -> None:
-        """See `Engine.kill`."""
+        """See `Transport.kill`."""
         self.ended = True
         for link in self._links:
             link.close()

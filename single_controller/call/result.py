@@ -18,9 +18,9 @@ from typing import Any
 import dispatch
 from dispatch.errors import ResultError, SingleControllerError
 from dispatch.register import label
-from single_controller.base.codec import Encoded, can_encode, encode
-from single_controller.base.errors import ResultLostError, StartError, WorkerError, ranks_text
-from single_controller.base.stats import Clock
+from single_controller.call.codec import Encoded, can_encode, encode
+from single_controller.call.errors import ResultLostError, StartError, WorkerError, ranks_text
+from single_controller.call.stats import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from single_controller.ray.internals import device_lists_before
+from single_controller.ray.compat import device_lists_before
 
 _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from dispatch.register import check_arguments, plain_signature
-from single_controller.base.worker import Worker
+from single_controller.call.worker import Worker
 
 
 class ResourcePool:

@@ -1,4 +1,4 @@
-"""Executor: the worker side of a call, in any engine. It holds the workers of one process and runs their methods."""
+"""Executor: the worker side of a call, in any transport. It holds the workers of one process and runs their methods."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dispatch.errors import BatchError, DispatchError, ResultError, SingleContro
 from dispatch.move import move
 from dispatch.plan import DeferredArgument, Parameter, split_arguments
 from dispatch.register import label, method_spec
-from single_controller.base.codec import CallMessage, Encoded, KeptResult, encode
-from single_controller.base.errors import GroupBrokenError
-from single_controller.base.joining import CallResults, Located
-from single_controller.base.result import Failure, RankResult
-from single_controller.base.stacks import stacks_under
-from single_controller.base.stats import Clock
-from single_controller.base.worker import RankInfo, RoleWorkers, Worker, assign
+from single_controller.call.codec import CallMessage, Encoded, KeptResult, encode
+from single_controller.call.errors import GroupBrokenError
+from single_controller.call.joining import CallResults, Located
+from single_controller.call.result import Failure, RankResult
+from single_controller.call.stacks import stacks_under
+from single_controller.call.stats import Clock
+from single_controller.call.worker import RankInfo, RoleWorkers, Worker, assign
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Executor:
 
     Args:
         host: where the process runs, for messages.
-        fetch: replaces an argument that is an engine's reference by its value, and returns any other unchanged.
+        fetch: replaces an argument that is a transport's reference by its value, and returns any other unchanged.
         in_process: whether driver and workers share the process, so that exceptions need not be encoded, and results
             must be copied out of the worker's memory.
         reraise: which exceptions leave `run` instead of becoming a failed `RankResult`.
@@ -223,7 +223,7 @@ class Executor:
         return result, returned
 
     def call_directly(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`call`, on behalf of a process that has the engine's handle of the rank instead of the group."""
+        """`call`, on behalf of a process that has the transport's handle of the rank instead of the group."""
         entry = object()
         self._calls[entry] = role, method, time.monotonic()
         try:

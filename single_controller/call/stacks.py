@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from single_controller.base.errors import ranks_text
+from single_controller.call.errors import ranks_text
 
 MAX_FRAMES = 20
 """Innermost frames of one stack that are shown."""

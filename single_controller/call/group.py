@@ -1,4 +1,4 @@
-"""WorkerGroup: the driver's proxy of many workers, whatever engine runs them."""
+"""WorkerGroup: the driver's proxy of many workers, whatever transport runs them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
+from dispatch.checks import check_seconds
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout
 from dispatch.modes import Mode, has_axes
 from dispatch.plan import CallPlan, plan_call
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
-from single_controller.base.call import ENGINE_GONE, Call, GroupState
-from single_controller.base.checks import check_seconds
-from single_controller.base.closing import Closing
-from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, Sent
-from single_controller.base.errors import ForkedProcessError, ranks_text
-from single_controller.base.execute import CallsByName, Planner
-from single_controller.base.future import WorkerFuture
-from single_controller.base.layout_report import layout_from
-from single_controller.base.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
-from single_controller.base.monitor import monitor
-from single_controller.base.stats import RECORDED_CALLS, CallStats, Stats, write_trace
-from single_controller.base.status import GroupStatus, group_status
-from single_controller.base.supervision import OnDeath, Replay, ReplayLog, Watcher, check_alone, check_ranks, restart
-from single_controller.base.worker import Worker
+from single_controller.call.call import TRANSPORT_GONE, Call, GroupState
+from single_controller.call.closing import Closing
+from single_controller.call.errors import ForkedProcessError, ranks_text
+from single_controller.call.execute import CallsByName, Planner
+from single_controller.call.future import WorkerFuture
+from single_controller.call.layout_report import layout_from
+from single_controller.call.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
+from single_controller.call.monitor import monitor
+from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
+from single_controller.call.status import GroupStatus, group_status
+from single_controller.call.supervision import OnDeath, Replay, ReplayLog, Watcher, check_alone, check_ranks, restart
+from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, Sent, Transport
+from single_controller.call.worker import Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class WorkerGroup(CallsByName, Closing):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._engine.world_size
+        return self._transport.world_size
 
     @property
     def layout(self) -> Layout:
@@ -283,15 +283,15 @@ class WorkerGroup(CallsByName, Closing):
             return  # the workers belong to the process that this one was forked from
         monitor.forget(self._state.close())
         self._replays.clear()
-        if self._state.engine is not None:
-            self._state.engine.kill()
+        if self._state.transport is not None:
+            self._state.transport.kill()
 
     def alive(self) -> list[bool]:
-        """Whether each rank's process is alive. Asks the engine, not the workers, so it returns while they are busy."""
+        """Whether each rank's process is alive. Returns also while they are busy."""
         self._state.check_process()
-        if self._state.closed or not self._engine.connected:
+        if self._state.closed or not self._transport.connected:
             return [False] * self.world_size
-        dead = self._engine.deaths()
+        dead = self._transport.deaths()
         return [rank not in dead for rank in range(self.world_size)]
 
     def status(self, timeout: float = MAX_STACK_SECONDS) -> GroupStatus:
@@ -382,8 +382,8 @@ class WorkerGroup(CallsByName, Closing):
         if state.restarting:
             with state.sending:  # reentrant: the thread that restarts passes
                 pass
-        if not state.closed and not self._engine.connected:
-            state.break_(ENGINE_GONE)
+        if not state.closed and not self._transport.connected:
+            state.break_(TRANSPORT_GONE)
         if state.recovers and state.dead and not state.closed:
             self._recover()
         state.check()
@@ -391,7 +391,7 @@ class WorkerGroup(CallsByName, Closing):
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
         registration = spec.registration
         mode = registration.mode.mode
-        layout = _without_coordinates(self._engine.world_size)
+        layout = _without_coordinates(self._transport.world_size)
         if isinstance(mode, Mode) and mode.in_layout is not None and registration.execute.ranks is None:
             try:
                 layout = self._layout_with(mode.in_layout)
@@ -412,9 +412,9 @@ class WorkerGroup(CallsByName, Closing):
         state = self._state
         with state.sending:
             state.check()  # again: another thread may have closed the group while this one waited
-            engine = self._engine
+            transport = self._transport
             try:
-                sent = engine.send(spec, plan, future=future)
+                sent = transport.send(spec, plan, future=future)
             except PartlySentError as error:
                 # The ranks that have the call would wait for the others in its first collective.
                 cause, reached = error.__cause__, ranks_text(error.reached)
@@ -424,7 +424,7 @@ class WorkerGroup(CallsByName, Closing):
                 )
                 raise (state.refusal() or error) from cause
             except BaseException as error:
-                if not isinstance(error, Exception) and not engine.synchronous:
+                if not isinstance(error, Exception) and not transport.synchronous:
                     # Ctrl-C in the middle: some ranks may have the call and others not. The next collective would hang.
                     state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
                 raise
@@ -434,7 +434,7 @@ class WorkerGroup(CallsByName, Closing):
             )
             state.sent += 1
             call.number = state.sent
-        if future and engine.synchronous:
+        if future and transport.synchronous:
             monitor.poll(call)  # it has already ended
         elif future:
             monitor.watch(call)
@@ -481,10 +481,10 @@ class WorkerGroup(CallsByName, Closing):
     # --- starting and restarting --------------------------------------------------------------------------------------
 
     @property
-    def _engine(self) -> Engine:
-        if self._state.engine is None:
+    def _transport(self) -> Transport:
+        if self._state.transport is None:
             raise RuntimeError(f"{self.name} has no workers yet")
-        return self._state.engine
+        return self._state.transport
 
     def _recover(self) -> None:
         """Do what ``on_death`` says."""
@@ -495,12 +495,12 @@ class WorkerGroup(CallsByName, Closing):
         raise NotImplementedError(f"{type(self).__name__} does not restart")
 
     def _wait_for_constructors(
-        self, engine: Engine, plan: CallPlan, sent: Sent, timeout: float | None, state: GroupState | None = None
+        self, transport: Transport, plan: CallPlan, sent: Sent, timeout: float | None, state: GroupState | None = None
     ) -> None:
         spec = method_spec(Worker, "__init__")
         if spec is None:
             raise TypeError("Worker has no constructor")
-        call = Call(state or self._state, spec, plan, sent, engine=engine, timeout=timeout, starting=True)
+        call = Call(state or self._state, spec, plan, sent, transport=transport, timeout=timeout, starting=True)
         monitor.wait(call)
         if call.error is not None:
             raise call.error
@@ -509,7 +509,7 @@ class WorkerGroup(CallsByName, Closing):
         if ranks is None:
             return None
         chosen = check_ranks("restart", ranks, self.world_size)
-        check_alone(chosen, self.name, collectives=self._collectives, dead=self._engine.deaths().keys())
+        check_alone(chosen, self.name, collectives=self._collectives, dead=self._transport.deaths().keys())
         return chosen
 
     def _replay(self, ranks: Collection[int] | None) -> None:
@@ -598,7 +598,7 @@ class WorkerGroup(CallsByName, Closing):
         )
 
     def __repr__(self) -> str:
-        size = f" of {self._state.engine.world_size}" if self._state.engine is not None else ""
+        size = f" of {self._state.transport.world_size}" if self._state.transport is not None else ""
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
         what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"

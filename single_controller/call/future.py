@@ -13,10 +13,10 @@ from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.base.call import Call
-from single_controller.base.errors import CallTimeoutError
-from single_controller.base.joining import CallResults, Located, join_results
-from single_controller.base.monitor import monitor
+from single_controller.call.call import Call
+from single_controller.call.errors import CallTimeoutError
+from single_controller.call.joining import CallResults, Located, join_results
+from single_controller.call.monitor import monitor
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -100,7 +100,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
 
     @property
     def refs(self) -> list[Any]:
-        """The engine's references to the results, one per collecting rank; ObjectRefs on Ray."""
+        """The transport's references to the results, one per collecting rank; ObjectRefs on Ray."""
         return self._call.refs() if self._call is not None else self._source()[0].refs()
 
     @property

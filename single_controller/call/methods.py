@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
+from dispatch.checks import check_seconds
 from dispatch.errors import DispatchError
 from dispatch.move import check_device
 from dispatch.register import MethodSpec, method_spec, registered_methods
 from dispatch.rows import UNEVEN, Uneven
-from single_controller.base.checks import check_seconds
-from single_controller.base.future import WorkerFuture
-from single_controller.base.worker import Worker
+from single_controller.call.future import WorkerFuture
+from single_controller.call.worker import Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,6 +1,6 @@
-"""Engine: what a group needs from whatever runs its workers.
+"""Transport: what a group needs from whatever runs its workers.
 
-A group plans calls, tracks deadlines and joins results. The engine starts workers and carries calls and results.
+A group plans calls, tracks deadlines and joins results. The transport starts workers and carries calls and results.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
-from single_controller.base.executor import RunningCall
-from single_controller.base.joining import CallResults
-from single_controller.base.result import RankResult
+from single_controller.call.executor import RunningCall
+from single_controller.call.joining import CallResults
+from single_controller.call.result import RankResult
 
 Token = Hashable
 """Stands for one rank's result that was not read yet."""
@@ -31,7 +31,7 @@ class RankProcess(NamedTuple):
         host: name of its host.
         address: address of its host.
         pid: the process.
-        node: the engine's id of the host; empty without one.
+        node: the transport's id of the host; empty without one.
     """
 
     host: str
@@ -72,7 +72,7 @@ class Sent:
 
 
 class PartlySentError(Exception):
-    """`Engine.send` failed after some ranks had been sent the call. ``__cause__`` is the exception.
+    """`Transport.send` failed after some ranks had been sent the call. ``__cause__`` is the exception.
 
     Args:
         reached: the ranks that have the call.
@@ -85,7 +85,7 @@ class PartlySentError(Exception):
         self.failed = failed
 
 
-class Engine(ABC):
+class Transport(ABC):
     """The workers of one group. `send` is called by one thread at a time, all other methods by any thread.
 
     Attributes:
@@ -124,8 +124,8 @@ class Engine(ABC):
 
         Raises:
             DispatchError: an argument cannot be sent. No rank has seen the call.
-            PartlySentError: some ranks have it, and others do not. Only a synchronous engine, which runs the ranks one
-                after the other, lets the exception itself through.
+            PartlySentError: some ranks have it, and others do not. Only a synchronous transport, which runs the ranks
+                one after the other, lets the exception itself through.
             Exception: any other exception means that no rank has seen the call.
         """
 

@@ -23,19 +23,19 @@ import ray
 from ray.exceptions import RayError
 
 from dispatch.batch import register_batch_type, user_batch_types
-from single_controller.base.codec import BESIDE as SEPARATE
-from single_controller.base.codec import Encoded, decode_message, encode, keep_encoded
-from single_controller.base.engine import RankProcess
-from single_controller.base.executor import Executor, RunningCall
-from single_controller.base.result import MAX_INLINE_BYTES, Failure, RankResult
-from single_controller.base.worker import RankInfo
-from single_controller.ray.call_thread import CallThread, current
-from single_controller.ray.collectives import abort_collectives, end_collectives, listening_ports
-from single_controller.ray.devices import own_devices
-from single_controller.ray.frames import frames_file
-from single_controller.ray.internals import exit_process, interface_of, name_lines, resident_memory
+from single_controller.call.codec import BESIDE as SEPARATE
+from single_controller.call.codec import Encoded, decode_message, encode, keep_encoded
+from single_controller.call.executor import Executor, RunningCall
+from single_controller.call.result import MAX_INLINE_BYTES, Failure, RankResult
+from single_controller.call.transport import RankProcess
+from single_controller.call.worker import RankInfo
+from single_controller.ray.compat import exit_process, interface_of, name_lines, resident_memory
+from single_controller.ray.rank.call_thread import CallThread, current
+from single_controller.ray.rank.collectives import abort_collectives, end_collectives, listening_ports
+from single_controller.ray.rank.devices import own_devices
+from single_controller.ray.rank.frames import frames_file
+from single_controller.ray.rank.worker_env import set_environment
 from single_controller.ray.results import RESULT, fetch, what_is_lost
-from single_controller.ray.worker_env import set_environment
 from single_controller.wire.handshake import BESIDE, CONCURRENT, JOIN, KEPT, REPLY, WireAddress
 from single_controller.wire.link import Answer, Session
 from single_controller.wire.listener import Listener

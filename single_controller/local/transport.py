@@ -1,9 +1,9 @@
-"""The in-process engine: the ranks of a group in the driver's own process, with a thread each or one after the other.
+"""The in-process transport: all ranks in the driver's own process, with a thread each or one after the other.
 
 Arguments and results are encoded as for Ray. So every reader gets its own value, a value that Ray could not send is
 refused, and what the sender changes afterwards reaches nobody.
 
-A rank's call is a `concurrent.futures.Future`, which is also the engine's token. It holds what `Executor.run` returned;
+A rank's call is a `concurrent.futures.Future`, which is also its token. It holds what `Executor.run` returned;
 only a bug in the library would set an exception.
 """
 
@@ -29,7 +29,7 @@ from dispatch.errors import ResultError
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.base.codec import (
+from single_controller.call.codec import (
     CallMessage,
     Encoded,
     add_reference_types,
@@ -37,13 +37,13 @@ from single_controller.base.codec import (
     decoded,
     encode_arguments,
 )
-from single_controller.base.engine import MAX_STACK_SECONDS, Engine, PartlySentError, RankProcess, Sent, Token
-from single_controller.base.errors import CallTimeoutError, LocalEngineError, WorkerDiedError
-from single_controller.base.executor import Constructor, Executor, RunningCall
-from single_controller.base.future import WorkerFuture
-from single_controller.base.joining import Located, locate
-from single_controller.base.result import RankResult
-from single_controller.base.worker import RankInfo, Worker
+from single_controller.call.errors import CallTimeoutError, LocalGroupError, WorkerDiedError
+from single_controller.call.executor import Constructor, Executor, RunningCall
+from single_controller.call.future import WorkerFuture
+from single_controller.call.joining import Located, locate
+from single_controller.call.result import RankResult
+from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, RankProcess, Sent, Token, Transport
+from single_controller.call.worker import RankInfo, Worker
 
 HOST = f"{socket.gethostname()}, in the driver's process"
 """The host of every rank, for messages."""
@@ -182,7 +182,7 @@ class LocalRank:
         return RankResult(self.rank, died=self.died), None
 
 
-class LocalEngine(Engine):
+class LocalTransport(Transport):
     """Carries calls to ranks of this process.
 
     Args:
@@ -199,7 +199,7 @@ class LocalEngine(Engine):
 
     @property
     def connected(self) -> bool:
-        """See `Engine.connected`. This process exists as long as somebody asks."""
+        """See `Transport.connected`. This process exists as long as somebody asks."""
         return True
 
     def host(self, rank: int) -> str:
@@ -211,7 +211,7 @@ class LocalEngine(Engine):
         return Sent({self.ranks[rank].start(classes, arguments): rank for rank in ranks})
 
     def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
-        """See `Engine.send`. Each distinct shard is encoded once; every rank that reads it decodes it."""
+        """See `Transport.send`. Each distinct shard is encoded once; every rank that reads it decodes it."""
         whole = encode_arguments(spec, plan.whole, in_process=True)
         shards = [encode_arguments(spec, shard.values, in_process=True) for shard in plan.shards]
         failed_input = _failed_input(plan) if self.synchronous else None
@@ -241,12 +241,12 @@ class LocalEngine(Engine):
         return Sent(tokens, None if results is None else lambda: results, nbytes)
 
     def collect(self, tokens: Mapping[Token, int], timeout: float) -> dict[Token, RankResult]:
-        """See `Engine.collect`."""
+        """See `Transport.collect`."""
         done = cf.wait([token for token in tokens if isinstance(token, cf.Future)], timeout).done
         return {future: future.result()[0] for future in done}
 
     def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
-        """See `Engine.when_arrived`."""
+        """See `Transport.when_arrived`."""
         arrived = itertools.count(1).__next__
 
         def count(_: cf.Future[Outcome]) -> None:
@@ -258,31 +258,31 @@ class LocalEngine(Engine):
                 token.add_done_callback(count)
 
     def deaths(self) -> dict[int, str]:
-        """See `Engine.deaths`."""
+        """See `Transport.deaths`."""
         return {rank.rank: rank.died for rank in self.ranks if rank.died is not None}
 
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
-        """See `Engine.stacks`."""
+        """See `Transport.stacks`."""
         return {rank: self.ranks[rank].stacks() for rank in ranks}
 
     @property
     def processes(self) -> tuple[RankProcess, ...]:
-        """See `Engine.processes`: this process, for each rank."""
+        """See `Transport.processes`: this process, for each rank."""
         return (RankProcess(socket.gethostname(), "in the driver's process", os.getpid()),) * self.world_size
 
     def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
-        """See `Engine.running`."""
+        """See `Transport.running`."""
         return {rank: self.ranks[rank].running() for rank in ranks}
 
     def kill(self) -> None:
-        """See `Engine.kill`. A method that is running in a thread cannot be stopped: the thread ends after it."""
+        """See `Transport.kill`. A method that is running in a thread cannot be stopped: the thread ends after it."""
         self.ended = True
         for rank in self.ranks:
             rank.end("its group was closed or restarted")
 
 
 class LocalResults:
-    """The results of one call. See `single_controller.base.joining.CallResults`.
+    """The results of one call. See `single_controller.call.joining.CallResults`.
 
     Lock: ``_lock`` protects ``_running`` and ``_located``. It is a leaf.
 
@@ -384,7 +384,7 @@ class LocalResults:
         )
 
     def __reduce__(self) -> Any:
-        raise LocalEngineError(
+        raise LocalGroupError(
             f"the results of {self.label}() are in the driver's process, where a LocalWorkerGroup computed them; pass "
             "future.result() instead of the future"
         )
@@ -420,7 +420,7 @@ class LocalRef:
         return results.value(rank, private=True)
 
     def __reduce__(self) -> Any:
-        raise LocalEngineError("a LocalRef refers to a result in the driver's process; pass ref.get() instead")
+        raise LocalGroupError("a LocalRef refers to a result in the driver's process; pass ref.get() instead")
 
     def __repr__(self) -> str:
         return f"<LocalRef to a result of {self._results.label}()>"

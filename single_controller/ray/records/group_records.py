@@ -18,14 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from single_controller.base.call import GroupState
-from single_controller.base.engine import MAX_STACK_SECONDS, Death
-from single_controller.base.status import GroupStatus, rank_statuses
-from single_controller.ray import internals
-from single_controller.ray.actor import Location, running_calls
-from single_controller.ray.engine import RayEngine
-from single_controller.ray.internals import ActorInfo
+from single_controller.call.call import GroupState
+from single_controller.call.status import GroupStatus, rank_statuses
+from single_controller.call.transport import MAX_STACK_SECONDS, Death
+from single_controller.ray import compat
+from single_controller.ray.compat import ActorInfo
+from single_controller.ray.rank.actor import Location, running_calls
 from single_controller.ray.runtime import session
+from single_controller.ray.transport import RayTransport
 from single_controller.wire.link import ask_at
 
 logger = logging.getLogger(__name__)
@@ -106,35 +106,35 @@ class Registration:
     def write(self) -> None:
         """Write the record, or remove it if the group is closed. A control store that does not respond is ignored."""
         state = self._state()
-        engine = None if state is None else state.engine
+        transport = None if state is None else state.transport
         try:
             # What is written is read under this lock, so that an older state never replaces a newer one.
             with self._writing:
                 # The workers ended with their Ray session, so a session that was started later must not get the record.
                 if self._session is None or session() != self._session:
                     return
-                if state is None or state.closed or not isinstance(engine, RayEngine):
+                if state is None or state.closed or not isinstance(transport, RayTransport):
                     delete(self._key)
                     return
                 takeover = self._takeover()
                 # Before the record: a process that finds the group may take it over at once.
                 if takeover is not None and (left := takeover()) is not None:
-                    internals.write_record(TAKEOVER + self._key, left)
-                internals.write_record(_PREFIX + self._key, pickle.dumps(_record(state, engine)))
+                    compat.write_record(TAKEOVER + self._key, left)
+                compat.write_record(_PREFIX + self._key, pickle.dumps(_record(state, transport)))
         except Exception:
             logger.debug("the record of a group could not be written", exc_info=True)
 
 
-def _record(state: GroupState, engine: RayEngine) -> GroupRecord:
+def _record(state: GroupState, transport: RayTransport) -> GroupRecord:
     name, pid = socket.gethostname(), os.getpid()
     return GroupRecord(
         state.name,
-        internals.own_job(),
+        compat.own_job(),
         f"{name}, pid {pid}",
         state.broken,
         state.restarts,
         dict(state.last_deaths),
-        tuple(RankRecord(rank.actor._actor_id.hex(), rank.name, rank.location) for rank in engine.ranks),
+        tuple(RankRecord(rank.actor._actor_id.hex(), rank.name, rank.location) for rank in transport.ranks),
     )
 
 
@@ -155,13 +155,13 @@ class Records(NamedTuple):
 def delete(key: str) -> None:
     """Remove what is known of a group."""
     for prefix in (_PREFIX, TAKEOVER):
-        internals.delete_record(prefix + key)
+        compat.delete_record(prefix + key)
 
 
 def read() -> Records:
     """All records. Removes those whose workers and driver have ended."""
-    found = Records({}, internals.all_actors(), internals.living_jobs())
-    for full, value in internals.read_records(_PREFIX).items():
+    found = Records({}, compat.all_actors(), compat.living_jobs())
+    for full, value in compat.read_records(_PREFIX).items():
         key = full.removeprefix(_PREFIX)
         try:
             record: GroupRecord = pickle.loads(value)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from single_controller.base.pool import ClassWithInitArgs
-from single_controller.base.worker import Worker
+from single_controller.call.pool import ClassWithInitArgs
+from single_controller.call.worker import Worker
 
 
 class Colocated:

@@ -9,11 +9,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from single_controller.base.engine import MAX_STACK_SECONDS
-from single_controller.base.stacks import show_stacks
-from single_controller.ray import frames, group_records
-from single_controller.ray.group_records import GroupRecord, Records
-from single_controller.ray.internals import ActorInfo
+from single_controller.call.stacks import show_stacks
+from single_controller.call.transport import MAX_STACK_SECONDS
+from single_controller.ray.compat import ActorInfo
+from single_controller.ray.rank import frames
+from single_controller.ray.records import group_records
+from single_controller.ray.records.group_records import GroupRecord, Records
 from single_controller.ray.results import one_line
 from single_controller.wire.link import ask_at
 

@@ -15,8 +15,8 @@ import time
 import weakref
 from collections.abc import Iterable
 
-from single_controller.base.call import Call, wait_timed_out
-from single_controller.base.errors import CallTimeoutError
+from single_controller.call.call import Call, wait_timed_out
+from single_controller.call.errors import CallTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ POLL_SECONDS = 0.1
 
 FIRST_WAIT_SECONDS = 0.01
 MAX_WAIT_SECONDS = 0.2
-"""Bounds of one wait of the engine. In between, deadlines are checked."""
+"""Bounds of one wait of the transport. In between, deadlines are checked."""
 
 
 class Monitor:
     """Waits for calls. `monitor` is the process's instance.
 
-    Lock (order: see `single_controller.base.call`): ``_changed`` protects all fields, and wakes the thread. It is not
+    Lock (order: see `single_controller.call.call`): ``_changed`` protects all fields, and wakes the thread. It is not
     held while the thread looks at a call, so that a look that takes long delays nobody but `forget` of that call.
     """
 
@@ -96,7 +96,7 @@ class Monitor:
         Args:
             call: the call.
             timeout: seconds to wait; the call continues after that.
-            just_sent: the engine was connected a moment ago, and need not be asked before the first look.
+            just_sent: the transport was connected a moment ago, and need not be asked before the first look.
 
         Raises:
             CallTimeoutError: the wait ended before the call did.
@@ -153,14 +153,14 @@ class Monitor:
             if not call.ended:
                 call.drive(0.0)
         except Exception:
-            if call.engine.connected:  # too many open files, for example; the next round looks again
+            if call.transport.connected:  # too many open files, for example; the next round looks again
                 level = logging.DEBUG if call in self._failed else logging.WARNING
                 logger.log(level, "%s() could not be looked at", call.label, exc_info=True)
                 self._failed.add(call)
             else:  # it was shut down at this very moment
-                call.engine_lost()
+                call.transport_lost()
         if call.ended:
-            if not call.engine.connected:
+            if not call.transport.connected:
                 # Ray crashes if one thread drops references while another shuts it down, so keep these.
                 self._orphans.append(call)
             self.forget((call,))

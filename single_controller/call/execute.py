@@ -34,7 +34,7 @@ class CallsByName(ABC):
             kwargs: likewise.
 
         Returns:
-            The engine's references, one per rank; ObjectRefs on Ray.
+            The transport's references, one per rank; ObjectRefs on Ray.
 
         Raises:
             AttributeError: the worker has no such method.
@@ -60,7 +60,7 @@ class CallsByName(ABC):
         """Call any method on rank 0 alone, with unchanged arguments, without waiting.
 
         Returns:
-            The engine's reference to the result; an ObjectRef on Ray.
+            The transport's reference to the result; an ObjectRef on Ray.
 
         Raises:
             AttributeError: the worker has no such method.

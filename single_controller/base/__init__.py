@@ -1,1 +1,0 @@
-"""Groups, workers, futures and errors, whatever engine runs the workers. No Ray here."""
