@@ -113,6 +113,7 @@ class GroupState:
         advice: what the error of a broken group recommends.
         calls: the calls that some rank is running.
         watched: whether the monitor looks at them.
+        look_failed: whether its last look has raised.
         next_late_log: when the group may log again which ranks are late, by the monotonic clock.
         timing_out: whether a thread is about to end a call that has exceeded its timeout.
     """
@@ -138,7 +139,7 @@ class GroupState:
         self.on_change: Callable[[], None] = _nothing
         self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.calls: set[Call] = set()
-        self.watched = False
+        self.watched = self.look_failed = False
         self._pid = os.getpid()
 
     def check_process(self) -> None:
@@ -296,16 +297,18 @@ class Monitor:
             self._groups.add(state)
             self._changed.notify_all()
 
+    def _drop_idle(self) -> None:
+        for state in list(self._groups):
+            state.watched = False
+            if state.calls:  # after the line before: who adds a call after this look sees that nobody watches
+                state.watched = True
+            else:
+                self._groups.discard(state)
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                for state in [state for state in self._groups if not state.calls]:
-                    state.watched = False
-                    # A call that was added since has seen that the group is watched.
-                    if state.calls:
-                        state.watched = True
-                    else:
-                        self._groups.discard(state)
+                self._drop_idle()
                 while not self._groups:
                     self._changed.wait()
                 groups = list(self._groups)
@@ -314,8 +317,11 @@ class Monitor:
                 state = groups.pop()
                 try:
                     state.look()
+                    state.look_failed = False
                 except Exception:  # too many open files, for example: the next round looks again
-                    logger.warning("%s: its calls could not be looked at", state.name, exc_info=True)
+                    level = logging.DEBUG if state.look_failed else logging.WARNING
+                    logger.log(level, "%s: its calls could not be looked at", state.name, exc_info=True)
+                    state.look_failed = True
                 del state  # the thread must not keep a group that nobody has
 
 
@@ -388,6 +394,8 @@ class Call:
         self._withdrawn = False
         self.started = time.monotonic()
         self._record = CallRecord(spec.name, time.time() if begun is None else begun)
+        if stats is not None and stats.recorded:
+            self._record.ranks = {rank: RankRecord() for rank in plan.ranks}
 
     def sent(self, sent: Sent) -> None:
         """The transport has sent it. Results may have arrived already."""
@@ -398,8 +406,8 @@ class Call:
             if stats is not None:
                 record.sent = sum(sent.nbytes.values())
                 stats.calls.append(record)
-                if stats.recorded:
-                    record.ranks = {rank: RankRecord(nbytes) for rank, nbytes in sent.nbytes.items()}
+                for rank, of_rank in record.ranks.items():
+                    of_rank.sent = sent.nbytes[rank]
                 if stats.recorded or len(stats.calls) > KEPT_CALLS:
                     stats.trim()
             if self._pending:
@@ -563,8 +571,8 @@ class Call:
                 record.returned += result.nbytes
                 if self.transport.synchronous:  # the call ran while it was being sent
                     record.dispatched = min(record.dispatched or clock.received, clock.received)
-                if record.ranks and rank in record.ranks:  # `CallStats.record_ranks` may drop them at any time
-                    of_rank = record.ranks[rank]
+                of_rank = record.ranks.get(rank)
+                if of_rank is not None:
                     of_rank.clock, of_rank.returned, of_rank.arrived = clock, result.nbytes, now
             if failure is not None or result.died is not None or not self._pending:
                 # Whether an argument's call has failed, and the log of an error that nobody reads, are for the monitor:

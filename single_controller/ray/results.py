@@ -96,7 +96,10 @@ class RankReply(Reply):
         elif self._kept is not None:
             self._kept.future().add_done_callback(self._take_beside)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, *, dead: bool) -> None:
+        if dead:
+            self._tell(RankResult(self.rank, died=reason))
+            return
         self._tell(RankResult(self.rank, failure=Failure.lost_contact(self.rank, self.host, reason)))
 
     def _take_beside(self, done: Future[Kept]) -> None:

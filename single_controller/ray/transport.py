@@ -302,7 +302,7 @@ class RayTransport(Transport):
         for number, rank in enumerate(self.ranks):
             if number not in self._deaths and (reason := death_of(rank.actor) or self._gone(number)) is not None:
                 self._deaths[number] = reason  # for good: Ray restarts none of these actors
-                self._links[number].close()  # Ray may say so a moment before the process ends
+                self._links[number].close(reason)  # Ray may say so a moment before the process ends
         return dict(self._deaths)
 
     def _gone(self, rank: int) -> str | None:

@@ -88,8 +88,8 @@ class Reply:
         """It has arrived: a ``REPLY``, ``KEPT`` or ``BESIDE`` frame."""
         raise NotImplementedError
 
-    def lose(self, reason: str) -> None:
-        """It will not come."""
+    def lose(self, reason: str, *, dead: bool) -> None:
+        """It will not come. ``dead``: because the rank's process has ended, and ``reason`` says why."""
         raise NotImplementedError
 
 
@@ -201,13 +201,17 @@ class Link:
         """Whether there is a connection."""
         return self._connection is not None
 
-    def close(self) -> None:
-        """Close the connection. What has not arrived is lost."""
+    def close(self, dead: str | None = None) -> None:
+        """Close the connection. What has not arrived is lost.
+
+        Args:
+            dead: why the rank's process has ended, if it has.
+        """
         with self.lock:
             self._closed = True
             connection, self._connection = self._connection, None
             dialling, self._dialling = self._dialling, None
-            self._give_up("the connection was closed")
+            self._give_up(dead or "the connection was closed", dead=dead is not None)
         for one in (connection, dialling):
             if isinstance(one, socket.socket):
                 hub.remove(one)
@@ -236,13 +240,13 @@ class Link:
         """Up to this number, all replies have arrived."""
         return next(iter(self._unanswered), self._sent + 1) - 1
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, dead: bool = False) -> None:
         unanswered, self._unanswered = self._unanswered, {}
         asked, self._asked = self._asked, {}
         for _, _, weak in unanswered.values():
             reply = weak()
             if reply is not None:
-                hub.soon(functools.partial(reply.lose, reason))  # not now, because whoever calls this holds the lock
+                hub.soon(functools.partial(reply.lose, reason, dead=dead))  # not now: the caller holds the lock
         for answer in asked.values():
             hub.soon(functools.partial(answer, Answer(f"unknown: {reason}", ok=False, told=False)))
 
