@@ -31,7 +31,7 @@ from plan_helpers import (
 from tensordict import TensorDict, tensorclass
 
 from dispatch import Broadcast, register_batch_type
-from dispatch.batch import cut, describe, goes_whole, imported, join, length, shard, trim
+from dispatch.batch import cut, describe, imported, join, length, shard, trim
 from dispatch.errors import BatchError
 from dispatch.rows import share_rows
 
@@ -107,7 +107,6 @@ class TestWhole:
         ids=repr,
     )
     def test_values_sent_whole_have_no_rows(self, value):
-        assert goes_whole(value)
         assert length(value) is None
 
     def test_dict_values_without_rows_are_in_every_shard(self):
