@@ -82,7 +82,7 @@ class Deferred:
 # --- which type a value has -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BatchType:
     """How values of one type are measured, cut and joined.
 
@@ -91,12 +91,14 @@ class BatchType:
         cut: (value, start, stop) -> rows ``start:stop``. It must not change the value; it may return a view.
         join: list of values -> one value with all their rows in order.
         parts: value -> its (key, value) pairs, or None; only for types whose parts are joined one by one.
+        errors: what `join` raises for values that do not fit together, such as tensors of different shapes.
     """
 
     length: Callable[[Any], int | None]
     cut: Callable[[Any, int, int], Any]
     join: Callable[[list[Any]], Any]
     parts: Callable[[Any], list[tuple[Any, Any]] | None] | None = None
+    errors: tuple[type[Exception], ...] = ()
 
 
 _user_types: dict[type, BatchType] = {}
@@ -270,20 +272,24 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
     for value in values:
         if type(value) is not type(first) and (found in _ONE_CLASS or batch_type(value) is not found):
             raise BatchError(f"{describe(first)} and {describe(value)} cannot be joined")
-    if found is _FIELDS:
-        return _join_fields(list(values), made)
-    if found is _TENSORDICT:
-        return _join_tensordicts(list(values), made)
-    return _join_tensors(list(values), made) if found is _JAGGED else found.join(list(values))
+    values = list(values)
+    try:
+        if found is _FIELDS:
+            return _join_fields(values, made)
+        if found is _TENSORDICT:
+            return _join_tensordicts(values, made)
+        return jagged.join(values, made, _TENSOR.join) if found is _JAGGED else found.join(values)
+    except found.errors as error:
+        shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
+        raise BatchError(f"{type(first).__name__}s of shapes {shapes} cannot be joined: {error}") from error
 
 
-def concatenate_tensors_with(function: Callable[[list[Any], int], Any]) -> None:
-    """Have `join` call ``function(tensors, dim)`` instead of ``torch.cat``, for example to reuse memory.
+def concatenate_tensors_with(function: Callable[..., Any]) -> None:
+    """Have `join` call ``function(tensors, dim=0)`` instead of ``torch.cat``, for example to reuse memory.
 
     The function must return new memory, and raise what torch raises.
     """
-    global _concatenate
-    _concatenate = function
+    _TENSOR.join = function
 
 
 def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:
@@ -491,29 +497,14 @@ def _join_sequence(values: list[Any]) -> Any:
     return type(values[0])(chain.from_iterable(values))
 
 
-def _cat(tensors: list[Any], dim: int) -> Any:
+def _join_tensors(tensors: list[Any], dim: int = 0) -> Any:
     return sys.modules["torch"].cat(tensors, dim)
-
-
-_concatenate = _cat
-
-
-def _join_tensors(values: list[Any], made: Made | None = None) -> Any:
-    try:
-        return _concatenate(values, 0) if made is None else jagged.join(values, made, _concatenate)
-    except (RuntimeError, TypeError, KeyError) as error:
-        shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
-        raise BatchError(f"{type(values[0]).__name__}s of shapes {shapes} cannot be joined: {error}") from error
 
 
 def _join_ndarrays(values: list[Any]) -> Any:
     numpy = sys.modules["numpy"]
-    try:
-        masked = any(isinstance(value, numpy.ma.MaskedArray) for value in values)
-        return (numpy.ma if masked else numpy).concatenate(values, axis=0)
-    except (ValueError, TypeError) as error:
-        shapes = ", ".join(str(value.shape) for value in values[:8])
-        raise BatchError(f"ndarrays of shapes {shapes} cannot be joined: {error}") from error
+    masked = any(isinstance(value, numpy.ma.MaskedArray) for value in values)
+    return (numpy.ma if masked else numpy).concatenate(values, axis=0)
 
 
 # --- TensorDicts: entry by entry --------------------------------------------------------------------------
@@ -550,10 +541,10 @@ def _join_tensordicts(values: list[Any], made: Made) -> Any:
         _tensordict_rows(value)
     entries = [_entries(value) for value in values]
     if not all(entries):
-        return _join_tensors(values)
+        return _TENSOR.join(values)
     columns: dict[Any, list[Any]] = _by_key([dict(parts or ()) for parts in entries], list)
     own = {key: column for key, column in columns.items() if all(map(joins_into_new_memory, column))}
-    rest = _join_tensors([value.exclude(*own) for value in values])
+    rest = _TENSOR.join([value.exclude(*own) for value in values])
     return _with_entries(rest, _by_key([own], lambda column: join(column[0], made)))
 
 
@@ -628,18 +619,20 @@ def _refuse_nested(*_: Any) -> Any:
     raise BatchError("torch cannot slice a nested tensor with this layout; create it with layout=torch.jagged")
 
 
+_TORCH_ERRORS = (RuntimeError, TypeError, KeyError)
+
 _WHOLE = BatchType(_whole, _unknown, _join_whole)
 _UNKNOWN = BatchType(_unknown, _unknown, _join_unknown)
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
-_TENSOR = BatchType(len, _slice, _join_tensors)
+_TENSOR = BatchType(len, _slice, _join_tensors, errors=_TORCH_ERRORS)
 _NESTED = BatchType(_refuse_nested, _refuse_nested, _refuse_nested)
-_NDARRAY = BatchType(len, _slice, _join_ndarrays)
+_NDARRAY = BatchType(len, _slice, _join_ndarrays, errors=(ValueError, TypeError))
 _CHUNKED = BatchType(len, _chunked_rows, _join_own)
 _SLICED = BatchType(len, _sliced_rows, _join_own)
 # Those that `shard` and `join` pass the dict `made`, because they are jagged tensors or may have some in them.
-_JAGGED = BatchType(jagged.length, cut, join)
+_JAGGED = BatchType(jagged.length, cut, join, errors=_TORCH_ERRORS)
 _FIELDS = BatchType(_fields_length, cut, join, fields_of)
-_TENSORDICT = BatchType(_tensordict_rows, _slice, join, _entries)
+_TENSORDICT = BatchType(_tensordict_rows, _slice, join, _entries, _TORCH_ERRORS)
 
 _ONE_CLASS = (_WHOLE, _UNKNOWN, _FIELDS)
 """Types of which only values of one class can be joined."""

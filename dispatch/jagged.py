@@ -78,7 +78,7 @@ def split(value: Any, ranges: Sequence[tuple[int, int]], made: Made) -> list[Any
 
 
 @_without_torch_function
-def join(tensors: Sequence[Any], made: Made, concatenate: Callable[[list[Any], int], Any]) -> Any:
+def join(tensors: Sequence[Any], made: Made, concatenate: Callable[..., Any]) -> Any:
     """Return the rows of all tensors in order, in new memory, which ``concatenate(tensors, dim)`` makes.
 
     Raises:

@@ -17,7 +17,7 @@ from dispatch.errors import BatchError, DispatchError
 from dispatch.jagged import Made
 from dispatch.layout import Layout, Routing
 from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode
-from dispatch.register import MethodSpec, check_arguments
+from dispatch.register import MethodSpec, check_arguments, misfit
 from dispatch.rows import UNEVEN, Share, share_rows
 
 Parameter = int | str
@@ -146,13 +146,17 @@ def plan_call(
     mode = declared.mode.mode
     if isinstance(mode, RefusedMode):
         raise DispatchError(f"{spec.label}() cannot be called from the driver: {mode.reason}", method=spec.name)
-    if isinstance(mode, CustomMode) and declared.execute.ranks is None:
-        args, kwargs = _call_dispatch_fn(spec, mode, group, args, kwargs)
-        check_arguments(spec.label, spec.signature, args, kwargs)
-        plan = _plan_lists(spec, layout, args, kwargs, source="its dispatch_fn splits")
-        return replace(plan, collect=lambda results: mode.collect_fn(group, results))
-    check_arguments(spec.label, spec.signature, args, kwargs)
+    custom = mode if isinstance(mode, CustomMode) and declared.execute.ranks is None else None
+    if custom is not None:
+        args, kwargs = _call_dispatch_fn(spec, custom, group, args, kwargs)
+    try:
+        spec.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise misfit(spec.label, spec.signature, kwargs, error) from None
     arguments = dict(enumerate(args)) | kwargs
+    if custom is not None:
+        plan = _plan_lists(spec, layout, arguments, source="its dispatch_fn splits")
+        return replace(plan, collect=lambda results: custom.collect_fn(group, results))
     if declared.execute.ranks is not None:
         return _plan_chosen(spec, layout, arguments)
     if not isinstance(mode, Mode):
@@ -177,7 +181,7 @@ def plan_execute(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs
         DispatchError: only some arguments are lists, or a list has another length.
     """
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_lists(spec, layout, args, kwargs, source="execute_all splits")
+    return _plan_lists(spec, layout, dict(enumerate(args)) | kwargs, source="execute_all splits")
 
 
 def plan_rank_zero(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
@@ -187,7 +191,7 @@ def plan_rank_zero(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwar
         TypeError: the arguments do not fit the method's signature.
     """
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_whole(spec, Routing.only((0,), layout.world_size), Join.VALUE, dict(enumerate(args)) | kwargs)
+    return _plan_whole(spec, layout.rank_zero, Join.VALUE, dict(enumerate(args)) | kwargs)
 
 
 def _plan_whole(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
@@ -209,15 +213,13 @@ def _plan_chosen(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, An
     return _plan_whole(spec, Routing.only(chosen, world_size), join, arguments)
 
 
-def _plan_lists(
-    spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], source: str
-) -> CallPlan:
-    arguments = dict(enumerate(args)) | kwargs
+def _plan_lists(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, Any], source: str) -> CallPlan:
+    """Lists are split if every argument is a list of length world_size; if none is one, all ranks get everything."""
     world_size = layout.world_size
     free = {key: value for key, value in arguments.items() if not isinstance(value, Broadcast)}
     lists = [key for key, value in free.items() if isinstance(value, list)]
     if not lists:
-        return _plan_whole(spec, Routing.only(range(world_size), world_size), Join.LIST, arguments)
+        return _plan_whole(spec, layout.one_shard, Join.LIST, arguments)
     for key, value in free.items():
         if not isinstance(value, list) or len(value) != world_size:
             others = ", ".join(repr(spec.parameter(other)) for other in lists if other != key)
@@ -228,7 +230,7 @@ def _plan_lists(
                 "Wrap an argument in Broadcast(...) to send it whole to every rank"
             )
             raise _bad_argument(spec, key, reason)
-    routing = Routing.flat(world_size)
+    routing = layout.by_rank
     whole = {key: _to_send(spec, value) for key, value in arguments.items() if isinstance(value, Broadcast)}
     shards = tuple(
         Shard({key: _to_send(spec, value[rank]) for key, value in free.items()}) for rank in range(world_size)
