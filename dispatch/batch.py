@@ -45,16 +45,14 @@ class Broadcast(Generic[T]):
 
 
 class Deferred:
-    """Base class of futures: the result of a call that may still be running.
+    """Base class of futures, by which planning recognizes them: the result of a call that may still be running.
 
     The driver cannot count the rows of such an argument. It sends a `dispatch.plan.DeferredArgument` in its place, and
-    each rank fetches its own rows. The base class is here so that planning recognizes futures without importing them.
-
-    Attributes:
-        label: the method that computes the result, for messages.
+    each rank fetches its own rows.
     """
 
     label: str
+    """The method that computes the result, for messages."""
 
     @property
     def failed(self) -> Exception | None:
@@ -66,11 +64,8 @@ class Deferred:
         raise NotImplementedError
 
     def locate(self, argument: Any) -> tuple[Any, Any]:
-        """Wait for the result, and find what a `dispatch.plan.DeferredArgument` needs of it. Fetch nothing.
-
-        Returns:
-            The results, and a `single_controller.call.joining.Located`.
-        """
+        """Wait for the result, and find what a `dispatch.plan.DeferredArgument` needs of it, without fetching it: the
+        results, and a `single_controller.call.joining.Located`."""
         results, located = self.locate_all(argument)
         return results, located[argument.index]
 
@@ -164,35 +159,28 @@ def _find_type(value: Any) -> BatchType:
         return _WHOLE
     if isinstance(value, (list, tuple)):
         return _FIELDS if fields_of(value) else _SEQUENCE
-    for library, find in (("torch", _torch_type), ("numpy", _numpy_type), ("tensordict", _tensordict_type)):
-        module = imported(library)
-        if module is not None and (found := find(module, value)) is not None:
-            if type(value).__module__.partition(".")[0] == library:  # classes of users come and go: keep none alive
-                _known_types[type(value)] = found
-            return found
-    if not isinstance(value, type) and hasattr(value, "__len__") and hasattr(value, "chunk") and _joins_itself(value):
-        return _CHUNKED
+    found = _library_type(value)
+    if found is not None:
+        if type(value).__module__.partition(".")[0] in _LIBRARIES:  # classes of users come and go: keep none alive
+            _known_types[type(value)] = found
+        return found
     if isinstance(value, dict):
-        slices_itself = type(value).__getitem__ is not dict.__getitem__ and _own_state(value)
-        return _SLICED if slices_itself else _FIELDS
-    return _UNKNOWN
+        cuts_itself = _chunks_itself(value) or (type(value).__getitem__ is not dict.__getitem__ and _own_state(value))
+        return _OWN if cuts_itself else _FIELDS
+    return _OWN if not isinstance(value, type) and hasattr(value, "__len__") and _chunks_itself(value) else _UNKNOWN
 
 
-def _torch_type(torch: Any, value: Any) -> BatchType | None:
-    if isinstance(value, torch.Tensor):
+def _library_type(value: Any) -> BatchType | None:
+    torch, numpy, tensordict = map(imported, _LIBRARIES)
+    if torch is not None and isinstance(value, torch.Tensor):
         return _JAGGED if type(value) is not torch.Tensor and jagged.is_jagged(value) else _TENSOR
-    return _WHOLE if isinstance(value, (torch.dtype, torch.device)) else None
-
-
-def _numpy_type(numpy: Any, value: Any) -> BatchType | None:
-    if isinstance(value, numpy.ndarray):
+    if numpy is not None and isinstance(value, numpy.ndarray):
         return _NDARRAY
-    return _WHOLE if isinstance(value, numpy.generic) else None
-
-
-def _tensordict_type(tensordict: Any, value: Any) -> BatchType | None:
-    batch = isinstance(value, tensordict.TensorDictBase) or tensordict.is_tensorclass(value)
-    return _TENSORDICT if batch else None
+    if tensordict is not None and (isinstance(value, tensordict.TensorDictBase) or tensordict.is_tensorclass(value)):
+        return _TENSORDICT
+    if torch is not None and isinstance(value, (torch.dtype, torch.device)):
+        return _WHOLE
+    return _WHOLE if numpy is not None and isinstance(value, numpy.generic) else None
 
 
 # --- measure, cut, join -----------------------------------------------------------------------------------
@@ -230,7 +218,13 @@ def shard(value: Any, shares: Sequence[Share], made: Made | None = None) -> list
         rest = shard(value.exclude(*apart), shares, made)
         return [_with_entries(one, {key: column[k] for key, column in columns.items()}) for k, one in enumerate(rest)]
     rows = shares[0].rows * len(shares)
-    if found is _CHUNKED and len(shares) > 1 and rows == len(value) > 0 and shares == share_rows(rows, len(shares)):
+    if (
+        found is _OWN
+        and _chunks_itself(value)
+        and len(shares) > 1
+        and rows == len(value) > 0
+        and shares == share_rows(rows, len(shares))
+    ):
         chunks = list(value.chunk(len(shares)))
         if len(chunks) != len(shares):
             raise BatchError(f"its chunk({len(shares)}) returned {len(chunks)} chunks")
@@ -551,49 +545,43 @@ def _join_tensordicts(values: list[Any], made: Made) -> Any:
 # --- types that chunk or slice themselves -----------------------------------------------------------------
 
 
-def _own_slice(value: Any, start: int, stop: int) -> Any:
-    """Rows by the type's own slicing; None if that does not give a value of the type with these rows."""
+def _chunks_itself(value: Any) -> bool:
+    return hasattr(value, "chunk") and _own_concat(value) is not None
+
+
+def _own_concat(value: Any) -> Callable[[list[Any]], Any] | None:
+    return getattr(type(value), "concat", None) or getattr(type(value), "cat", None)
+
+
+def _own_rows(value: Any, start: int, stop: int) -> Any:
+    """Rows by the type's own slicing, if that gives them, else row by row with its ``chunk``."""
+    if start == 0 and stop == len(value):
+        return value
     try:
         rows = value[start:stop]
     except Exception:  # a user's __getitem__ may raise anything for a slice: the type does not slice
-        return None
-    return rows if type(rows) is type(value) and len(rows) == stop - start else None
-
-
-def _chunked_rows(value: Any, start: int, stop: int) -> Any:
-    """Rows of a type with ``chunk`` and ``concat``: by slicing if the type supports it, else row by row."""
-    if start == 0 and stop == len(value):
-        return value
-    if (rows := _own_slice(value, start, stop)) is not None:
+        rows = None
+    if type(rows) is type(value) and len(rows) == stop - start:
         return rows
+    if not _chunks_itself(value):
+        raise BatchError(
+            f"{describe(value)} has state of its own beside its items, and slicing it does not give its rows. Tell how "
+            f"to cut it with register_batch_type({type(value).__name__}, ...)"
+        )
     chunks = list(value.chunk(len(value)))[start:stop]
     if not chunks:
         raise BatchError(f"{type(value).__name__} has chunk() but no slicing, so no empty shard can be made")
     return _join_own(chunks)
 
 
-def _sliced_rows(value: Any, start: int, stop: int) -> Any:
-    """Rows of a dict with state of its own that slices itself."""
-    if (rows := _own_slice(value, start, stop)) is not None:
-        return rows
-    raise BatchError(
-        f"{describe(value)} has state of its own beside its items, and slicing it does not give its rows. Tell how "
-        f"to cut it with register_batch_type({type(value).__name__}, ...)"
-    )
-
-
-def _joins_itself(value: Any) -> bool:
-    return hasattr(value, "concat") or hasattr(value, "cat")
-
-
 def _join_own(values: list[Any]) -> Any:
-    if not _joins_itself(values[0]):
+    concat = _own_concat(values[0])
+    if concat is None:
         raise BatchError(
             f"{describe(values[0])} has neither concat() nor cat(). Tell how to join it with "
             f"register_batch_type({type(values[0]).__name__}, ...)"
         )
-    kind: Any = type(values[0])
-    return kind.concat(values) if hasattr(kind, "concat") else kind.cat(values)
+    return concat(values)
 
 
 # --- the table --------------------------------------------------------------------------------------------
@@ -627,8 +615,7 @@ _SEQUENCE = BatchType(len, _slice, _join_sequence)
 _TENSOR = BatchType(len, _slice, _join_tensors, errors=_TORCH_ERRORS)
 _NESTED = BatchType(_refuse_nested, _refuse_nested, _refuse_nested)
 _NDARRAY = BatchType(len, _slice, _join_ndarrays, errors=(ValueError, TypeError))
-_CHUNKED = BatchType(len, _chunked_rows, _join_own)
-_SLICED = BatchType(len, _sliced_rows, _join_own)
+_OWN = BatchType(len, _own_rows, _join_own)
 # Those that `shard` and `join` pass the dict `made`, because they are jagged tensors or may have some in them.
 _JAGGED = BatchType(jagged.length, cut, join, errors=_TORCH_ERRORS)
 _FIELDS = BatchType(_fields_length, cut, join, fields_of)
@@ -636,6 +623,8 @@ _TENSORDICT = BatchType(_tensordict_rows, _slice, join, _entries, _TORCH_ERRORS)
 
 _ONE_CLASS = (_WHOLE, _UNKNOWN, _FIELDS)
 """Types of which only values of one class can be joined."""
+
+_LIBRARIES = ("torch", "numpy", "tensordict")
 
 _known_types: dict[type, BatchType] = {
     **dict.fromkeys((type(None), str, bytes, bool, int, float, Broadcast), _WHOLE),
