@@ -23,6 +23,8 @@ from dispatch.rows import UNEVEN, Share, share_rows
 Parameter = int | str
 """Which parameter an argument fills: a position, or a keyword."""
 
+_BROADCAST = "Broadcast(value) sends anything whole to every rank"
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -169,7 +171,7 @@ def plan_call(
         return _plan_whole(spec, routing, mode.join, arguments)
     whole = _take_function(spec, arguments) if mode.function_first else {}
     if mode.cut is Cut.ITEMS:
-        return _plan_items(spec, routing, mode, arguments)
+        return _plan_items(spec, routing, mode.join, arguments)
     return _plan_rows(spec, routing, mode, whole, arguments, uneven)
 
 
@@ -230,15 +232,10 @@ def _plan_lists(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, Any
                 "Wrap an argument in Broadcast(...) to send it whole to every rank"
             )
             raise _bad_argument(spec, key, reason)
-    routing = layout.by_rank
-    whole = {key: _to_send(spec, value) for key, value in arguments.items() if isinstance(value, Broadcast)}
-    shards = tuple(
-        Shard({key: _to_send(spec, value[rank]) for key, value in free.items()}) for rank in range(world_size)
-    )
-    return CallPlan(whole, shards, routing.shard_of, routing.collecting, Join.LIST, None, _deferred(arguments))
+    return _plan_items(spec, layout.by_rank, Join.LIST, arguments)
 
 
-def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, arguments: dict[Parameter, Any]) -> CallPlan:
+def _plan_items(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
     count = routing.shards
     whole: dict[Parameter, Any] = {}
     shards: list[dict[Parameter, Any]] = [{} for _ in range(count)]
@@ -259,7 +256,7 @@ def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, arguments: dict[
         for shard, item in zip(shards, items, strict=True):
             shard[key] = item
     made = tuple(map(Shard, shards))
-    return CallPlan(whole, made, routing.shard_of, routing.collecting, mode.join, None, _deferred(arguments))
+    return CallPlan(whole, made, routing.shard_of, routing.collecting, join, None, _deferred(arguments))
 
 
 def _plan_rows(
@@ -286,14 +283,15 @@ def _plan_rows(
         except Exception as error:  # a BatchError, or whatever a user's type raises
             reason = (
                 f"is {described(value)}, and {_reason(error)}; {spec.registration.mode!r} cuts tensors, arrays, "
-                "TensorDicts, lists, dicts of those and types given to register_batch_type(). Broadcast(value) sends "
-                "anything whole to every rank"
+                f"TensorDicts, lists, dicts of those and types given to register_batch_type(). {_BROADCAST}"
             )
             raise _bad_argument(spec, key, reason) from None
         if length is not None:
             rows[key] = length
-        else:  # batch.cut() copies a dict of values without rows, and unwraps a Broadcast in it
-            whole[key] = _to_send(spec, value) if isinstance(value, Broadcast) else batch.cut(value, 0, 0)
+        elif isinstance(value, Broadcast):
+            whole[key] = _to_send(spec, value)
+        else:  # copies a dict of values without rows, and unwraps a Broadcast in it
+            whole[key] = batch.cut(value, 0, 0)
     shares: list[Share] | list[None] = [None] * count
     total: int | None = None
     if rows:
@@ -325,8 +323,8 @@ def _plan_rows(
             try:
                 cut = batch.shard(arguments[key], shares, offsets)
             except Exception as error:  # a BatchError, or whatever a user's type raises
-                reason = f"is {described(arguments[key])} and cannot be cut: {_reason(error)}. Broadcast(value) sends "
-                raise _bad_argument(spec, key, reason + "anything whole to every rank") from error
+                reason = f"is {described(arguments[key])} and cannot be cut: {_reason(error)}. {_BROADCAST}"
+                raise _bad_argument(spec, key, reason) from error
             for shard, rows_of_shard in zip(shards, cut, strict=True):
                 shard[key] = rows_of_shard
     elif mode.function_first and not any(shards):
