@@ -153,11 +153,7 @@ class Layout:
         return _route(shard, [t == 0 for t in tp], shards, unit="dp_size * cp_size * pp_size")
 
     def mesh(self, name: str) -> Mesh:
-        """A named mesh.
-
-        Raises:
-            DispatchError: no worker registered a mesh of that name.
-        """
+        """A named mesh. Raises a `DispatchError` if no worker registered it."""
         found = self.meshes.get(name)
         if found is None:
             known = ", ".join(sorted(self.meshes)) or "none"
@@ -168,11 +164,7 @@ class Layout:
         return found
 
     def check_known(self) -> None:
-        """Raise unless the workers have reported coordinates.
-
-        Raises:
-            DispatchError: they have not.
-        """
+        """Raise a `DispatchError` unless the workers have reported coordinates."""
         if not self.known:
             raise DispatchError(
                 "no layout is registered. Call self.register_layout(dp=, tp=, pp=, cp=) on every rank, in __init__ or "

@@ -83,18 +83,10 @@ AnyMode = Mode | CustomMode | RefusedMode
 
 
 class DispatchMode(Generic[Decorator, FutureDecorator]):
-    """A member of `Dispatch`, or a mode of its own without a name there.
+    """A member of `Dispatch`, of which a process has one per name, or a mode of its own that is not in `Dispatch`.
 
-    There is one member of each name in a process. Its behavior can be replaced: methods that were decorated with it
-    before then follow the new one. Its type parameters are what `register` returns for it, for blocking and for
-    non-blocking methods; see `typed`.
-
-    Args:
-        name: its name.
-        own: the behavior of a mode that is not in `Dispatch`; it cannot be replaced.
-
-    Attributes:
-        mode: the current behavior.
+    Replacing `mode`, the behavior of a member, also changes the methods that were decorated with it before. The type
+    parameters are what `register` returns for it, for blocking and for non-blocking methods; see `typed`.
     """
 
     __slots__ = ("_own", "mode", "name")
@@ -276,8 +268,7 @@ def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_f
         TypeError: one of the functions is not callable.
     """
     _check_new_name("Dispatch", name, Dispatch._members)
-    mode = _custom(name, dispatch_fn, collect_fn)
-    return _add(name, mode)
+    return _add(name, _custom(name, dispatch_fn, collect_fn))
 
 
 def update_dispatch_mode(
@@ -297,22 +288,15 @@ def update_dispatch_mode(
 
 
 def known_mode(mode: object) -> DispatchMode:
-    """Resolve a mode given by a user: a member of `Dispatch`, its name, or a dict of two functions.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: the value is not a mode, or a dict whose keys are not exactly ``dispatch_fn`` and ``collect_fn``.
-    """
+    """Resolve a mode given by a user: a member of `Dispatch`, its name, or a dict of two functions."""
     if isinstance(mode, DispatchMode) and mode._own is not None:
         return mode
     name = mode.name if isinstance(mode, DispatchMode) else mode
     if isinstance(name, str):
         if name in Dispatch._members:
             return Dispatch._members[name]
-        raise ValueError(
-            f"unknown dispatch mode {name!r}; known are {', '.join(Dispatch._members)}. "
-            "register_dispatch_mode() adds one"
-        )
+        known = ", ".join(Dispatch._members)
+        raise ValueError(f"unknown dispatch mode {name!r}; known are {known}. register_dispatch_mode() adds one")
     if isinstance(mode, dict):
         if set(mode) != {"dispatch_fn", "collect_fn"}:
             raise TypeError(
@@ -328,11 +312,7 @@ def known_mode(mode: object) -> DispatchMode:
 
 
 def known_execute_mode(mode: object) -> ExecuteMode:
-    """Resolve an execute mode given by a user.
-
-    Raises:
-        ValueError: it is unknown.
-    """
+    """Resolve an execute mode given by a user: a member of `Execute`, or its name."""
     if isinstance(mode, ExecuteMode):
         return mode
     if isinstance(mode, str) and mode in Execute._members:

@@ -176,22 +176,14 @@ def plan_call(
 
 
 def plan_execute(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    """Plan ``execute_all_*``: lists are split if every argument is a list of length world_size.
-
-    Raises:
-        TypeError: the arguments do not fit the method's signature.
-        DispatchError: only some arguments are lists, or a list has another length.
-    """
+    """Plan ``execute_all_*``: lists are split if every argument is a list of length world_size. Raises as `plan_call`
+    does, also if only some arguments are lists, or a list has another length."""
     check_arguments(spec.label, spec.signature, args, kwargs)
     return _plan_lists(spec, layout, dict(enumerate(args)) | kwargs, source="execute_all splits")
 
 
 def plan_rank_zero(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    """Plan ``execute_rank_zero_*``: rank 0 gets the arguments unchanged and returns its value.
-
-    Raises:
-        TypeError: the arguments do not fit the method's signature.
-    """
+    """Plan ``execute_rank_zero_*``: rank 0 gets the arguments unchanged and returns its value."""
     check_arguments(spec.label, spec.signature, args, kwargs)
     return _plan_whole(spec, layout.rank_zero, Join.VALUE, dict(enumerate(args)) | kwargs)
 

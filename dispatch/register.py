@@ -237,11 +237,7 @@ def plain_signature(function: Callable[..., Any], *, skip_first: bool) -> inspec
 
 
 def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that arguments fit a signature.
-
-    Raises:
-        TypeError: they do not. The message is Python's, with the name and the signature added.
-    """
+    """Raise a `TypeError`, see `misfit`, unless arguments fit a signature."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
