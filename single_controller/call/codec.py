@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dispatch import jagged
 from dispatch.batch import described, imported
-from dispatch.buffer_pool import buffer_pool
 from dispatch.errors import DispatchError, ResultError
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, Parameter
 from dispatch.register import MethodSpec
+from single_controller.call.buffer_pool import buffer_pool
 
 if TYPE_CHECKING:
     import numpy
