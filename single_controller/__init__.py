@@ -52,9 +52,9 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from single_controller.local.group import LocalWorkerGroup as LocalWorkerGroup
     from single_controller.ray.attach import end_detached as end_detached
     from single_controller.ray.class_with_args import RayClassWithInitArgs as RayClassWithInitArgs
+    from single_controller.ray.group import NVMegatronRayWorkerGroup as NVMegatronRayWorkerGroup
     from single_controller.ray.group import RayWorkerGroup as RayWorkerGroup
     from single_controller.ray.group import attach as attach
-    from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup as NVMegatronRayWorkerGroup
     from single_controller.ray.placement.manager import ResourcePoolManager as ResourcePoolManager
     from single_controller.ray.placement.pool import RayResourcePool as RayResourcePool
     from single_controller.ray.placement.pool import merge_resource_pool as merge_resource_pool

@@ -59,13 +59,12 @@ def colocate(roles: Mapping[str, ClassWithInitArgs]) -> Colocated:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
-    """`colocate` under the name that verl uses; ``group.spawn(...)`` returns the roles' groups."""
+    """`colocate` under the name that verl uses; ``group.spawn(...)`` returns the roles' groups. Verl's other name is
+    create_colocated_worker_cls_fused; ``group.fuse(...)``, then ``group.<role>``."""
     return colocate(class_dict)
 
 
-def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
-    """`colocate` under verl's other name; ``group.fuse(...)``, then ``group.<role>``."""
-    return colocate(class_dict)
+create_colocated_worker_cls_fused = create_colocated_worker_cls
 
 
 def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type[Worker]:

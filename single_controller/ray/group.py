@@ -33,7 +33,7 @@ from single_controller.ray.start import (
     start,
 )
 from single_controller.ray.transport import Rank, RayTransport
-from single_controller.ray.verl_options import VerlOptions, check_verl_options
+from single_controller.verl import MegatronInfo, VerlOptions, check_verl_options
 
 ON_DEATH = ("error", "replace", "shrink")
 
@@ -374,6 +374,10 @@ class RayWorkerGroup(ElasticGroup):
 
     def _wait_started(self, transport: RayTransport, plan: CallPlan, sent: Sent) -> None:
         self._wait_for_constructors(transport, plan, sent, self._start_timeout)
+
+
+class NVMegatronRayWorkerGroup(MegatronInfo, RayWorkerGroup):
+    """A `RayWorkerGroup` with the two methods of verl's group of this name."""
 
 
 def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:
