@@ -44,11 +44,10 @@ from single_controller.call.transport import MAX_STACK_SECONDS
 from single_controller.call.worker import Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
+from single_controller.ray.group_records import Registration, Takeover, find_takeover
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_group
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.reservation import wait_started
-from single_controller.ray.records.group_records import Registration
-from single_controller.ray.records.takeover import Takeover, find_takeover
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import (
@@ -525,13 +524,14 @@ class RayWorkerGroup(WorkerGroup):
         self._state.on_change = self._registration.write_soon
         self._registration.write_soon()
 
-    def _to_take_over(self) -> bytes | None:
+    def _to_take_over(self) -> Takeover | None:
         """What another driver needs to own this group; None unless it is detached."""
         plan = self._start_plan
         if plan is None or not plan.detached:
             return None
         settings = self._collectives, self._start_timeout, self._state.error_grace, self._on_death
-        return Takeover.encode(plan, self._ray, self._rendezvous, settings, self._takeover_data)
+        standbys = tuple((one.actor, one.name, one.slot) for one in self._ray.standbys)
+        return Takeover(plan, self._ray.ranks, standbys, self._rendezvous, settings, self._takeover_data)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
