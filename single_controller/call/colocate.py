@@ -11,15 +11,7 @@ from single_controller.call.worker import Worker
 
 
 class Colocated:
-    """What `colocate` returns. A group takes it in place of one class.
-
-    Args:
-        roles: role -> class with its constructor's arguments, in the order in which the workers are created.
-
-    Raises:
-        TypeError: it is not a dict of names and classes with arguments.
-        ValueError: it is empty, or the name of a role cannot be an attribute.
-    """
+    """What `colocate` returns. A group takes it in place of one class."""
 
     def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
         if not isinstance(roles, Mapping) or not all(isinstance(made, ClassWithInitArgs) for made in roles.values()):

@@ -27,8 +27,6 @@
   asked in each call. Replace it by a public id of the connection.
 - `exit_process` (``drain_and_exit_worker`` of Ray's core worker): ends an actor's process from a thread that runs no
   task of Ray. Replace it when ``ray.actor.exit_actor`` does that.
-- `note_calls` (``ActorHandle._actor_method_call``): direct calls of a rank, which keep their place among the group's
-  calls. Replace it when Ray tells how many tasks a process has sent to an actor.
 - `single_controller.ray.python_env.command` (``py_executable`` of a runtime_env is run by a shell): extends PYTHONPATH
   on the node. Replace it when a runtime_env can extend a variable without knowing its value.
 - `exit_detail` (the text of Ray's errors): why a process has ended, in one line. Replace it when `RayActorError` has
@@ -44,8 +42,6 @@ from typing import Any, NamedTuple, cast
 
 import ray
 from ray.actor import ActorClass
-
-_KNOWN_ACCELERATORS = frozenset({"NPU", "TPU", "HPU", "neuron_cores"})
 
 
 def death_of(actor: Any, *, ask: bool = False) -> str | None:
@@ -226,12 +222,9 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 def accelerator_names() -> frozenset[str]:
     """The resources besides GPU whose units are devices with ids. A worker gets an id only for what it takes."""
-    try:
-        from ray._private.accelerators import get_all_accelerator_resource_names
+    from ray._private.accelerators import get_all_accelerator_resource_names
 
-        return frozenset(get_all_accelerator_resource_names()) - {"GPU"}
-    except ImportError:
-        return _KNOWN_ACCELERATORS
+    return frozenset(get_all_accelerator_resource_names()) - {"GPU"}
 
 
 def device_lists_before() -> dict[str, str | None]:
@@ -256,10 +249,8 @@ def name_lines(name: str) -> None:
     subprocesses gets the name too. Ray shows a line that several workers print only once, with their number, unless
     ``RAY_DEDUP_LOGS=0``.
     """
-    try:
-        from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
-    except ImportError:  # Ray's own prefix stays
-        return
+    from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
+
     for stream in (sys.stdout, sys.stderr):
         stream.write(f"{LOG_PREFIX_ACTOR_NAME}{name}\n")
         stream.flush()
@@ -280,7 +271,7 @@ def tcp_connections() -> list[Any]:
     import psutil
 
     process = psutil.Process()
-    return list(getattr(process, "net_connections", process.connections)("tcp"))
+    return list(getattr(process, "net_connections", process.connections)("tcp"))  # the user's may be older than Ray's
 
 
 def resident_memory() -> int:

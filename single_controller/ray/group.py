@@ -27,6 +27,7 @@ from ray.exceptions import RayActorError, RayError
 
 from dispatch.checks import check_count, check_seconds, is_count
 from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, GroupState
+from single_controller.call.codec import decoded
 from single_controller.call.colocate import Colocated
 from single_controller.call.errors import (
     CallTimeoutError,
@@ -238,6 +239,7 @@ class RayWorkerGroup(WorkerGroup):
         Raises:
             ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
             WorkerDiedError: a worker is dead, and the group is not taken over.
+            ResultError: their class cannot be loaded here.
         """
         process = None if ray_cls_with_init is None else ProcessSpec(ray_cls_with_init)
         if own and worker_handles is None and (name_prefix is None) != (worker_names is None):
@@ -245,9 +247,9 @@ class RayWorkerGroup(WorkerGroup):
             if left is not None:
                 return cls._take_over(left)
         found = find_workers(name_prefix, worker_names, worker_handles, process.name if process else None, namespace)
-        classes = found.classes() if process is None else process.classes
-        stem = found.transport.ranks[0].name.rpartition("_")[0]
-        self = cls._attached(classes, f"group {stem} (attached)", found.transport.ranks, found.master)
+        classes = decoded("from_detached", 0, found.classes.decode) if process is None else process.classes
+        stem = found.ranks[0].name.rpartition("_")[0]
+        self = cls._attached(classes, f"group {stem} (attached)", found.ranks, found.master)
         self._owned_placement = found.placement_groups if own else ()
         self._owns = own
         return self

@@ -38,13 +38,7 @@ def status(name: str | None) -> str:
 
 
 def status_of(record: GroupRecord, records: Records, seconds: float = MAX_STACK_SECONDS) -> GroupStatus:
-    """The status of a group of another process.
-
-    Args:
-        record: its record.
-        records: where it is from.
-        seconds: how long its ranks may take to answer.
-    """
+    """The status of a group of another process, whose ranks may take some seconds to answer."""
     deaths, living = dict(record.deaths), []
     for number, rank in enumerate(record.ranks):
         actor = records.actors.get(rank.actor)

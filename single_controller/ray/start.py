@@ -130,7 +130,7 @@ def fill(
         collectives: whether the ranks use collectives.
 
     Raises:
-        PlacementError, WorkerDiedError: see `RayWorkerGroup`. The new actors were ended.
+        PlacementError, WorkerDiedError: the new actors were ended.
     """
     _end(before, chosen)
     ranks, standbys = list(before.ranks), living_standbys(before)
@@ -233,9 +233,6 @@ def join(
 
     Returns:
         Address and port of the rendezvous.
-
-    Raises:
-        StartError, WorkerDiedError, CallTimeoutError: see `RayWorkerGroup`.
     """
     # A reference: Ray delivers its value to a rank before it runs _sc_join there. So no rank joins before rank 0 has
     # chosen the port, and the driver does not wait in between.
