@@ -1,36 +1,28 @@
 """Every use of Ray's internals, which is why `pyproject.toml` admits only the minor release of Ray that is tested.
 
-- `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness without the dashboard, which
-  ``ray.util.state`` needs. Replace it by public access to an actor's state that Ray keeps up to date in each process.
-- `node_service` (fields of ``ray.nodes()``): where the Ray process of a node listens. Replace it by public access to
-  the address.
-- `death_seconds` (``ray._raylet.Config``): the settings of the health checks. Replace it when Ray has a public query.
-- `interface_of`, `tcp_connections`, `resident_memory` (psutil, which Ray brings along): which network interface has an
-  address; the connections and the memory of this process.
-- `all_actors` (the control store's actor table): dead actors, causes of death, placement groups. Replace it when
-  ``ray.util.list_named_actors`` returns them, or ``ray.util.state`` works without the dashboard.
-- `living_jobs` (``ray._private.state.jobs``): whether a driver is running; likewise.
-- `write_record`, `read_records`, `delete_record` (``ray._raylet.GcsClient``): the control store's table of keys and
-  values. Replace it by a public one.
-- `worker_pools` (the control store's table of placement groups): which actor created a placement group. Replace it when
-  ``ray.util.placement_group_table`` returns that.
-- `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`. Replace it
-  by a public function of that kind.
-- `accelerator_names` (``ray._private.accelerators``): the resources whose units have ids. Replace it by a public list.
+Ray offers no public way to these things. Replace a function when there is one:
+
+- `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness, without the dashboard that
+  ``ray.util.state`` needs, from a state that Ray keeps up to date in each process.
+- `node_service` (fields of ``ray.nodes()``): where the Ray process of a node listens.
+- `death_seconds` (``ray._raylet.Config``): the settings of the health checks.
+- `interface_of`, `tcp_connections`, `resident_memory` (psutil, which Ray brings along).
+- `all_actors`, `worker_pools` (the control store's tables): dead actors and causes of death; which actor created a
+  placement group.
+- `living_jobs` (``ray._private.state.jobs``): whether a driver is running.
+- `write_record`, `read_records`, `delete_record` (``ray._raylet.GcsClient``): the control store's keys and values.
+- `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`.
+- `accelerator_names` (``ray._private.accelerators``): the resources whose units have ids.
 - `device_lists_before` (``original_visible_accelerator_ids`` of Ray's worker): the lists of visible devices before Ray
-  set them. Replace it when an actor can have RAY_EXPERIMENTAL_NOSET_* without a runtime_env.
-- `name_lines` (the log monitor's marker): log lines with class and rank. Replace it when the log name of an actor can
-  be set after its creation.
-- `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``. Replace it by public
-  accessors.
-- `ray_worker` (``ray._private.worker.global_worker``): whether this process has the same connection as before, which is
-  asked in each call. Replace it by a public id of the connection.
-- `exit_process` (``drain_and_exit_worker`` of Ray's core worker): ends an actor's process from a thread that runs no
-  task of Ray. Replace it when ``ray.actor.exit_actor`` does that.
+  set them. Not needed if an actor can have RAY_EXPERIMENTAL_NOSET_* without a runtime_env.
+- `name_lines` (the log monitor's marker): log lines with class and rank, which an actor learns after its creation.
+- `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``.
+- `ray_worker` (``ray._private.worker.global_worker``): an id of the connection, which each call compares.
+- `exit_process` (``drain_and_exit_worker`` of Ray's core worker): ``ray.actor.exit_actor`` for a thread that runs no
+  task of Ray.
+- `exit_detail` (the text of Ray's errors): why a process has ended, in one line.
 - `single_controller.ray.python_env.command` (``py_executable`` of a runtime_env is run by a shell): extends PYTHONPATH
-  on the node. Replace it when a runtime_env can extend a variable without knowing its value.
-- `exit_detail` (the text of Ray's errors): why a process has ended, in one line. Replace it when `RayActorError` has
-  the reason as an attribute.
+  on the node.
 """
 
 from __future__ import annotations
