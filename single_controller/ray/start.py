@@ -32,7 +32,7 @@ from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
 from single_controller.ray.placement.slots import Slot, SlotLocation
 from single_controller.ray.rank.actor import Location, StartMessage, actor_class
-from single_controller.ray.rank.worker_env import before_start
+from single_controller.ray.rank.devices import before_start
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes, session
 from single_controller.ray.transport import Rank, RayTransport, Standby
