@@ -28,18 +28,11 @@ OnDeath = Callable[[WorkerDiedError], object]
 
 @dataclass(frozen=True)
 class Replay:
-    """One call of a method that was registered with ``replay=True``.
-
-    Attributes:
-        spec: the method.
-        number: the call's number among the calls of its group.
-        plan: plans the call again, with the same arguments, for the group that is passed to it.
-        options: the options of the call.
-    """
+    """One call of a method that was registered with ``replay=True``."""
 
     spec: MethodSpec
-    number: int
-    plan: Callable[[Any], CallPlan]
+    number: int  # the call's number among the calls of its group
+    plan: Callable[[Any], CallPlan]  # plans the call again, with the same arguments, for the group that is passed to it
     options: CallOptions
 
 

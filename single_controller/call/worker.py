@@ -25,33 +25,20 @@ RANK_ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a worker knows about its rank.
+    """What a worker knows about its rank."""
 
-    Attributes:
-        rank: 0 .. world_size - 1.
-        world_size: number of workers in the group.
-        local_rank: rank among the workers of the same entry of the pool (of the same node).
-        local_world_size: number of workers of that entry.
-        master_addr: address of rank 0's node.
-        master_port: a port on that node, held for this group.
-        node_rank: number of the rank's node, from 0, in the order of the nodes' first ranks.
-        device_ids: ids of the accelerators that the transport assigned; () if none.
-        one_process: whether all ranks of a group of several share one process, where collectives are impossible.
-        generation: how often the group was restarted or had ranks replaced before.
-        replacement: whether the worker replaces another one, and does not take part in collectives yet.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_addr: str
-    master_port: int
-    node_rank: int = 0
-    device_ids: tuple[str, ...] = ()
+    rank: int  # 0 .. world_size - 1
+    world_size: int  # number of workers in the group
+    local_rank: int  # rank among the workers of the same entry of the pool (of the same node)
+    local_world_size: int  # number of workers of that entry
+    master_addr: str  # address of rank 0's node
+    master_port: int  # a port on that node, held for this group
+    node_rank: int = 0  # number of the rank's node, from 0, in the order of the nodes' first ranks
+    device_ids: tuple[str, ...] = ()  # ids of the accelerators that the transport assigned; () if none
+    # whether all ranks of a group of several share one process, where collectives are impossible
     one_process: bool = False
-    generation: int = 0
-    replacement: bool = False
+    generation: int = 0  # how often the group was restarted or had ranks replaced before
+    replacement: bool = False  # whether the worker replaces another one, and does not take part in collectives yet
 
     def environment(self) -> dict[str, str]:
         """`RANK_ENVIRONMENT`: the variables that ``torch.distributed.init_process_group()`` reads, and verl's. Without
@@ -93,19 +80,13 @@ COLLECTS_LAST = "pp"
 
 @dataclass
 class LayoutReport:
-    """What one worker reported.
+    """What one worker reported."""
 
-    Attributes:
-        axes: axis -> coordinate.
-        sizes: axis -> number of coordinates, where the worker reported it.
-        meshes: mesh name -> (dp rank, whether the rank collects).
-        version: increases with every change, so that a group notices one.
-    """
-
-    axes: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)  # axis -> coordinate
+    sizes: dict[str, int] = field(default_factory=dict)  # axis -> number of coordinates, where the worker reported it
+    # mesh name -> (dp rank, whether the rank collects)
     meshes: dict[str, tuple[int, bool]] = field(default_factory=dict)
-    version: int = 0
+    version: int = 0  # increases with every change, so that a group notices one
 
 
 class DeviceMesh(Protocol):

@@ -26,19 +26,12 @@ IDENTITY_SECONDS = 30.0
 
 
 class RunningWorkers(NamedTuple):
-    """Running workers.
+    """Running workers."""
 
-    Attributes:
-        ranks: by rank.
-        classes: role -> class, encoded.
-        master: address and port of their rendezvous.
-        placement_groups: Ray's ids of their placement groups, in hex.
-    """
-
-    ranks: list[Rank]
-    classes: Encoded
-    master: tuple[str, int]
-    placement_groups: tuple[str, ...]
+    ranks: list[Rank]  # by rank
+    classes: Encoded  # role -> class, encoded
+    master: tuple[str, int]  # address and port of their rendezvous
+    placement_groups: tuple[str, ...]  # Ray's ids of their placement groups, in hex
 
 
 def find_workers(

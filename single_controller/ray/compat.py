@@ -80,27 +80,16 @@ def death_seconds() -> float:
 
 
 class ActorInfo(NamedTuple):
-    """An actor, dead or alive.
-
-    Attributes:
-        name: its name.
-        namespace: namespace of the name.
-        detached: whether it outlives its driver.
-        placement_group: id of its placement group, in hex; empty without one.
-        alive: whether its process is running or starting.
-        ended: when it died, in seconds since the epoch.
-        reason: why it died.
-        ended_on_purpose: whether it was killed through Ray, or ended with the last reference to it.
-    """
+    """An actor, dead or alive."""
 
     name: str
-    namespace: str
-    detached: bool
-    placement_group: str
-    alive: bool
-    ended: float
-    reason: str
-    ended_on_purpose: bool
+    namespace: str  # of the name
+    detached: bool  # whether it outlives its driver
+    placement_group: str  # id of its placement group, in hex; empty without one
+    alive: bool  # whether its process is running or starting
+    ended: float  # when it died, in seconds since the epoch
+    reason: str  # why it died
+    ended_on_purpose: bool  # whether it was killed through Ray, or ended with the last reference to it
 
 
 def all_actors() -> dict[str, ActorInfo]:

@@ -53,25 +53,15 @@ class RankRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """What other processes are told of a group.
-
-    Attributes:
-        name: the group's name.
-        job: Ray's id of the driver's job, in hex.
-        driver: host and pid of the process that has the group, for messages.
-        broken: why the group is broken, or None.
-        generation: how often it was restarted or replaced.
-        deaths: rank -> its last death.
-        ranks: by rank.
-    """
+    """What other processes are told of a group."""
 
     name: str
-    job: str
-    driver: str
-    broken: str | None
-    generation: int
-    deaths: dict[int, Death]
-    ranks: tuple[RankRecord, ...]
+    job: str  # Ray's id of the driver's job, in hex
+    driver: str  # host and pid of the process that has the group, for messages
+    broken: str | None  # why the group is broken, or None
+    generation: int  # how often it was restarted or replaced
+    deaths: dict[int, Death]  # rank -> its last death
+    ranks: tuple[RankRecord, ...]  # by rank
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,17 +131,11 @@ def _record(state: GroupState, transport: RayTransport) -> GroupRecord:
 
 
 class Records(NamedTuple):
-    """The records of a cluster's groups, and what Ray says of their processes.
+    """The records of a cluster's groups, and what Ray says of their processes."""
 
-    Attributes:
-        groups: key -> record, of each group that has workers, or a driver that has not closed it.
-        actors: the actors by id.
-        jobs: the jobs whose driver is running.
-    """
-
-    groups: dict[str, GroupRecord]
-    actors: dict[str, ActorInfo]
-    jobs: frozenset[str]
+    groups: dict[str, GroupRecord]  # key -> record, of each group that has workers, or a driver that has not closed it
+    actors: dict[str, ActorInfo]  # the actors by id
+    jobs: frozenset[str]  # the jobs whose driver is running
 
 
 def delete(key: str) -> None:
@@ -183,26 +167,16 @@ def read() -> Records:
 
 @dataclass
 class Takeover:
-    """What the driver of a detached group leaves, so that another driver can own the group.
+    """What the driver of a detached group leaves, so that another driver can own the group."""
 
-    Attributes:
-        plan: how it is started, on a pool of the slots that it has.
-        ranks: its ranks, some of which may have died.
-        standbys: actor, name and slot of its standbys.
-        rendezvous: address and port.
-        settings: the group's arguments collectives, start_timeout, error_grace and on_death.
-        data: `RayWorkerGroup.takeover_data`.
-        key: of its record; the driver that takes the group over sets this and the next.
-        record: its record.
-    """
-
-    plan: StartPlan
-    ranks: tuple[Rank, ...]
-    standbys: tuple[tuple[Any, str, Slot], ...]
-    rendezvous: tuple[str, int]
+    plan: StartPlan  # how it is started, on a pool of the slots that it has
+    ranks: tuple[Rank, ...]  # its ranks, some of which may have died
+    standbys: tuple[tuple[Any, str, Slot], ...]  # actor, name and slot of its standbys
+    rendezvous: tuple[str, int]  # address and port
+    # the group's arguments collectives, start_timeout, error_grace and on_death
     settings: tuple[bool, float | None, float, str]
-    data: Any
-    key: str = ""
+    data: Any  # `RayWorkerGroup.takeover_data`
+    key: str = ""  # of its record; the driver that takes the group over sets this and the next
     record: GroupRecord | None = None
 
     def encode(self) -> bytes | None:

@@ -49,33 +49,19 @@ and the standby may never be: its slot may have been on a host that is gone."""
 
 @dataclass(frozen=True)
 class StartPlan:
-    """What a group starts, the first time and at each restart.
+    """What a group starts, the first time and at each restart."""
 
-    Attributes:
-        pool: the pool that the workers run in.
-        process: what runs in each process.
-        bin_pack: whether each entry of the pool must be on one node.
-        prefix: prefix of the actors' names.
-        detached: whether the actors outlive the driver. Their names then have no random part.
-        master: address and port of the rendezvous; None for what rank 0 chooses.
-        environment: ``worker_env``, and two variables for workers written for verl.
-        use_gpu: whether each worker takes its share of a GPU.
-        name: the group's name, for messages.
-        namespace: Ray's namespace of the actors' names; None for the driver's.
-        standby: how many of the pool's slots, the last ones, have a standby instead of a rank.
-    """
-
-    pool: RayResourcePool
-    process: ProcessSpec
-    bin_pack: bool
-    prefix: str
-    detached: bool
-    master: tuple[str | None, int | None]
-    environment: dict[str, str]
-    use_gpu: bool
-    name: str
-    namespace: str | None = None
-    standby: int = 0
+    pool: RayResourcePool  # the pool that the workers run in
+    process: ProcessSpec  # what runs in each process
+    bin_pack: bool  # whether each entry of the pool must be on one node
+    prefix: str  # prefix of the actors' names
+    detached: bool  # whether the actors outlive the driver. Their names then have no random part.
+    master: tuple[str | None, int | None]  # address and port of the rendezvous; None for what rank 0 chooses
+    environment: dict[str, str]  # ``worker_env``, and two variables for workers written for verl
+    use_gpu: bool  # whether each worker takes its share of a GPU
+    name: str  # the group's name, for messages
+    namespace: str | None = None  # Ray's namespace of the actors' names; None for the driver's
+    standby: int = 0  # how many of the pool's slots, the last ones, have a standby instead of a rank
 
 
 WaitForConstructors = Callable[[RayTransport, CallPlan, Sent], None]
