@@ -123,10 +123,8 @@ class RayWorkerGroup(WorkerGroup):
     resource_pool: RayResourcePool | None = None
     _rendezvous = ("", 0)
     _start_plan: StartPlan | None = None  # None in a group of workers that another driver started
-    _start_timeout: float | None = None
     _owns = False
     _owned_placement: tuple[str, ...] = ()
-    _on_death: str = "error"
     _registration: Registration | None = None
     _takeover_data: Any = None
 
@@ -173,7 +171,6 @@ class RayWorkerGroup(WorkerGroup):
         super().__init__(process.classes, f"group {name_prefix or ''}{process.name}", error_grace)
         self._collectives = bool(collectives)
         self._state.recovers = on_death != "error"
-        self._on_death = on_death
         use_gpu = resource_pool.use_gpu if use_gpu is None else bool(use_gpu)
         if use_gpu and not resource_pool.use_gpu:
             raise ValueError(f"use_gpu=True, but {resource_pool!r} has no GPUs")
@@ -183,7 +180,6 @@ class RayWorkerGroup(WorkerGroup):
                 "detached=True too"
             )
         self.resource_pool, self._owns = resource_pool, True
-        self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_plan = StartPlan(
             pool=resource_pool,
             process=process,
@@ -200,6 +196,10 @@ class RayWorkerGroup(WorkerGroup):
             name=self.name,
             namespace=namespace,
             standby=standby,
+            collectives=self._collectives,
+            start_timeout=None if start_timeout is None else check_seconds("start_timeout", start_timeout),
+            error_grace=self._state.error_grace,
+            on_death=on_death,
         )
         try:
             self._start(self._start_plan)
@@ -269,10 +269,9 @@ class RayWorkerGroup(WorkerGroup):
     def _take_over(cls, left: Takeover) -> Self:
         """A group of workers whose driver has ended."""
         plan = left.plan
-        self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous)
+        self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous, plan.error_grace)
         self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
-        self._collectives, self._start_timeout, self._state.error_grace, self._on_death = left.settings
-        self._state.recovers = self._on_death != "error"
+        self._collectives, self._state.recovers = plan.collectives, plan.on_death != "error"
         self._owned_placement, self._takeover_data = left.placement_groups, left.data
         plan.pool.admit(self, plan.bin_pack)
         left.restore(self._state)
@@ -491,7 +490,7 @@ class RayWorkerGroup(WorkerGroup):
             return ()
         try:
             wait_started([one.prepared for one in recruits], _left(end), self.name)
-            larger = enlist(plan, transport, recruits, self.generation + 1, collectives=self._collectives)
+            larger = enlist(plan, transport, recruits, self.generation + 1)
             # With a state of their own: a constructor that raises does not break the group.
             apart = GroupState(f"{self.name}, its new ranks", self._state.error_grace)
             wait = partial(self._wait_for_constructors, timeout=_left(end), state=apart)
@@ -531,14 +530,13 @@ class RayWorkerGroup(WorkerGroup):
         plan = self._start_plan
         if plan is None or not plan.detached:
             return None
-        settings = self._collectives, self._start_timeout, self._state.error_grace, self._on_death
         standbys = tuple((one.actor, one.name, one.slot) for one in self._ray.standbys)
-        return Takeover(plan, self._ray.ranks, standbys, self._rendezvous, settings, self._takeover_data)
+        return Takeover(plan, self._ray.ranks, standbys, self._rendezvous, self._takeover_data)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
         plan.pool.admit(self, plan.bin_pack, plan.process.additional_resource, counted=counted)
-        wait = partial(self._wait_for_constructors, timeout=self._start_timeout)
+        wait = partial(self._wait_for_constructors, timeout=plan.start_timeout)
         self._state.transport, self._rendezvous = start(plan, wait, again, self.generation + again)
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -551,7 +549,7 @@ class RayWorkerGroup(WorkerGroup):
             self._ray.kill()
             self._start(plan, again=True)
         else:
-            self._fill(ranks, self._start_timeout)
+            self._fill(ranks, plan.start_timeout)
 
     def _replay(self, ranks: Collection[int] | None) -> None:
         super()._replay(ranks)
@@ -564,7 +562,7 @@ class RayWorkerGroup(WorkerGroup):
         return cast(RayTransport, self._transport)
 
     def _recover(self) -> None:
-        if self._on_death == "shrink":
+        if self._owned_plan().on_death == "shrink":
             self.replace_or_shrink()
         else:
             self.replace()
@@ -707,13 +705,12 @@ class RayWorkerGroup(WorkerGroup):
         """Put new processes at ranks, and have all join a new rendezvous, or the new ones the old one."""
         plan, before = self._owned_plan(), self._ray
         encoded = plan.process.encode()
-        generation, collectives = self.generation + 1, self._collectives
-        if collectives:  # now, because those that stay must not run the calls that they have while processes start
+        if plan.collectives:  # now, because those that stay must not run the calls that they have while processes start
             before.ask("leave", sorted(set(range(self.world_size)) - set(chosen)), MAX_STACK_SECONDS)
         # Set at once, here and below: whatever fails from here on, the group has these actors.
-        self._state.transport = fill(plan, before, chosen, encoded, generation, collectives=collectives)
+        self._state.transport = fill(plan, before, chosen, encoded, self.generation + 1)
         self._keep_standbys()
-        self._join(before, encoded, timeout, chosen=None if collectives else chosen)
+        self._join(before, encoded, timeout, chosen=None if plan.collectives else chosen)
 
     def _drop(self, kept: Sequence[int], timeout: float) -> None:
         """End all ranks but some, and have these join a new rendezvous."""
@@ -724,17 +721,15 @@ class RayWorkerGroup(WorkerGroup):
 
     def _add(self, recruits: Sequence[Standby], encoded: Any, end: float) -> tuple[int, ...]:
         """Make standbys ranks. The caller holds ``sending``."""
-        before, collectives = self._ray, self._collectives
+        plan, before = self._owned_plan(), self._ray
         present = [one for one in recruits if one in before.standbys]  # others have replaced a rank meanwhile
         new = tuple(range(before.world_size, before.world_size + len(present)))
 
         def add() -> None:
-            self._state.transport = enlist(
-                self._owned_plan(), before, present, self.generation + 1, collectives=collectives
-            )
+            self._state.transport = enlist(plan, before, present, self.generation + 1)
             self._join(before, encoded, _left(end))
 
-        if not collectives:
+        if not plan.collectives:
             add()
             self._replay(new)
             with self._state.lock:

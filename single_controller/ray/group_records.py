@@ -173,8 +173,6 @@ class Takeover:
     ranks: tuple[Rank, ...]  # its ranks, some of which may have died
     standbys: tuple[tuple[Any, str, Slot], ...]  # actor, name and slot of its standbys
     rendezvous: tuple[str, int]  # address and port
-    # the group's arguments collectives, start_timeout, error_grace and on_death
-    settings: tuple[bool, float | None, float, str]
     data: Any  # `RayWorkerGroup.takeover_data`
     key: str = ""  # of its record; the driver that takes the group over sets this and the next
     record: GroupRecord | None = None

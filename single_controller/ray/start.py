@@ -62,6 +62,10 @@ class StartPlan:
     name: str  # the group's name, for messages
     namespace: str | None = None  # Ray's namespace of the actors' names; None for the driver's
     standby: int = 0  # how many of the pool's slots, the last ones, have a standby instead of a rank
+    collectives: bool = True  # whether ranks use collectives, in which new processes must not be before all have joined
+    start_timeout: float | None = None  # seconds that the constructors may take
+    error_grace: float = 0.0  # of `RayWorkerGroup`, as the next
+    on_death: str = "error"
 
 
 WaitForConstructors = Callable[[RayTransport, CallPlan, Sent], None]
@@ -101,9 +105,7 @@ def start(
         return transport, join(plan, transport, range(count), encoded, wait, plan.master)
 
 
-def fill(
-    plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: Any, generation: int, *, collectives: bool
-) -> RayTransport:
+def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: Any, generation: int) -> RayTransport:
     """End some ranks, and fill them with standbys or, where there is none, with new actors in their slots. No user code
     runs on them before `join`.
 
@@ -113,7 +115,6 @@ def fill(
         chosen: the ranks, dead or alive.
         encoded: the constructors.
         generation: of the group when these ranks have joined.
-        collectives: whether the ranks use collectives.
 
     Raises:
         PlacementError, WorkerDiedError: the new actors were ended.
@@ -136,7 +137,7 @@ def fill(
     with _created(plan, slots, names, again=True) as made:
         for number, rank in zip(missing, made, strict=True):
             ranks[number] = rank
-    filled = _transport(plan, ranks, generation, before, before.fresh | frozenset(chosen), collectives=collectives)
+    filled = _transport(plan, ranks, generation, before, before.fresh | frozenset(chosen))
     filled.standbys = standbys
     # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
     recruit(plan, filled, lost, encoded)
@@ -151,13 +152,11 @@ def keep(plan: StartPlan, before: RayTransport, kept: Sequence[int], generation:
     return left
 
 
-def enlist(
-    plan: StartPlan, before: RayTransport, recruits: Sequence[Standby], generation: int, *, collectives: bool
-) -> RayTransport:
+def enlist(plan: StartPlan, before: RayTransport, recruits: Sequence[Standby], generation: int) -> RayTransport:
     """Make standbys that are ready the last ranks. Other arguments as for `fill`."""
     ranks = [*before.ranks, *map(_recruited, recruits)]
     fresh = before.fresh | frozenset(range(before.world_size, len(ranks)))
-    larger = _transport(plan, ranks, generation, before, fresh, collectives=collectives)
+    larger = _transport(plan, ranks, generation, before, fresh)
     larger.standbys = [one for one in before.standbys if one not in recruits]
     return larger
 
@@ -398,8 +397,6 @@ def _transport(
     generation: int,
     before: RayTransport | None = None,
     fresh: frozenset[int] = frozenset(),
-    *,
-    collectives: bool = True,
 ) -> RayTransport:
     """Return a transport to these ranks, each with what it is told when it joins.
 
@@ -409,7 +406,6 @@ def _transport(
         generation: of the group when they have joined.
         before: the group's transport so far; its links to ranks that are left are used again.
         fresh: ranks with new processes, on which calls are to be repeated.
-        collectives: whether the ranks use collectives. The fresh ones must not before all have joined.
     """
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
@@ -417,7 +413,7 @@ def _transport(
     environment = _worker_environment(plan)
     told = []
     for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True)):
-        replacement = collectives and number in fresh
+        replacement = plan.collectives and number in fresh
         node_rank = node_ranks[nodes[number]]
         message = StartMessage(number, len(ranks), *local, environment, node_rank, generation, replacement)
         told.append(replace(rank, message=message))
