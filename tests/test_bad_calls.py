@@ -420,7 +420,8 @@ def _(s):
     group.on_mesh([1])
 
 
-@partial(bad, "layout-negative", WorkerError, r"set_layout\(\) raised ValueError.*register_layout\(dp=.*>= 0, got -1")
+@partial(bad, "layout-negative", WorkerError,
+         r"set_layout\(\) raised ValueError.*register_layout\(\): dp=-1: expected an integer of at least 0")
 def _(s):
     s.grid.set_layout({"dp": [0, -1]})
 
