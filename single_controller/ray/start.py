@@ -75,7 +75,7 @@ WaitForConstructors = Callable[[RayTransport, CallPlan, Sent], None]
 def start(
     plan: StartPlan, wait: WaitForConstructors, again: bool = False, generation: int = 0
 ) -> tuple[RayTransport, tuple[str, int]]:
-    """Start the workers.
+    """Start the workers, and wait for their constructors. If it raises, all actors were ended.
 
     Args:
         plan: what to start.
@@ -85,10 +85,6 @@ def start(
 
     Returns:
         The transport, and the address and port of the rendezvous.
-
-    Raises:
-        PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. All actors
-            were ended.
     """
     encoded = plan.process.encode()  # first: what cannot be pickled must not cost a start
     plan.pool.wait(assign_ranks=plan.detached)  # the name of a detached actor ends in its rank
@@ -106,18 +102,11 @@ def start(
 
 
 def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: Any, generation: int) -> RayTransport:
-    """End some ranks, and fill them with standbys or, where there is none, with new actors in their slots. No user code
-    runs on them before `join`.
+    """End some ranks, dead or alive, and fill them with standbys or, where there is none, with new actors in their
+    slots. No user code runs on them before `join`. If it raises, the new actors were ended.
 
-    Args:
-        plan: what was started.
-        before: the group's present transport.
-        chosen: the ranks, dead or alive.
-        encoded: the constructors.
-        generation: of the group when these ranks have joined.
-
-    Raises:
-        PlacementError, WorkerDiedError: the new actors were ended.
+    Returns:
+        The transport that follows the group's present one, for a group of this generation.
     """
     _end(before, chosen)
     ranks, standbys = list(before.ranks), living_standbys(before)
@@ -145,7 +134,7 @@ def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: 
 
 
 def keep(plan: StartPlan, before: RayTransport, kept: Sequence[int], generation: int) -> RayTransport:
-    """End all ranks but some, which get the numbers 0, 1, ... when they join. Arguments as for `fill`."""
+    """End all ranks but some, which get the numbers 0, 1, ... when they join. Returns what `fill` does."""
     _end(before, sorted(set(range(before.world_size)) - set(kept)))
     left = _transport(plan, [before.ranks[rank] for rank in kept], generation, before)
     left.standbys = living_standbys(before)
@@ -153,7 +142,7 @@ def keep(plan: StartPlan, before: RayTransport, kept: Sequence[int], generation:
 
 
 def enlist(plan: StartPlan, before: RayTransport, recruits: Sequence[Standby], generation: int) -> RayTransport:
-    """Make standbys that are ready the last ranks. Other arguments as for `fill`."""
+    """Make standbys that are ready the last ranks. Returns what `fill` does."""
     ranks = [*before.ranks, *map(_recruited, recruits)]
     fresh = before.fresh | frozenset(range(before.world_size, len(ranks)))
     larger = _transport(plan, ranks, generation, before, fresh)
