@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 def check_seconds(name: str, value: object) -> float:
@@ -14,6 +15,28 @@ def check_seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{name} is a positive number of seconds, got {value!r}")
     return float(value)
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether a value is an integer of at least ``least``. True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_count(name: str, value: Any, least: int = 1, hint: str = "") -> int:
+    """Check a number of things.
+
+    Args:
+        name: of the option, for the message: ``world_size``, or ``grow(count)``.
+        value: what was given for it.
+        least: the smallest number.
+        hint: the end of the message, if it needs one.
+
+    Raises:
+        ValueError: the value is not an integer of at least ``least``.
+    """
+    if not is_count(value, least):
+        raise ValueError(f"{name}={value!r}: expected an integer of at least {least}{hint}")
+    return int(value)
 
 
 def check_amounts(name: str, amounts: object) -> dict[str, float]:

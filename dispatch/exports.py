@@ -1,20 +1,27 @@
-"""Lazy exports of a package: names that resolve to a module on first access."""
+"""Lazy exports of a package: a module is imported when one of its names is first used."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``.
+def lazy_exports(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's ``__all__``, ``__getattr__`` and ``__dir__``.
 
     Args:
         package: name of the package.
-        homes: exported name -> the module that defines it.
+        file: its ``__init__.py``. The imports in its first ``if`` statement, which Python itself never runs (``if
+            TYPE_CHECKING``), say what it exports and from which modules.
     """
+    table = next(node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If))
+    homes = {
+        alias.name: str(node.module) for node in table.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
 
     def __getattr__(name: str) -> Any:
         home = homes.get(name)
@@ -27,4 +34,4 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str]
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})
 
-    return __getattr__, __dir__
+    return sorted(homes), __getattr__, __dir__

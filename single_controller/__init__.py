@@ -1,6 +1,6 @@
 """Drive many workers from one script. Exports everything that a driver needs.
 
-- ``base``: groups, calls, futures and errors, independent of the transport.
+- ``call``: groups, calls, futures and errors, independent of the transport.
 - ``ray``: resource pools, and the transport that runs workers as Ray actors.
 - ``local``: the transport that runs workers in the driver's process, for debugging and unit tests.
 
@@ -15,144 +15,49 @@ check_shadowing()
 
 from dispatch.exports import lazy_exports  # noqa: E402  (report a module that shadows `dispatch` first)
 
-if TYPE_CHECKING:
-    from dispatch import (
-        Broadcast,
-        Dispatch,
-        DispatchError,
-        Execute,
-        Layout,
-        Mesh,
-        ResultError,
-        SingleControllerError,
-        collect_all_to_all,
-        make_nd_compute_dataproto_dispatch_fn,
-        register,
-        register_batch_type,
-        register_dispatch_mode,
-        update_dispatch_mode,
-    )
-    from single_controller.call.colocate import (
-        colocate,
-        create_colocated_worker_cls,
-        create_colocated_worker_cls_fused,
-        create_colocated_worker_raw_cls,
-    )
-    from single_controller.call.errors import (
-        CallTimeoutError,
-        ForkedProcessError,
-        GroupBrokenError,
-        GroupClosedError,
-        LocalGroupError,
-        PlacementError,
-        ResultLostError,
-        StartError,
-        WorkerDiedError,
-        WorkerError,
-    )
-    from single_controller.call.future import WorkerFuture
-    from single_controller.call.group import WorkerGroup
-    from single_controller.call.pool import ClassWithInitArgs, ResourcePool
-    from single_controller.call.worker import Worker
-    from single_controller.local.group import LocalWorkerGroup
-    from single_controller.ray.attach import end_detached
-    from single_controller.ray.class_with_args import RayClassWithInitArgs
-    from single_controller.ray.group import RayWorkerGroup, attach
-    from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-    from single_controller.ray.placement.manager import ResourcePoolManager
-    from single_controller.ray.placement.pool import RayResourcePool, merge_resource_pool, split_resource_pool
-
-__all__ = [
-    "Broadcast",
-    "CallTimeoutError",
-    "ClassWithInitArgs",
-    "Dispatch",
-    "DispatchError",
-    "Execute",
-    "ForkedProcessError",
-    "GroupBrokenError",
-    "GroupClosedError",
-    "Layout",
-    "LocalGroupError",
-    "LocalWorkerGroup",
-    "Mesh",
-    "NVMegatronRayWorkerGroup",
-    "PlacementError",
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePool",
-    "ResourcePoolManager",
-    "ResultError",
-    "ResultLostError",
-    "SingleControllerError",
-    "StartError",
-    "Worker",
-    "WorkerDiedError",
-    "WorkerError",
-    "WorkerFuture",
-    "WorkerGroup",
-    "attach",
-    "collect_all_to_all",
-    "colocate",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_cls_fused",
-    "create_colocated_worker_raw_cls",
-    "end_detached",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "merge_resource_pool",
-    "register",
-    "register_batch_type",
-    "register_dispatch_mode",
-    "split_resource_pool",
-    "update_dispatch_mode",
-]
-
-_HOMES = {
-    "Broadcast": "dispatch",
-    "CallTimeoutError": "single_controller.call.errors",
-    "ClassWithInitArgs": "single_controller.call.pool",
-    "Dispatch": "dispatch",
-    "DispatchError": "dispatch",
-    "Execute": "dispatch",
-    "ForkedProcessError": "single_controller.call.errors",
-    "GroupBrokenError": "single_controller.call.errors",
-    "GroupClosedError": "single_controller.call.errors",
-    "Layout": "dispatch",
-    "LocalGroupError": "single_controller.call.errors",
-    "LocalWorkerGroup": "single_controller.local.group",
-    "Mesh": "dispatch",
-    "NVMegatronRayWorkerGroup": "single_controller.ray.megatron_group",
-    "PlacementError": "single_controller.call.errors",
-    "RayClassWithInitArgs": "single_controller.ray.class_with_args",
-    "RayResourcePool": "single_controller.ray.placement.pool",
-    "RayWorkerGroup": "single_controller.ray.group",
-    "ResourcePool": "single_controller.call.pool",
-    "ResourcePoolManager": "single_controller.ray.placement.manager",
-    "ResultError": "dispatch",
-    "ResultLostError": "single_controller.call.errors",
-    "SingleControllerError": "dispatch",
-    "StartError": "single_controller.call.errors",
-    "Worker": "single_controller.call.worker",
-    "WorkerDiedError": "single_controller.call.errors",
-    "WorkerError": "single_controller.call.errors",
-    "WorkerFuture": "single_controller.call.future",
-    "WorkerGroup": "single_controller.call.group",
-    "attach": "single_controller.ray.group",
-    "collect_all_to_all": "dispatch",
-    "colocate": "single_controller.call.colocate",
-    "create_colocated_worker_cls": "single_controller.call.colocate",
-    "create_colocated_worker_cls_fused": "single_controller.call.colocate",
-    "create_colocated_worker_raw_cls": "single_controller.call.colocate",
-    "end_detached": "single_controller.ray.attach",
-    "make_nd_compute_dataproto_dispatch_fn": "dispatch",
-    "merge_resource_pool": "single_controller.ray.placement.pool",
-    "register": "dispatch",
-    "register_batch_type": "dispatch",
-    "register_dispatch_mode": "dispatch",
-    "split_resource_pool": "single_controller.ray.placement.pool",
-    "update_dispatch_mode": "dispatch",
-}
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports` reads too
+    from dispatch import Broadcast as Broadcast
+    from dispatch import Dispatch as Dispatch
+    from dispatch import DispatchError as DispatchError
+    from dispatch import Execute as Execute
+    from dispatch import Layout as Layout
+    from dispatch import Mesh as Mesh
+    from dispatch import ResultError as ResultError
+    from dispatch import SingleControllerError as SingleControllerError
+    from dispatch import collect_all_to_all as collect_all_to_all
+    from dispatch import make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn
+    from dispatch import register as register
+    from dispatch import register_batch_type as register_batch_type
+    from dispatch import register_dispatch_mode as register_dispatch_mode
+    from dispatch import update_dispatch_mode as update_dispatch_mode
+    from single_controller.call.colocate import colocate as colocate
+    from single_controller.call.colocate import create_colocated_worker_cls as create_colocated_worker_cls
+    from single_controller.call.colocate import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
+    from single_controller.call.colocate import create_colocated_worker_raw_cls as create_colocated_worker_raw_cls
+    from single_controller.call.errors import CallTimeoutError as CallTimeoutError
+    from single_controller.call.errors import ForkedProcessError as ForkedProcessError
+    from single_controller.call.errors import GroupBrokenError as GroupBrokenError
+    from single_controller.call.errors import GroupClosedError as GroupClosedError
+    from single_controller.call.errors import LocalGroupError as LocalGroupError
+    from single_controller.call.errors import PlacementError as PlacementError
+    from single_controller.call.errors import ResultLostError as ResultLostError
+    from single_controller.call.errors import StartError as StartError
+    from single_controller.call.errors import WorkerDiedError as WorkerDiedError
+    from single_controller.call.errors import WorkerError as WorkerError
+    from single_controller.call.future import WorkerFuture as WorkerFuture
+    from single_controller.call.group import WorkerGroup as WorkerGroup
+    from single_controller.call.pool import ClassWithInitArgs as ClassWithInitArgs
+    from single_controller.call.pool import ResourcePool as ResourcePool
+    from single_controller.call.worker import Worker as Worker
+    from single_controller.local.group import LocalWorkerGroup as LocalWorkerGroup
+    from single_controller.ray.attach import end_detached as end_detached
+    from single_controller.ray.class_with_args import RayClassWithInitArgs as RayClassWithInitArgs
+    from single_controller.ray.group import NVMegatronRayWorkerGroup as NVMegatronRayWorkerGroup
+    from single_controller.ray.group import RayWorkerGroup as RayWorkerGroup
+    from single_controller.ray.group import attach as attach
+    from single_controller.ray.placement.manager import ResourcePoolManager as ResourcePoolManager
+    from single_controller.ray.placement.pool import RayResourcePool as RayResourcePool
+    from single_controller.ray.placement.pool import merge_resource_pool as merge_resource_pool
+    from single_controller.ray.placement.pool import split_resource_pool as split_resource_pool
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import ray
 
-from single_controller.ray.records import inspect_groups
+from single_controller.ray import inspect_groups
 
 CONNECT_SECONDS = 5.0
 

@@ -420,7 +420,8 @@ def _(s):
     group.on_mesh([1])
 
 
-@partial(bad, "layout-negative", WorkerError, r"set_layout\(\) raised ValueError.*register_layout\(dp=.*>= 0, got -1")
+@partial(bad, "layout-negative", WorkerError,
+         r"set_layout\(\) raised ValueError.*register_layout\(\): dp=-1: expected an integer of at least 0")
 def _(s):
     s.grid.set_layout({"dp": [0, -1]})
 
@@ -1201,7 +1202,7 @@ pool_refused("manager-pool-misspelt", ValueError, r"'globl'.*did you mean 'globa
              lambda s: ResourcePoolManager({"global": [1]}, {"actor": "globl"}))
 pool_refused("manager-role-misspelt", ValueError, r"role actr; did you mean 'actor'",
              lambda s: ResourcePoolManager({"global": [1]}, {"actor": "global"}).get_resource_pool("actr"))
-pool_refused("pool-colocate-zero", ValueError, r"max_colocate_count is a positive integer, got 0",
+pool_refused("pool-colocate-zero", ValueError, r"max_colocate_count=0: expected an integer of at least 1",
              lambda s: RayResourcePool([1], max_colocate_count=0))
 pool_refused("pool-prefix-number", ValueError, r"name_prefix is a string or None, got 1",
              lambda s: RayResourcePool([1], name_prefix=1))

@@ -11,15 +11,7 @@ from single_controller.call.worker import Worker
 
 
 class Colocated:
-    """What `colocate` returns. A group takes it in place of one class.
-
-    Args:
-        roles: role -> class with its constructor's arguments, in the order in which the workers are created.
-
-    Raises:
-        TypeError: it is not a dict of names and classes with arguments.
-        ValueError: it is empty, or the name of a role cannot be an attribute.
-    """
+    """What `colocate` returns. A group takes it in place of one class."""
 
     def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
         if not isinstance(roles, Mapping) or not all(isinstance(made, ClassWithInitArgs) for made in roles.values()):
@@ -59,13 +51,12 @@ def colocate(roles: Mapping[str, ClassWithInitArgs]) -> Colocated:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
-    """`colocate` under the name that verl uses; ``group.spawn(...)`` returns the roles' groups."""
+    """`colocate` under the name that verl uses; ``group.spawn(...)`` returns the roles' groups. Verl's other name is
+    create_colocated_worker_cls_fused; ``group.fuse(...)``, then ``group.<role>``."""
     return colocate(class_dict)
 
 
-def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
-    """`colocate` under verl's other name; ``group.fuse(...)``, then ``group.<role>``."""
-    return colocate(class_dict)
+create_colocated_worker_cls_fused = create_colocated_worker_cls
 
 
 def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type[Worker]:

@@ -21,20 +21,28 @@ class _RankError(SingleControllerError):
 
     Attributes:
         rank: the rank, or None if none was assigned yet.
-        host: the host that it ran on.
+        host: the host that it ran on, if that is known.
         method: name of the method, without parentheses.
+        ranks: all ranks to which the same has happened, as far as that was known when the error was made.
         role: role of the worker, if several share the process (`colocate`); otherwise None.
     """
 
     role: str | None = None
 
     def __init__(
-        self, message: str, *, rank: int | None = None, host: str | None = None, method: str | None = None
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        method: str | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.host = host
         self.method = method
+        self.ranks = tuple(ranks)
 
 
 class WorkerError(_RankError):
@@ -48,7 +56,6 @@ class WorkerError(_RankError):
     Attributes:
         cause_type: qualified name of the exception's type.
         remote_traceback: the traceback on the worker, as text.
-        ranks: all ranks that are known to have failed with the same cause.
         results: rank -> value, of the collecting ranks that had returned when the call failed. Empty for a constructor.
     """
 
@@ -63,10 +70,9 @@ class WorkerError(_RankError):
         remote_traceback: str = "",
         ranks: Sequence[int] = (),
     ) -> None:
-        super().__init__(message, rank=rank, host=host, method=method)
+        super().__init__(message, rank=rank, host=host, method=method, ranks=ranks)
         self.cause_type = cause_type
         self.remote_traceback = remote_traceback
-        self.ranks = tuple(ranks)
         self.results: Mapping[int, Any] = {}
 
 
@@ -76,23 +82,7 @@ class StartError(WorkerError):
 
 
 class WorkerDiedError(_RankError):
-    """A worker's process ended. The group is broken.
-
-    Attributes:
-        ranks: all ranks known to be dead when the error was made.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        host: str | None = None,
-        method: str | None = None,
-        ranks: Sequence[int] = (),
-    ) -> None:
-        super().__init__(message, rank=rank, host=host, method=method)
-        self.ranks = tuple(ranks)
+    """A worker's process ended. The group is broken."""
 
 
 class ResultLostError(ResultError):
@@ -102,20 +92,10 @@ class ResultLostError(ResultError):
     ``error_grace``: they may wait in a collective for the rank that never got the call.
 
     Attributes:
-        rank: the rank.
-        host: the host that it runs on, if that is known.
-        method: name of the method, without parentheses.
         role: role of the worker, if several share the process; otherwise None.
     """
 
     role: str | None = None
-
-    def __init__(
-        self, message: str, *, rank: int | None = None, host: str | None = None, method: str | None = None
-    ) -> None:
-        super().__init__(message, method=method)
-        self.rank = rank
-        self.host = host
 
 
 class CallTimeoutError(SingleControllerError, TimeoutError):

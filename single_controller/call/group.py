@@ -21,13 +21,12 @@ from single_controller.call.call import TRANSPORT_GONE, Call, GroupState, monito
 from single_controller.call.closing import Closing
 from single_controller.call.errors import ForkedProcessError, ranks_text
 from single_controller.call.future import WorkerFuture
-from single_controller.call.layout_report import layout_from
 from single_controller.call.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.call.status import GroupStatus, group_status
 from single_controller.call.supervision import OnDeath, Replay, ReplayLog, Watcher, check_alone, check_ranks, restart
 from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, Sent, Transport
-from single_controller.call.worker import Worker
+from single_controller.call.worker import Worker, layout_from
 
 P = ParamSpec("P")
 T = TypeVar("T")

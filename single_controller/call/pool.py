@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from dispatch.checks import check_count, is_count
 from dispatch.register import check_arguments, plain_signature
 from single_controller.call.worker import Worker
 
@@ -24,14 +25,12 @@ class ResourcePool:
 
     def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 10) -> None:
         entries = list(process_on_nodes) if isinstance(process_on_nodes, Sequence) else []
-        if not entries or not all(_positive(entry) for entry in entries):
+        if not entries or not all(map(is_count, entries)):
             raise ValueError(
                 f"process_on_nodes is a list of positive integers, one per node ([8, 8]), got {process_on_nodes!r}"
             )
-        if not _positive(max_colocate_count):
-            raise ValueError(f"max_colocate_count is a positive integer, got {max_colocate_count!r}")
         self._store = [int(entry) for entry in entries]
-        self.max_colocate_count = max_colocate_count
+        self.max_colocate_count = check_count("max_colocate_count", max_colocate_count)
 
     @property
     def store(self) -> list[int]:
@@ -109,7 +108,3 @@ class ClassWithInitArgs:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__})"
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

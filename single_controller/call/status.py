@@ -123,22 +123,12 @@ def group_status(state: GroupState, seconds: float = MAX_STACK_SECONDS) -> Group
 def rank_statuses(
     processes: Sequence[RankProcess], living: Sequence[int], running: Mapping[int, Running], deaths: Mapping[int, Death]
 ) -> tuple[RankStatus, ...]:
-    """The status of each rank.
-
-    Args:
-        processes: by rank.
-        living: the ranks that are alive.
-        running: rank -> what it runs, of the living ranks that were asked.
-        deaths: rank -> its last death.
-    """
+    """The status of each rank. ``running`` has the living ranks that were asked, ``deaths`` each rank's last one."""
     statuses = []
     for rank, process in enumerate(processes):
-        if rank not in living:
-            statuses.append(RankStatus(rank, process, False, (), "", deaths.get(rank)))
-            continue
-        told = running.get(rank, "unknown: there was no time to ask it")
+        told = running.get(rank, "unknown: there was no time to ask it") if rank in living else ()
         calls, unknown = (None, told) if isinstance(told, str) else (told, "")
-        statuses.append(RankStatus(rank, process, True, calls, unknown, deaths.get(rank)))
+        statuses.append(RankStatus(rank, process, rank in living, calls, unknown, deaths.get(rank)))
     return tuple(statuses)
 
 

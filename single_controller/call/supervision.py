@@ -28,27 +28,17 @@ OnDeath = Callable[[WorkerDiedError], object]
 
 @dataclass(frozen=True)
 class Replay:
-    """One call of a method that was registered with ``replay=True``.
-
-    Attributes:
-        spec: the method.
-        number: the call's number among the calls of its group.
-        plan: plans the call again, with the same arguments, for the group that is passed to it.
-        options: the options of the call.
-    """
+    """One call of a method that was registered with ``replay=True``."""
 
     spec: MethodSpec
-    number: int
-    plan: Callable[[Any], CallPlan]
+    number: int  # the call's number among the calls of its group
+    plan: Callable[[Any], CallPlan]  # plans the call again, with the same arguments, for the group that is passed to it
     options: CallOptions
 
 
 class ReplayLog:
-    """The latest successful call of each method that was registered with ``replay=True``.
-
-    Args:
-        state: the state of the group. Its lock protects the log.
-    """
+    """The latest successful call of each method that was registered with ``replay=True``. The lock of the group's state
+    protects it."""
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
@@ -78,12 +68,7 @@ class ReplayLog:
 
 
 def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return ranks that are to be started anew.
-
-    Args:
-        method: of the group, for the message.
-        ranks: the ranks.
-        world_size: number of ranks of the group.
+    """Return the ranks that a method of a group was given.
 
     Raises:
         ValueError: they are not distinct ranks of the group.
@@ -97,13 +82,7 @@ def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int
 
 
 def check_alone(chosen: Sequence[int], name: str, *, collectives: bool, dead: Collection[int]) -> None:
-    """Check that some ranks can be restarted without the others.
-
-    Args:
-        chosen: the ranks.
-        name: the group's name.
-        collectives: whether the ranks of the group wait for each other in collectives.
-        dead: the ranks that have died.
+    """Check that some ranks of a group can be restarted without the others.
 
     Raises:
         ValueError: other ranks have died too, or the ranks use collectives.

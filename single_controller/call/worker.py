@@ -1,20 +1,20 @@
-"""Worker: the base class of what runs on a rank."""
+"""Worker: the base class of what runs on a rank. LayoutReport: the coordinates that it reports to its group."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
-from dispatch.modes import Dispatch, Execute
-from dispatch.register import register
+from dispatch.checks import check_count
+from dispatch.errors import DispatchError
+from dispatch.layout import Layout, Mesh
 from single_controller.call.errors import LocalGroupError
-from single_controller.call.layout_report import DeviceMesh, LayoutReport, mesh_coordinates
+from single_controller.verl import VerlWorker
 
 RANK_ENVIRONMENT = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
@@ -25,33 +25,20 @@ RANK_ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a worker knows about its rank.
+    """What a worker knows about its rank."""
 
-    Attributes:
-        rank: 0 .. world_size - 1.
-        world_size: number of workers in the group.
-        local_rank: rank among the workers of the same entry of the pool (of the same node).
-        local_world_size: number of workers of that entry.
-        master_addr: address of rank 0's node.
-        master_port: a port on that node, held for this group.
-        node_rank: number of the rank's node, from 0, in the order of the nodes' first ranks.
-        device_ids: ids of the accelerators that the transport assigned; () if none.
-        one_process: whether all ranks of a group of several share one process, where collectives are impossible.
-        generation: how often the group was restarted or had ranks replaced before.
-        replacement: whether the worker replaces another one, and does not take part in collectives yet.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_addr: str
-    master_port: int
-    node_rank: int = 0
-    device_ids: tuple[str, ...] = ()
+    rank: int  # 0 .. world_size - 1
+    world_size: int  # number of workers in the group
+    local_rank: int  # rank among the workers of the same entry of the pool (of the same node)
+    local_world_size: int  # number of workers of that entry
+    master_addr: str  # address of rank 0's node
+    master_port: int  # a port on that node, held for this group
+    node_rank: int = 0  # number of the rank's node, from 0, in the order of the nodes' first ranks
+    device_ids: tuple[str, ...] = ()  # ids of the accelerators that the transport assigned; () if none
+    # whether all ranks of a group of several share one process, where collectives are impossible
     one_process: bool = False
-    generation: int = 0
-    replacement: bool = False
+    generation: int = 0  # how often the group was restarted or had ranks replaced before
+    replacement: bool = False  # whether the worker replaces another one, and does not take part in collectives yet
 
     def environment(self) -> dict[str, str]:
         """`RANK_ENVIRONMENT`: the variables that ``torch.distributed.init_process_group()`` reads, and verl's. Without
@@ -87,6 +74,33 @@ class RankInfo:
         )
 
 
+COLLECTS_LAST = "pp"
+"""The mesh axis on which the last rank collects, because the last pipeline stage has the output."""
+
+
+@dataclass
+class LayoutReport:
+    """What one worker reported."""
+
+    axes: dict[str, int] = field(default_factory=dict)  # axis -> coordinate
+    sizes: dict[str, int] = field(default_factory=dict)  # axis -> number of coordinates, where the worker reported it
+    # mesh name -> (dp rank, whether the rank collects)
+    meshes: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    version: int = 0  # increases with every change, so that a group notices one
+
+
+class DeviceMesh(Protocol):
+    """The part of ``torch.distributed.device_mesh.DeviceMesh`` that is used; torch itself is not imported here."""
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def get_coordinate(self) -> Sequence[int] | None: ...
+
+
 class RoleWorkers(dict[str, "Worker"]):
     """role -> worker, of one process. A pickled or copied worker does not take the others along."""
 
@@ -109,7 +123,7 @@ def assign(info: RankInfo, role_workers: RoleWorkers) -> Iterator[None]:
         vars(_assigned).update(before)
 
 
-class Worker:
+class Worker(VerlWorker):
     """Base class of what runs on a rank. Put `register` on the methods that the driver calls.
 
     The rank and the other properties are available in the constructor. The environment has RANK, WORLD_SIZE,
@@ -256,11 +270,6 @@ class Worker:
             raise LookupError(f"{type(self).__name__}: this process has no worker of the role {role!r}; {hint}")
         return found
 
-    def neighbour(self, role: str) -> Worker:
-        """Deprecated name of `role_worker`."""
-        warnings.warn("Worker.neighbour() was renamed to role_worker()", DeprecationWarning, stacklevel=2)
-        return self.role_worker(role)
-
     def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
         """Report this rank's coordinates, for the MEGATRON modes: ``register_layout(dp=1, tp=0, pp=0)``.
 
@@ -279,7 +288,7 @@ class Worker:
         if not axes:
             raise ValueError("register_layout() takes at least one axis, for example dp=0")
         for axis, coordinate in axes.items():
-            _check_coordinate(f"register_layout({axis}=...)", coordinate)
+            check_count(f"register_layout(): {axis}", coordinate, 0)
             if axis in sizes and coordinate >= sizes[axis]:
                 raise ValueError(f"register_layout({axis}={coordinate}): the size given for {axis} is {sizes[axis]}")
         self._layout_report.axes = dict(axes)
@@ -305,7 +314,7 @@ class Worker:
         """
         if not isinstance(mesh_name, str) or not mesh_name:
             raise ValueError(f"register_mesh() takes a non-empty name, got {mesh_name!r}")
-        _check_coordinate(f"register_mesh({mesh_name!r}, dp_rank=...)", dp_rank)
+        check_count(f"register_mesh({mesh_name!r}): dp_rank", dp_rank, 0)
         self._layout_report.meshes[mesh_name] = (dp_rank, bool(is_collect))
         self._layout_report.version += 1
 
@@ -351,34 +360,6 @@ class Worker:
         os.environ.update(self._rank_info.environment())
         self.on_membership_change(generation)
 
-    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the driver on every rank, with the worker as its first argument.
-
-        ``group.execute_with_func_generator(func, batch)`` shards the batch and joins the results, as
-        DP_COMPUTE_PROTO does. Without a batch it returns the list of all ranks' results.
-
-        Args:
-            func: ``func(worker, *args, **kwargs)``. It is pickled and may be a lambda.
-            args: batches, and values that are sent whole.
-            kwargs: likewise.
-        """
-        return func(self, *args, **kwargs)
-
-    @register(Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the driver on rank 0 alone, without the worker, as verl's method of this name does.
-
-        Args:
-            func: ``func(*args, **kwargs)``.
-            args: its arguments, unchanged.
-            kwargs: likewise.
-
-        Returns:
-            The function's result.
-        """
-        return func(*args, **kwargs)
-
     def _check_collectives(self, what: str) -> None:
         """Raise if the ranks of this group cannot run collectives.
 
@@ -411,71 +392,6 @@ class Worker:
         """The worker's coordinates. Called after each call; a subclass may update them first."""
         return self._layout_report
 
-    # --- names that workers written for verl use ----------------------------------------------------------------------
-
-    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """`register_mesh` under the name that verl uses for it."""
-        self.register_mesh(mesh_name, dp_rank, is_collect)
-
-    def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this rank collects on a mesh that it has registered.
-
-        Raises:
-            LookupError: it has registered no such mesh.
-        """
-        meshes = self._layout_report.meshes
-        if mesh_name not in meshes:
-            known = ", ".join(meshes) or "none"
-            raise LookupError(f"{type(self).__name__} registered no mesh {mesh_name!r} (registered: {known})")
-        return meshes[mesh_name][1]
-
-    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """The meshes that this worker has registered, as keyword arguments of `set_dispatch_collect`."""
-        meshes = self._layout_report.meshes.items()
-        return {
-            "dispatch_dp_rank": {name: dp_rank for name, (dp_rank, _) in meshes},
-            "collect_dp_rank": {name: collects for name, (_, collects) in meshes},
-        }
-
-    def set_dispatch_collect(
-        self, mesh_name: str, dispatch_dp_rank: Mapping[str, int], collect_dp_rank: Mapping[str, bool]
-    ) -> None:
-        """Register a mesh with the coordinates of a worker that this one wraps:
-        ``self.set_dispatch_collect("actor", **inner.get_dispatch_collect())``.
-
-        Args:
-            mesh_name: the name of the mesh here.
-            dispatch_dp_rank: the other worker's meshes; its only one is taken, or the one of this name.
-            collect_dp_rank: likewise.
-
-        Raises:
-            ValueError: the other worker has several meshes, none of this name, or has none.
-        """
-        its = mesh_name if len(dispatch_dp_rank) != 1 else next(iter(dispatch_dp_rank))
-        if its not in dispatch_dp_rank or its not in collect_dp_rank:
-            raise ValueError(
-                f"set_dispatch_collect({mesh_name!r}): the other worker registered {list(dispatch_dp_rank) or 'none'}; "
-                f"call register_mesh({mesh_name!r}, dp_rank, is_collect) with the coordinates of the one that you mean"
-            )
-        self.register_mesh(mesh_name, dispatch_dp_rank[its], collect_dp_rank[its])
-
-    def get_fused_worker_by_name(self, worker_name: str) -> Worker:
-        """`role_worker` under the name that verl uses for it."""
-        return self.role_worker(worker_name)
-
-    @property
-    def fused_worker_dict(self) -> dict[str, Worker]:
-        """role -> worker, of this process; empty in a group without roles. `role_worker` looks up one of them."""
-        return self._role_workers
-
-    def get_master_addr_port(self) -> tuple[str, str]:
-        """`master_addr` and `master_port`, both as text."""
-        return self.master_addr, str(self.master_port)
-
-    def get_cuda_visible_devices(self) -> str:
-        """The variable CUDA_VISIBLE_DEVICES, or "not set". `device_ids` is there for every kind of device."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-
 
 def _needs_no_arguments(constructor: Callable[..., Any]) -> bool:
     try:
@@ -487,6 +403,64 @@ def _needs_no_arguments(constructor: Callable[..., Any]) -> bool:
     return True
 
 
-def _check_coordinate(what: str, coordinate: object) -> None:
-    if not isinstance(coordinate, int) or isinstance(coordinate, bool) or coordinate < 0:
-        raise ValueError(f"{what} is an integer >= 0, got {coordinate!r}")
+def layout_from(reports: Sequence[LayoutReport]) -> Layout:
+    """The layout that the workers, in order of rank, have reported.
+
+    Raises:
+        DispatchError: only some ranks reported an axis or a mesh, or the reported sizes differ.
+    """
+    _check_complete("register_layout", "axis", [set(report.axes) for report in reports])
+    _check_complete("register_mesh", "mesh", [set(report.meshes) for report in reports])
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        if report.sizes != first.sizes:
+            raise DispatchError(
+                f"rank {rank} reported the axis sizes {report.sizes}, but rank 0 reported {first.sizes}; "
+                "all ranks of a group share the same axes"
+            )
+    axes = {axis: tuple(report.axes[axis] for report in reports) for axis in first.axes}
+    meshes = {}
+    for name in first.meshes:
+        coordinates = [report.meshes[name] for report in reports]
+        meshes[name] = Mesh(name, tuple(dp for dp, _ in coordinates), tuple(collects for _, collects in coordinates))
+    return Layout(axes, meshes, dict(first.sizes), len(reports))
+
+
+def _check_complete(function: str, what: str, reported: list[set[str]]) -> None:
+    for name in sorted(set().union(*reported)):
+        missing = [rank for rank, names in enumerate(reported) if name not in names]
+        if missing:
+            raise DispatchError(
+                f"ranks {missing} have not called {function}() for the {what} {name!r}, but the other ranks have; "
+                "every rank of the group must call it"
+            )
+
+
+def mesh_coordinates(device_mesh: DeviceMesh, data_axes: str | Sequence[str]) -> tuple[int, bool]:
+    """(dp rank, whether it collects) of this process on a device mesh; see `Worker.register_device_mesh`.
+
+    Raises:
+        ValueError: the mesh has no such axis, or does not contain this rank.
+    """
+    shape = tuple(device_mesh.shape)
+    wanted = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        if len(shape) != 1:
+            raise ValueError(f"a device mesh of shape {shape} needs names: give init_device_mesh() mesh_dim_names=")
+        names = wanted = (*wanted[:1],)
+    missing = [axis for axis in wanted if axis not in names]
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"data_axes={data_axes!r} names an axis twice")
+    if missing or not wanted:
+        raise ValueError(f"data_axes={data_axes!r}: the device mesh has the axes {', '.join(names)}")
+    coordinates = device_mesh.get_coordinate()
+    if coordinates is None:
+        raise ValueError("this rank is not in the device mesh; every rank of a group must be in its meshes")
+    coordinate = dict(zip(names, coordinates, strict=True))
+    size = dict(zip(names, shape, strict=True))
+    dp_rank = 0
+    for axis in wanted:
+        dp_rank = dp_rank * size[axis] + coordinate[axis]
+    collects = all(coordinate[a] == (size[a] - 1 if a == COLLECTS_LAST else 0) for a in names if a not in wanted)
+    return dp_rank, collects

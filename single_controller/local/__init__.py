@@ -4,16 +4,8 @@ from typing import TYPE_CHECKING
 
 from dispatch.exports import lazy_exports
 
-if TYPE_CHECKING:
-    from single_controller.local.debugger import set_trace
-    from single_controller.local.group import LocalWorkerGroup
-
-__all__ = ["LocalWorkerGroup", "set_trace"]
-
-_HOMES = {
-    "LocalWorkerGroup": "single_controller.local.group",
-    "set_trace": "single_controller.local.debugger",
-}
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports` reads too
+    from single_controller.local.debugger import set_trace as set_trace
+    from single_controller.local.group import LocalWorkerGroup as LocalWorkerGroup
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -4,32 +4,13 @@ from typing import TYPE_CHECKING
 
 from dispatch.exports import lazy_exports
 
-if TYPE_CHECKING:
-    from single_controller.ray.class_with_args import RayClassWithInitArgs
-    from single_controller.ray.group import RayWorkerGroup
-    from single_controller.ray.megatron_group import NVMegatronRayWorkerGroup
-    from single_controller.ray.placement.manager import ResourcePoolManager
-    from single_controller.ray.placement.pool import RayResourcePool, merge_resource_pool, split_resource_pool
-
-__all__ = [
-    "NVMegatronRayWorkerGroup",
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePoolManager",
-    "merge_resource_pool",
-    "split_resource_pool",
-]
-
-_HOMES = {
-    "NVMegatronRayWorkerGroup": "single_controller.ray.megatron_group",
-    "RayClassWithInitArgs": "single_controller.ray.class_with_args",
-    "RayResourcePool": "single_controller.ray.placement.pool",
-    "RayWorkerGroup": "single_controller.ray.group",
-    "ResourcePoolManager": "single_controller.ray.placement.manager",
-    "merge_resource_pool": "single_controller.ray.placement.pool",
-    "split_resource_pool": "single_controller.ray.placement.pool",
-}
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports` reads too
+    from single_controller.ray.class_with_args import RayClassWithInitArgs as RayClassWithInitArgs
+    from single_controller.ray.group import NVMegatronRayWorkerGroup as NVMegatronRayWorkerGroup
+    from single_controller.ray.group import RayWorkerGroup as RayWorkerGroup
+    from single_controller.ray.placement.manager import ResourcePoolManager as ResourcePoolManager
+    from single_controller.ray.placement.pool import RayResourcePool as RayResourcePool
+    from single_controller.ray.placement.pool import merge_resource_pool as merge_resource_pool
+    from single_controller.ray.placement.pool import split_resource_pool as split_resource_pool
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import PlacementGroupID
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from single_controller.call.codec import Encoded, decode_result
+from single_controller.call.codec import Encoded
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
-from single_controller.call.worker import Worker
 from single_controller.ray.compat import all_actors
 from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import ensure_ray
-from single_controller.ray.transport import Rank, RayTransport
+from single_controller.ray.transport import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -27,23 +25,13 @@ IDENTITY_SECONDS = 30.0
 """How long workers may take to identify themselves. They do so only after the call that they are running."""
 
 
-@dataclass(frozen=True)
-class RunningWorkers:
+class RunningWorkers(NamedTuple):
     """Running workers."""
 
-    transport: RayTransport  # sends calls to them
-    encoded: Encoded  # role -> class, encoded
+    ranks: list[Rank]  # by rank
+    classes: Encoded  # role -> class, encoded
     master: tuple[str, int]  # address and port of their rendezvous
     placement_groups: tuple[str, ...]  # Ray's ids of their placement groups, in hex
-
-    def classes(self) -> dict[str | None, type[Worker]]:
-        """Their classes by role.
-
-        Raises:
-            ResultError: a class cannot be loaded here.
-        """
-        classes: dict[str | None, type[Worker]] = decode_result("from_detached", 0, self.encoded, private=True)
-        return classes
 
 
 def find_workers(
@@ -90,7 +78,7 @@ def find_workers(
     ranks = [Rank(handle, identity.name, identity.location) for identity, handle in found]
     groups = sorted({identity.placement_group for identity, _ in found if identity.placement_group is not None})
     master = (first.info.master_addr, first.info.master_port)
-    return RunningWorkers(RayTransport(ranks), first.classes, master, tuple(groups))
+    return RunningWorkers(ranks, first.classes, master, tuple(groups))
 
 
 def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> tuple[list[str], str]:

@@ -1,38 +1,28 @@
 """Every use of Ray's internals, which is why `pyproject.toml` admits only the minor release of Ray that is tested.
 
-- `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness without the dashboard, which
-  ``ray.util.state`` needs. Replace it by public access to an actor's state that Ray keeps up to date in each process.
-- `node_service` (fields of ``ray.nodes()``): where the Ray process of a node listens. Replace it by public access to
-  the address.
-- `death_seconds` (``ray._raylet.Config``): the settings of the health checks. Replace it when Ray has a public query.
-- `interface_of`, `tcp_connections`, `resident_memory` (psutil, which Ray brings along): which network interface has an
-  address; the connections and the memory of this process.
-- `all_actors` (the control store's actor table): dead actors, causes of death, placement groups. Replace it when
-  ``ray.util.list_named_actors`` returns them, or ``ray.util.state`` works without the dashboard.
-- `living_jobs` (``ray._private.state.jobs``): whether a driver is running; likewise.
-- `write_record`, `read_records`, `delete_record` (``ray._raylet.GcsClient``): the control store's table of keys and
-  values. Replace it by a public one.
-- `worker_pools` (the control store's table of placement groups): which actor created a placement group. Replace it when
-  ``ray.util.placement_group_table`` returns that.
-- `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`. Replace it
-  by a public function of that kind.
-- `accelerator_names` (``ray._private.accelerators``): the resources whose units have ids. Replace it by a public list.
+Ray offers no public way to these things. Replace a function when there is one:
+
+- `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness, without the dashboard that
+  ``ray.util.state`` needs, from a state that Ray keeps up to date in each process.
+- `node_service` (fields of ``ray.nodes()``): where the Ray process of a node listens.
+- `death_seconds` (``ray._raylet.Config``): the settings of the health checks.
+- `interface_of`, `tcp_connections`, `resident_memory` (psutil, which Ray brings along).
+- `all_actors`, `worker_pools` (the control store's tables): dead actors and causes of death; which actor created a
+  placement group.
+- `living_jobs` (``ray._private.state.jobs``): whether a driver is running.
+- `write_record`, `read_records`, `delete_record` (``ray._raylet.GcsClient``): the control store's keys and values.
+- `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`.
+- `accelerator_names` (``ray._private.accelerators``): the resources whose units have ids.
 - `device_lists_before` (``original_visible_accelerator_ids`` of Ray's worker): the lists of visible devices before Ray
-  set them. Replace it when an actor can have RAY_EXPERIMENTAL_NOSET_* without a runtime_env.
-- `name_lines` (the log monitor's marker): log lines with class and rank. Replace it when the log name of an actor can
-  be set after its creation.
-- `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``. Replace it by public
-  accessors.
-- `ray_worker` (``ray._private.worker.global_worker``): whether this process has the same connection as before, which is
-  asked in each call. Replace it by a public id of the connection.
-- `exit_process` (``drain_and_exit_worker`` of Ray's core worker): ends an actor's process from a thread that runs no
-  task of Ray. Replace it when ``ray.actor.exit_actor`` does that.
-- `note_calls` (``ActorHandle._actor_method_call``): direct calls of a rank, which keep their place among the group's
-  calls. Replace it when Ray tells how many tasks a process has sent to an actor.
+  set them. Not needed if an actor can have RAY_EXPERIMENTAL_NOSET_* without a runtime_env.
+- `name_lines` (the log monitor's marker): log lines with class and rank, which an actor learns after its creation.
+- `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``.
+- `ray_worker` (``ray._private.worker.global_worker``): an id of the connection, which each call compares.
+- `exit_process` (``drain_and_exit_worker`` of Ray's core worker): ``ray.actor.exit_actor`` for a thread that runs no
+  task of Ray.
+- `exit_detail` (the text of Ray's errors): why a process has ended, in one line.
 - `single_controller.ray.python_env.command` (``py_executable`` of a runtime_env is run by a shell): extends PYTHONPATH
-  on the node. Replace it when a runtime_env can extend a variable without knowing its value.
-- `exit_detail` (the text of Ray's errors): why a process has ended, in one line. Replace it when `RayActorError` has
-  the reason as an attribute.
+  on the node.
 """
 
 from __future__ import annotations
@@ -44,8 +34,6 @@ from typing import Any, NamedTuple, cast
 
 import ray
 from ray.actor import ActorClass
-
-_KNOWN_ACCELERATORS = frozenset({"NPU", "TPU", "HPU", "neuron_cores"})
 
 
 def death_of(actor: Any, *, ask: bool = False) -> str | None:
@@ -92,27 +80,16 @@ def death_seconds() -> float:
 
 
 class ActorInfo(NamedTuple):
-    """An actor, dead or alive.
-
-    Attributes:
-        name: its name.
-        namespace: namespace of the name.
-        detached: whether it outlives its driver.
-        placement_group: id of its placement group, in hex; empty without one.
-        alive: whether its process is running or starting.
-        ended: when it died, in seconds since the epoch.
-        reason: why it died.
-        ended_on_purpose: whether it was killed through Ray, or ended with the last reference to it.
-    """
+    """An actor, dead or alive."""
 
     name: str
-    namespace: str
-    detached: bool
-    placement_group: str
-    alive: bool
-    ended: float
-    reason: str
-    ended_on_purpose: bool
+    namespace: str  # of the name
+    detached: bool  # whether it outlives its driver
+    placement_group: str  # id of its placement group, in hex; empty without one
+    alive: bool  # whether its process is running or starting
+    ended: float  # when it died, in seconds since the epoch
+    reason: str  # why it died
+    ended_on_purpose: bool  # whether it was killed through Ray, or ended with the last reference to it
 
 
 def all_actors() -> dict[str, ActorInfo]:
@@ -226,12 +203,9 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 def accelerator_names() -> frozenset[str]:
     """The resources besides GPU whose units are devices with ids. A worker gets an id only for what it takes."""
-    try:
-        from ray._private.accelerators import get_all_accelerator_resource_names
+    from ray._private.accelerators import get_all_accelerator_resource_names
 
-        return frozenset(get_all_accelerator_resource_names()) - {"GPU"}
-    except ImportError:
-        return _KNOWN_ACCELERATORS
+    return frozenset(get_all_accelerator_resource_names()) - {"GPU"}
 
 
 def device_lists_before() -> dict[str, str | None]:
@@ -256,10 +230,8 @@ def name_lines(name: str) -> None:
     subprocesses gets the name too. Ray shows a line that several workers print only once, with their number, unless
     ``RAY_DEDUP_LOGS=0``.
     """
-    try:
-        from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
-    except ImportError:  # Ray's own prefix stays
-        return
+    from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
+
     for stream in (sys.stdout, sys.stderr):
         stream.write(f"{LOG_PREFIX_ACTOR_NAME}{name}\n")
         stream.flush()
@@ -280,7 +252,7 @@ def tcp_connections() -> list[Any]:
     import psutil
 
     process = psutil.Process()
-    return list(getattr(process, "net_connections", process.connections)("tcp"))
+    return list(getattr(process, "net_connections", process.connections)("tcp"))  # the user's may be older than Ray's
 
 
 def resident_memory() -> int:

@@ -115,21 +115,13 @@ def session() -> str | None:
 
 @dataclass(frozen=True)
 class Node:
-    """One node.
+    """One node."""
 
-    Attributes:
-        node_id: Ray's id.
-        address: its address.
-        hostname: its name.
-        total: resource -> amount.
-        free: resource -> amount that is not reserved.
-    """
-
-    node_id: str
+    node_id: str  # Ray's id
     address: str
     hostname: str
-    total: dict[str, float]
-    free: dict[str, float]
+    total: dict[str, float]  # resource -> amount
+    free: dict[str, float]  # resource -> amount that is not reserved
 
 
 def nodes() -> list[Node]:

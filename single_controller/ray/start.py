@@ -1,6 +1,6 @@
 """Starting a group's workers: create actors in the slots, assign ranks by where they run, then run the constructors.
-Changing the ranks of a group: fill some with standbys or new actors, drop some, or add some; then have all ranks join a
-new rendezvous.
+Changing the ranks of a group: `fill` some with standbys or new actors, `keep` some, or `enlist` further ones; then have
+all ranks `join` a new rendezvous.
 
 No step handles one rank after the other: all actors are created at once, asked for their location at once, and sent
 their start messages at once. Rank 0's address travels along as a reference.
@@ -8,13 +8,13 @@ their start messages at once. Rank 0's address travels along as a reference.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -34,7 +34,7 @@ from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
 from single_controller.ray.placement.slots import Slot, SlotLocation
 from single_controller.ray.rank.actor import Location, StartMessage, actor_class
-from single_controller.ray.rank.worker_env import before_start
+from single_controller.ray.rank.devices import before_start
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes, session
 from single_controller.ray.transport import Rank, RayTransport, Standby
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 NAME_FREE_SECONDS = 10.0
 """How long a restart waits until Ray has freed the names of the workers that it ended."""
-
 
 STANDBY_SECONDS = 5.0
 """How long a rank that is replaced waits for a standby that is not ready. Starting a new process takes about as long,
@@ -65,71 +64,55 @@ class StartPlan:
     name: str  # the group's name, for messages
     namespace: str | None = None  # Ray's namespace of the actors' names; None for the driver's
     standby: int = 0  # how many of the pool's slots, the last ones, have a standby instead of a rank
+    collectives: bool = True  # whether ranks use collectives, in which new processes must not be before all have joined
+    start_timeout: float | None = None  # seconds that the constructors may take
+    error_grace: float = 0.0  # of `RayWorkerGroup`, as the next
+    on_death: str = "error"
 
 
-SendJoin = Callable[[Call], Sent]
-WaitForConstructors = Callable[[RayTransport, CallPlan, SendJoin], None]
+WaitForConstructors = Callable[[RayTransport, CallPlan, Callable[[Call], Sent]], None]
 """Waits until the constructors have returned, and raises the error of one that failed."""
 
 
 def start(
     plan: StartPlan, wait: WaitForConstructors, again: bool = False, generation: int = 0
 ) -> tuple[RayTransport, tuple[str, int]]:
-    """Start the workers.
+    """Start the workers, and wait for their constructors. If it raises, all actors were ended.
 
     Args:
         plan: what to start.
-        wait: waits until the constructors have returned, and raises the error of one that failed.
+        wait: waits for the constructors.
         again: whether workers of the same names were just ended, so that their names may still be taken.
         generation: how often the group was restarted or had ranks replaced before.
 
     Returns:
         The transport, and the address and port of the rendezvous.
-
-    Raises:
-        PlacementError, StartError, WorkerDiedError, CallTimeoutError, DispatchError: see `RayWorkerGroup`. All actors
-            were ended.
     """
     encoded = plan.process.encode()  # first: what cannot be pickled must not cost a start
     plan.pool.wait(assign_ranks=plan.detached)  # the name of a detached actor ends in its rank
     slots = plan.pool.slots()
-    names = _names(plan, range(len(slots)))
-    with _ended_on_error(plan) as actors:
-        locations = _make(plan, slots, names, actors, again=again)
+    with _created(plan, slots, _names(plan, range(len(slots))), again=again) as made:
         # Reorders the pool's slots if this is its first group, so what is read from the pool below is by rank.
-        order = plan.pool.assign_ranks(slots, [slot_location(where) for where in locations])
-        made = [
-            Rank(actors[index], names[index], locations[index], slot)
-            for index, slot in zip(order, plan.pool.slots(), strict=True)
-        ]
-        count = len(made) - plan.standby
-        transport = RayTransport(_with_messages(plan, made[:count], generation), plan.pool)
+        order = plan.pool.assign_ranks(slots, [slot_location(one.location) for one in made])
+        ranks = [replace(made[index], slot=slot) for index, slot in zip(order, plan.pool.slots(), strict=True)]
+        count = len(ranks) - plan.standby
+        transport = _transport(plan, ranks[:count], generation)
         transport.standbys = [
-            standby_of(plan, one.actor, one.name, one.slot, encoded) for one in made[count:] if one.slot is not None
+            standby_of(plan, one.actor, one.name, one.slot, encoded) for one in ranks[count:] if one.slot is not None
         ]
         return transport, join(plan, transport, range(count), encoded, wait, plan.master)
 
 
-def fill(
-    plan: StartPlan, transport: RayTransport, chosen: Sequence[int], encoded: Any, generation: int, *, collectives: bool
-) -> RayTransport:
-    """End some ranks, and fill them with standbys or, where there is none, with new actors in their slots. No user code
-    runs on them before `join`.
+def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: Any, generation: int) -> RayTransport:
+    """End some ranks, dead or alive, and fill them with standbys or, where there is none, with new actors in their
+    slots. No user code runs on them before `join`. If it raises, the new actors were ended.
 
-    Args:
-        plan: what was started.
-        transport: the group's present transport.
-        chosen: the ranks, dead or alive.
-        encoded: the constructors.
-        generation: of the group when these ranks have joined.
-        collectives: whether the ranks use collectives.
-
-    Raises:
-        PlacementError, WorkerDiedError: see `RayWorkerGroup`. The new actors were ended.
+    Returns:
+        The transport that follows the group's present one, for a group of this generation.
     """
-    _end(transport, chosen)
-    ranks, standbys = list(transport.ranks), living_standbys(transport)
-    lost = [one.slot for one in transport.standbys if one not in standbys]
+    _end(before, chosen)
+    ranks, standbys = list(before.ranks), living_standbys(before)
+    lost = [one.slot for one in before.standbys if one not in standbys]
     missing = []
     for number in chosen:
         standby = _ready(standbys)
@@ -138,32 +121,35 @@ def fill(
         else:
             slot = ranks[number].slot
             lost += [] if slot is None else [slot]
-            ranks[number] = Rank(standby.actor, standby.name, standby.location(), standby.slot)
+            ranks[number] = _recruited(standby)
     slots = [slot for number in missing if (slot := ranks[number].slot) is not None]
     # A detached actor keeps its name, because others find it by that name.
     names = [ranks[number].name for number in missing] if plan.detached else _names(plan, missing)
-    with _ended_on_error(plan) as actors:
-        locations = _make(plan, slots, names, actors, again=True) if missing else []
-    for number, actor, name, where, slot in zip(missing, actors, names, locations, slots, strict=True):
-        ranks[number] = Rank(actor, name, where, replace(slot, location=slot_location(where)))
-    fresh = transport.fresh | frozenset(chosen)
-    filled = RayTransport(
-        _with_messages(plan, ranks, generation, fresh if collectives else ()), plan.pool, transport.links
-    )
-    filled.standbys, filled.fresh = standbys, fresh
+    with _created(plan, slots, names, again=True) as made:
+        for number, rank in zip(missing, made, strict=True):
+            ranks[number] = rank
+    filled = _transport(plan, ranks, generation, before, before.fresh | frozenset(chosen))
+    filled.standbys = standbys
     # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
     recruit(plan, filled, lost, encoded)
     return filled
 
 
-def keep(plan: StartPlan, transport: RayTransport, kept: Sequence[int], generation: int) -> RayTransport:
-    """End all ranks but some, which get the numbers 0, 1, ... when they join. Arguments as for `fill`."""
-    _end(transport, sorted(set(range(transport.world_size)) - set(kept)))
-    left = RayTransport(
-        _with_messages(plan, [transport.ranks[rank] for rank in kept], generation), plan.pool, transport.links
-    )
-    left.standbys = living_standbys(transport)
+def keep(plan: StartPlan, before: RayTransport, kept: Sequence[int], generation: int) -> RayTransport:
+    """End all ranks but some, which get the numbers 0, 1, ... when they join. Returns what `fill` does."""
+    _end(before, sorted(set(range(before.world_size)) - set(kept)))
+    left = _transport(plan, [before.ranks[rank] for rank in kept], generation, before)
+    left.standbys = living_standbys(before)
     return left
+
+
+def enlist(plan: StartPlan, before: RayTransport, recruits: Sequence[Standby], generation: int) -> RayTransport:
+    """Make standbys that are ready the last ranks. Returns what `fill` does."""
+    ranks = [*before.ranks, *map(_recruited, recruits)]
+    fresh = before.fresh | frozenset(range(before.world_size, len(ranks)))
+    larger = _transport(plan, ranks, generation, before, fresh)
+    larger.standbys = [one for one in before.standbys if one not in recruits]
+    return larger
 
 
 def recruit(plan: StartPlan, transport: RayTransport, slots: Sequence[Slot], encoded: Any) -> list[Standby]:
@@ -171,31 +157,14 @@ def recruit(plan: StartPlan, transport: RayTransport, slots: Sequence[Slot], enc
     if not slots:
         return []
     make = _actor_maker(plan, again=True)
-    present = len(transport.ranks) + len(transport.standbys)
     taken = {rank.name for rank in transport.ranks} | {one.name for one in transport.standbys}
-    names = [name for name in _names(plan, range(present + len(slots))) if name not in taken]
+    names = [name for name in _names(plan, range(len(taken) + len(slots))) if name not in taken]
     made = [
         standby_of(plan, make(slot, name), name, slot, encoded)
         for slot, name in zip(slots, names[-len(slots) :], strict=True)
     ]
     transport.standbys += made
     return made
-
-
-def enlist(
-    plan: StartPlan, transport: RayTransport, recruits: Sequence[Standby], generation: int, *, collectives: bool
-) -> RayTransport:
-    """Make standbys that are ready the last ranks. Other arguments as for `fill`."""
-    added = []
-    for one in recruits:
-        where = one.location()
-        added.append(Rank(one.actor, one.name, where, replace(one.slot, location=slot_location(where))))
-    fresh = frozenset(range(transport.world_size, transport.world_size + len(added)))
-    ranks = _with_messages(plan, [*transport.ranks, *added], generation, fresh if collectives else ())
-    larger = RayTransport(ranks, plan.pool, transport.links)
-    larger.standbys = [one for one in transport.standbys if one not in recruits]
-    larger.fresh = transport.fresh | fresh
-    return larger
 
 
 def vacant_slots(plan: StartPlan, transport: RayTransport) -> list[Slot]:
@@ -217,15 +186,6 @@ def living_standbys(transport: RayTransport) -> list[Standby]:
     return [one for one in transport.standbys if death_of(one.actor) is None]
 
 
-def _end(transport: RayTransport, numbers: Sequence[int]) -> None:
-    """End the processes of some ranks."""
-    transport.restarted |= frozenset(numbers)  # before the kill, so that no watcher reports these deaths
-    actors = [transport.ranks[number].actor for number in numbers]
-    for actor in actors:
-        ray.kill(actor, no_restart=True)
-    remove_pools_of(actors)
-
-
 def join(
     plan: StartPlan,
     transport: RayTransport,
@@ -243,21 +203,18 @@ def join(
         transport: the transport.
         chosen: the ranks.
         encoded: the constructors.
-        wait: waits until the ranks have joined, and raises the error of one that failed.
+        wait: waits until the ranks have joined.
         master: address and port of the rendezvous; rank 0 chooses what is None.
         leave: whether processes that have workers leave their process groups.
 
     Returns:
         Address and port of the rendezvous.
-
-    Raises:
-        StartError, WorkerDiedError, CallTimeoutError: see `RayWorkerGroup`.
     """
     # A reference: Ray delivers its value to a rank before it runs _sc_join there. So no rank joins before rank 0 has
     # chosen the port, and the driver does not wait in between.
     rendezvous: Any = transport.ranks[0].actor._sc_rendezvous.remote(*master) if None in master else ray.put(master)
     transport.check_reachable(chosen)
-    send = functools.partial(transport.send_join, chosen, encoded, rendezvous, leave=leave)
+    send = partial(transport.send_join, chosen, encoded, rendezvous, leave=leave)
     wait(transport, CallPlan.empty(transport.world_size).only(chosen), send)
     try:
         found: tuple[str, int] = ray.get(rendezvous)
@@ -269,6 +226,12 @@ def join(
 def standby_of(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encoded: Any) -> Standby:
     """Have an actor without a rank import the worker's class."""
     return Standby(actor, name, slot, actor._sc_prepare.remote(_worker_environment(plan), encoded))
+
+
+def _recruited(standby: Standby) -> Rank:
+    """The actor of a standby as a rank. Waits until it is ready."""
+    where = standby.location()
+    return Rank(standby.actor, standby.name, where, replace(standby.slot, location=slot_location(where)))
 
 
 def _ready(standbys: list[Standby]) -> Standby | None:
@@ -287,34 +250,61 @@ def _ready(standbys: list[Standby]) -> Standby | None:
     return None
 
 
+def _end(transport: RayTransport, numbers: Sequence[int]) -> None:
+    """End the processes of some ranks."""
+    transport.restarted |= frozenset(numbers)  # before the kill, so that no watcher reports these deaths
+    actors = [transport.ranks[number].actor for number in numbers]
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    remove_pools_of(actors)
+
+
 def _names(plan: StartPlan, numbers: Iterable[int]) -> list[str]:
     unique = "" if plan.detached else f"_{uuid.uuid4().hex[:8]}"
     return [f"{plan.prefix}{plan.process.name}{unique}_{number}" for number in numbers]
 
 
-class _Actors(list[ActorHandle]):
-    """Actors that are being created. The list keeps their handles: Ray ends an actor that is not detached when the last
-    handle of it is gone.
-
-    Attributes:
-        creating: name of an actor that may exist although its handle was not returned yet: an exception such as
-            KeyboardInterrupt can arrive after Ray has registered the actor.
-    """
-
-    creating: str | None = None
-
-
 @contextmanager
-def _ended_on_error(plan: StartPlan) -> Iterator[_Actors]:
-    actors = _Actors()
+def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, again: bool) -> Iterator[list[Rank]]:
+    """Create an actor in each slot, all at once, and wait until they have reported where they run. They are ended if
+    that raises, or the body of the ``with`` statement."""
+    if not slots:
+        yield []
+        return
+    # Ray ends an actor that is not detached when its last handle is gone, so the handles are kept here.
+    actors: list[ActorHandle] = []
+    # The name of an actor that may exist although its handle was not returned yet: an exception such as
+    # KeyboardInterrupt can arrive after Ray has registered the actor.
+    creating: str | None = None
     try:
-        yield actors
-    except BaseException:
-        if plan.detached and actors.creating is not None:  # other actors end with their handles
+        make = _actor_maker(plan, again=again)
+        if plan.process.python is not None:
+            env_vars = _runtime_env(plan).get("env_vars", {})
+            plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
+            python_env.check(plan.process.python, env_vars, node_locations(slots, plan.name), plan.name)
+        for slot, creating in zip(slots, names, strict=True):
             try:
-                actors.append(ray.get_actor(actors.creating, plan.namespace))
+                actors.append(make(slot, creating))
+            except ValueError:
+                creating = None  # another actor has the name; do not end it
+                raise
+        creating = None
+        located = [actor._sc_locate.remote() for actor in actors]
+        wait_started(located, plan.pool.placement_timeout, plan.name)
+        try:
+            locations: list[Location] = ray.get(located)
+        except RayError as error:
+            raise WorkerDiedError(f"{plan.name}: a worker died before it was started: {one_line(error)}") from error
+        yield [
+            Rank(actor, name, where, replace(slot, location=slot_location(where)))
+            for actor, name, where, slot in zip(actors, names, locations, slots, strict=True)
+        ]
+    except BaseException:
+        if plan.detached and creating is not None:  # other actors end with their handles
+            try:
+                actors.append(ray.get_actor(creating, plan.namespace))
             except Exception:
-                logger.debug("%s had not been created", actors.creating, exc_info=True)
+                logger.debug("%s had not been created", creating, exc_info=True)
         for actor in actors:
             try:
                 ray.kill(actor, no_restart=True)
@@ -323,28 +313,6 @@ def _ended_on_error(plan: StartPlan) -> Iterator[_Actors]:
         if session() is not None:
             remove_pools_of(actors)
         raise
-
-
-def _make(
-    plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], actors: _Actors, *, again: bool
-) -> list[Location]:
-    """Create all actors at once, and wait until they have reported where they run."""
-    make = _actor_maker(plan, again=again)
-    if plan.process.python is not None:
-        env_vars = _runtime_env(plan).get("env_vars", {})
-        plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
-        python_env.check(plan.process.python, env_vars, node_locations(slots, plan.name), plan.name)
-    for slot, name in zip(slots, names, strict=True):
-        actors.creating = name
-        try:
-            actors.append(make(slot, name))
-        except ValueError:
-            actors.creating = None  # another actor has the name; do not end it
-            raise
-    actors.creating = None
-    located = [actor._sc_locate.remote() for actor in actors]
-    wait_started(located, plan.pool.placement_timeout, plan.name)
-    return _locations(located, plan.name)
 
 
 def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], ActorHandle]:
@@ -411,31 +379,35 @@ def slot_location(where: Location) -> SlotLocation:
     return SlotLocation(where.address, where.hostname, where.node_id, where.devices)
 
 
-def _locations(refs: Sequence[Any], name: str) -> list[Location]:
-    try:
-        locations: list[Location] = ray.get(list(refs))
-        return locations
-    except RayError as error:
-        raise WorkerDiedError(f"{name}: a worker died before it was started: {one_line(error)}") from error
+def _transport(
+    plan: StartPlan,
+    ranks: Sequence[Rank],
+    generation: int,
+    before: RayTransport | None = None,
+    fresh: frozenset[int] = frozenset(),
+) -> RayTransport:
+    """Return a transport to these ranks, each with what it is told when it joins.
 
-
-def _with_messages(
-    plan: StartPlan, ranks: Sequence[Rank], generation: int, replacements: Collection[int] = ()
-) -> list[Rank]:
-    """The ranks, each with what it is told when it joins."""
+    Args:
+        plan: what is started.
+        ranks: the ranks.
+        generation: of the group when they have joined.
+        before: the group's transport so far; its links to ranks that are left are used again.
+        fresh: ranks with new processes, on which calls are to be repeated.
+    """
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     homes = [rank.slot.home for rank in ranks if rank.slot is not None]
     environment = _worker_environment(plan)
-    return [
-        replace(
-            rank,
-            message=StartMessage(
-                number, len(ranks), *local, environment, node_ranks[nodes[number]], generation, number in replacements
-            ),
-        )
-        for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True))
-    ]
+    told = []
+    for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True)):
+        replacement = plan.collectives and number in fresh
+        node_rank = node_ranks[nodes[number]]
+        message = StartMessage(number, len(ranks), *local, environment, node_rank, generation, replacement)
+        told.append(replace(rank, message=message))
+    transport = RayTransport(told, plan.pool, {} if before is None else before.links)
+    transport.fresh = fresh
+    return transport
 
 
 def _worker_environment(plan: StartPlan) -> dict[str, str]:
@@ -461,29 +433,20 @@ def checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return dict(environment)
 
 
-def checked_address(address: str | None) -> str | None:
-    """Return ``master_addr``.
+def checked_master(address: str | None, port: int | str | None) -> tuple[str | None, int | None]:
+    """Return ``master_addr``, and ``master_port`` as a number.
 
     Raises:
-        ValueError: it is invalid.
+        ValueError: one of them is invalid.
     """
     if address is not None and (not isinstance(address, str) or not address):
         raise ValueError(f"master_addr is a host name or address, got {address!r}")
-    return address
-
-
-def checked_port(port: int | str | None) -> int | None:
-    """Return ``master_port`` as a number.
-
-    Raises:
-        ValueError: it is invalid.
-    """
     if port is None:
-        return None
+        return address, None
     try:
         number = int(port)
     except (TypeError, ValueError):
         number = -1
     if not 0 < number < 65536:
         raise ValueError(f"master_port is a port number from 1 to 65535, got {port!r}")
-    return number
+    return address, number

@@ -23,7 +23,7 @@ from single_controller import (
     attach,
     end_detached,
 )
-from single_controller.ray.records import group_records
+from single_controller.ray import group_records
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_killed_driver_s_group_is_replaced_and_restarted_by_another(ray_cluster,
         ray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)
         from group_workers import Counter
         from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-        from single_controller.ray.records import group_records
+        from single_controller.ray import group_records
         pool = RayResourcePool([4], use_gpu=False, detached=True, resources={{"crate": 1}})
         made = RayClassWithInitArgs(Counter, 5)
         group = RayWorkerGroup(pool[1:], made, name_prefix="inherited_", detached=True, standby=1)

@@ -22,7 +22,7 @@ from single_controller import (
     SingleControllerError,
     WorkerDiedError,
 )
-from single_controller.ray import elastic
+from single_controller.ray import group as ray_group
 from single_controller.ray.rank.collectives import end_collectives
 from workers.distributed import initialize_distributed
 
@@ -100,8 +100,8 @@ def test_call_that_had_not_begun_is_not_run_by_the_survivors(members, monkeypatc
         return fill(*args, **kwargs)
 
     before = members.me()
-    fill = elastic.fill
-    monkeypatch.setattr(elastic, "fill", slow)  # the survivors have slept long before the new process is there
+    fill = ray_group.fill
+    monkeypatch.setattr(ray_group, "fill", slow)  # the survivors have slept long before the new process is there
     dying = members.sleep_on.remote([0, 2, 3], 1.5, kill=1)
     waiting = [members.note.remote("late") for _ in range(3)]
     with pytest.raises(WorkerDiedError):

@@ -15,8 +15,9 @@ from test_failure import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
 from single_controller.call.executor import RunningCall
+from single_controller.ray import group_records
+from single_controller.ray.inspect_groups import status_of
 from single_controller.ray.rank.frames import frames_of
-from single_controller.ray.records import group_records
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -89,7 +90,7 @@ class TestHungGroup:
         wait_until(lambda: records_of("hung_Fragile")[0].broken is not None)
         records = group_records.read()
         record = next(record for record in records.groups.values() if record.name == hung.name)
-        for status in (hung.status(0.4), group_records.status_of(record, records, 0.4)):
+        for status in (hung.status(0.4), status_of(record, records, 0.4)):
             assert status.state == "broken" and status.reason == hung.broken
             assert [rank.alive for rank in status.ranks] == [True, False, True, True]
             assert status.last_death.rank == 1 and before - 1 < status.last_death.death.at < time.time()

@@ -8,7 +8,7 @@ from plan_helpers import factorizations, plan_of
 
 from dispatch import Dispatch, Layout
 from dispatch.layout import Mesh
-from single_controller.call.layout_report import mesh_coordinates
+from single_controller.call.worker import mesh_coordinates
 
 
 class DeviceMesh:

@@ -59,7 +59,7 @@ from rounds import shares, wait  # noqa: E402
 from sync_kinds import Sync  # noqa: E402
 from training_kinds import Training  # noqa: E402
 
-from single_controller.ray.records import inspect_groups  # noqa: E402
+from single_controller.ray import inspect_groups  # noqa: E402
 
 HANG = {Group: 60, Sync: 60, Training: 60, Hosts: 240}
 """Seconds after which a round that has not ended hangs. The first one of a class also starts what it kills."""

@@ -31,9 +31,8 @@ from single_controller.call.worker import RankInfo
 from single_controller.ray.compat import exit_process, interface_of, name_lines, resident_memory
 from single_controller.ray.rank.call_thread import CallThread, current
 from single_controller.ray.rank.collectives import abort_collectives, end_collectives, listening_ports
-from single_controller.ray.rank.devices import own_devices
+from single_controller.ray.rank.devices import own_devices, set_environment
 from single_controller.ray.rank.frames import frames_file
-from single_controller.ray.rank.worker_env import set_environment
 from single_controller.ray.results import RESULT, Kept, fetch, what_is_lost
 from single_controller.wire.handshake import BESIDE, CONCURRENT, JOIN, KEPT, REPLY, WireAddress
 from single_controller.wire.link import Answer, Session

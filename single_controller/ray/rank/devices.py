@@ -1,4 +1,5 @@
-"""The devices that Ray assigned to this process. Every worker process imports this module, so it imports little.
+"""The environment of a worker process, and the devices that Ray assigned to it. Every worker process imports this
+module, so it imports little.
 
 Ray sets the list of visible devices (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES on AMD, ASCEND_RT_VISIBLE_DEVICES for
 the resource NPU, and so on) before a task and before an actor's constructor, unless its variable
@@ -8,15 +9,15 @@ visible; only then this module sets a list.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from single_controller.ray.compat import device_lists_before
-
-_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 NOSET = {
     f"RAY_EXPERIMENTAL_NOSET_{name}": name
@@ -25,8 +26,18 @@ NOSET = {
         *("NEURON_RT_VISIBLE_CORES", "ONEAPI_DEVICE_SELECTOR", "ROCR_VISIBLE_DEVICES"),
     )
 }
-"""The switches whose effect `show_all_devices` has, and their lists. Not those of TPUs, for which Ray sets more than
+"""The switches whose effect `_show_all_devices` has, and their lists. Not those of TPUs, for which Ray sets more than
 the list, and of ZE_AFFINITY_MASK, whose former value Ray does not keep."""
+
+_PREFIXES = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
+"""Variables that are read once when a process starts, or may be."""
+
+_PYTHON = (
+    *("PYTHONASYNCIODEBUG", "PYTHONBREAKPOINT", "PYTHONDONTWRITEBYTECODE"),
+    *("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED"),
+)
+"""Exceptions: Python reads the first two when it needs them, and `set_environment` has the effect of the others. Ray's
+workers never buffer their output."""
 
 
 def own_devices() -> tuple[str, ...]:
@@ -38,28 +49,37 @@ def own_devices() -> tuple[str, ...]:
     )
 
 
-def hide_other_devices(devices: Sequence[str], given: Mapping[str, str]) -> None:
-    """Hide all GPUs from a process to which Ray assigned none, so that it cannot use those that others reserved. Must
-    run before torch is imported.
-
-    Args:
-        devices: `own_devices`.
-        given: variables that the user set; a list among them stays. Ray's own switch for this,
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0, disables hiding.
-    """
-    if devices or os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1").lower() in ("0", "false"):
-        return
-    os.environ.update({name: "" for name in _LISTS if name not in given})
+def device_key(devices: Sequence[str]) -> tuple[Any, ...]:
+    """Sort key that compares device ids as numbers: GPU 2 before GPU 10. Other ids (UUIDs) follow, by text."""
+    return tuple((0, int(device), "") if device.isdigit() else (1, 0, device) for device in devices)
 
 
-def show_all_devices(given: Mapping[str, str]) -> None:
+def before_start(key: str, value: str) -> bool:
+    """Whether a variable of ``worker_env`` must be set before the process starts, by a runtime_env. This makes the
+    start slower: Ray is imported twice, and processes that Ray has started in advance cannot be used."""
+    at_run_time = _is_noset(key, value) or (key in _PYTHON and value != "")
+    return key.startswith(_PREFIXES) and not at_run_time
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """Set the variables of ``worker_env`` in this worker, and the lists of visible devices. Must run before user code
+    is imported: importing torch reads the environment."""
+    # A process to which Ray assigned no device must not use those that others reserved. The second condition is Ray's
+    # own switch for this.
+    if not own_devices() and os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1").lower() not in ("0", "false"):
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    _show_all_devices(environment)
+    os.environ.update(environment)
+    if environment.get("PYTHONDONTWRITEBYTECODE"):
+        sys.dont_write_bytecode = True
+    if environment.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable(2)  # Ray has enabled it for one thread; 2 is stderr, as when Python starts
+
+
+def _show_all_devices(given: Mapping[str, str]) -> None:
     """Restore the lists that Ray has set in this process although a variable of `NOSET` is true. Ray reads these when
-    it creates the actor, before ``given`` is in the environment.
-
-    Args:
-        given: variables that the user set.
-    """
-    lists = {NOSET[key] for key, value in given.items() if is_noset(key, value)}
+    it creates the actor, before ``given`` is in the environment."""
+    lists = {NOSET[key] for key, value in given.items() if _is_noset(key, value)}
     for name, value in device_lists_before().items() if lists else ():
         if name in lists and value is None:
             os.environ.pop(name, None)
@@ -67,11 +87,6 @@ def show_all_devices(given: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-def is_noset(key: str, value: str) -> bool:
-    """Whether a variable tells Ray not to set a list that `show_all_devices` can restore."""
+def _is_noset(key: str, value: str) -> bool:
+    """Whether a variable tells Ray not to set a list that `_show_all_devices` can restore."""
     return key in NOSET and value.lower() in ("1", "true")
-
-
-def device_key(devices: Sequence[str]) -> tuple[Any, ...]:
-    """Sort key that compares device ids as numbers: GPU 2 before GPU 10. Other ids (UUIDs) follow, by text."""
-    return tuple((0, int(device), "") if device.isdigit() else (1, 0, device) for device in devices)

@@ -10,11 +10,12 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from single_controller.call.stacks import show_stacks
-from single_controller.call.transport import MAX_STACK_SECONDS
+from single_controller.call.status import GroupStatus, rank_statuses
+from single_controller.call.transport import MAX_STACK_SECONDS, Death
 from single_controller.ray.compat import ActorInfo
+from single_controller.ray.group_records import GroupRecord, Records, read
 from single_controller.ray.rank import frames
-from single_controller.ray.records import group_records
-from single_controller.ray.records.group_records import GroupRecord, Records
+from single_controller.ray.rank.actor import running_calls
 from single_controller.ray.results import one_line
 from single_controller.wire.link import ask_at
 
@@ -31,9 +32,37 @@ def status(name: str | None) -> str:
     Raises:
         LookupError: there is no such group.
     """
-    records = group_records.read()
-    tables = [str(group_records.status_of(record, records)) for record in _chosen(records, name)]
+    records = read()
+    tables = [str(status_of(record, records)) for record in _chosen(records, name)]
     return "\n\n".join(tables) or "no group is running in this cluster"
+
+
+def status_of(record: GroupRecord, records: Records, seconds: float = MAX_STACK_SECONDS) -> GroupStatus:
+    """The status of a group of another process, whose ranks may take some seconds to answer."""
+    deaths, living = dict(record.deaths), []
+    for number, rank in enumerate(record.ranks):
+        actor = records.actors.get(rank.actor)
+        if actor is not None and actor.alive:
+            living.append(number)
+        elif number not in deaths or deaths[number].generation != record.generation:
+            at, reason = (0.0, "Ray no longer knows it") if actor is None else (actor.ended, actor.reason)
+            deaths[number] = Death(at, reason, record.generation)
+    addresses = {rank: record.ranks[rank].location.wire for rank in living}
+    answers = ask_at({rank: address for rank, address in addresses.items() if address is not None}, "status", seconds)
+    note = f"driver: {record.driver}" + ("" if record.job in records.jobs else ", which has ended")
+    return GroupStatus(
+        record.name,
+        "open" if record.broken is None else "broken",
+        record.broken or "",
+        record.generation,
+        rank_statuses(
+            [rank.location.process for rank in record.ranks],
+            living,
+            {rank: running_calls(answer) for rank, answer in answers.items()},
+            deaths,
+        ),
+        note,
+    )
 
 
 def stacks(name: str, ranks: Collection[int] | None = None, *, native: bool = False) -> str:
@@ -48,7 +77,7 @@ def stacks(name: str, ranks: Collection[int] | None = None, *, native: bool = Fa
         LookupError: there is no such group.
         ValueError: the group has no such ranks.
     """
-    records = group_records.read()
+    records = read()
     return "\n\n".join(_stacks_of(record, records.actors, ranks, native) for record in _chosen(records, name))
 
 

@@ -1,1 +1,0 @@
-"""Records of the groups that run on a cluster: who has them, and how another driver takes one over."""

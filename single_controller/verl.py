@@ -1,0 +1,198 @@
+"""Names and options of verl that this library knows, for workers and drivers that were written for it.
+
+Most are other names of what is here anyway. `create_colocated_worker_cls` and its like are beside `colocate`, which
+needs `Worker`; this module is below all others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from dispatch.modes import Dispatch, Execute
+from dispatch.register import register
+
+
+class VerlWorker:
+    """The methods of `Worker` that workers written for verl call. ``self`` is a `Worker`."""
+
+    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the driver on every rank, with the worker as its first argument.
+
+        ``group.execute_with_func_generator(func, batch)`` shards the batch and joins the results, as
+        DP_COMPUTE_PROTO does. Without a batch it returns the list of all ranks' results.
+
+        Args:
+            func: ``func(worker, *args, **kwargs)``. It is pickled and may be a lambda.
+            args: batches, and values that are sent whole.
+            kwargs: likewise.
+        """
+        return func(self, *args, **kwargs)
+
+    @register(Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the driver on rank 0 alone, without the worker, and return its result.
+
+        Args:
+            func: ``func(*args, **kwargs)``.
+            args: its arguments, unchanged.
+            kwargs: likewise.
+        """
+        return func(*args, **kwargs)
+
+    def _register_dispatch_collect_info(self: Any, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """`Worker.register_mesh`."""
+        self.register_mesh(mesh_name, dp_rank, is_collect)
+
+    def query_collect_info(self: Any, mesh_name: str) -> bool:
+        """Whether this rank collects on a mesh that it has registered.
+
+        Raises:
+            LookupError: it has registered no such mesh.
+        """
+        meshes: dict[str, tuple[int, bool]] = self._layout_report.meshes
+        if mesh_name not in meshes:
+            known = ", ".join(meshes) or "none"
+            raise LookupError(f"{type(self).__name__} registered no mesh {mesh_name!r} (registered: {known})")
+        return meshes[mesh_name][1]
+
+    def get_dispatch_collect(self: Any) -> dict[str, dict[str, Any]]:
+        """The meshes that this worker has registered, as keyword arguments of `set_dispatch_collect`."""
+        meshes = self._layout_report.meshes.items()
+        return {
+            "dispatch_dp_rank": {name: dp_rank for name, (dp_rank, _) in meshes},
+            "collect_dp_rank": {name: collects for name, (_, collects) in meshes},
+        }
+
+    def set_dispatch_collect(
+        self: Any, mesh_name: str, dispatch_dp_rank: Mapping[str, int], collect_dp_rank: Mapping[str, bool]
+    ) -> None:
+        """Register a mesh with the coordinates of a worker that this one wraps:
+        ``self.set_dispatch_collect("actor", **inner.get_dispatch_collect())``.
+
+        Args:
+            mesh_name: the name of the mesh here.
+            dispatch_dp_rank: the other worker's meshes; its only one is taken, or the one of this name.
+            collect_dp_rank: likewise.
+
+        Raises:
+            ValueError: the other worker has several meshes, none of this name, or has none.
+        """
+        its = mesh_name if len(dispatch_dp_rank) != 1 else next(iter(dispatch_dp_rank))
+        if its not in dispatch_dp_rank or its not in collect_dp_rank:
+            raise ValueError(
+                f"set_dispatch_collect({mesh_name!r}): the other worker registered {list(dispatch_dp_rank) or 'none'}; "
+                f"call register_mesh({mesh_name!r}, dp_rank, is_collect) with the coordinates of the one that you mean"
+            )
+        self.register_mesh(mesh_name, dispatch_dp_rank[its], collect_dp_rank[its])
+
+    def get_fused_worker_by_name(self: Any, worker_name: str) -> Any:
+        """`Worker.role_worker`."""
+        return self.role_worker(worker_name)
+
+    @property
+    def fused_worker_dict(self: Any) -> dict[str, Any]:
+        """role -> worker, of this process; empty in a group without roles."""
+        workers: dict[str, Any] = self._role_workers
+        return workers
+
+    def get_master_addr_port(self: Any) -> tuple[str, str]:
+        """`Worker.master_addr` and `Worker.master_port`, both as text."""
+        return self.master_addr, str(self.master_port)
+
+    def get_cuda_visible_devices(self) -> str:
+        """The variable CUDA_VISIBLE_DEVICES, or "not set". `Worker.device_ids` is there for every kind of device."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
+
+class VerlOptions(TypedDict, total=False):
+    """Options of verl's groups that have no meaning here, and None where they were not given."""
+
+    device_name: str | None
+    ray_wait_register_center_timeout: float | None
+    profile_steps: Sequence[int] | None
+    worker_nsight_options: Mapping[str, Any] | None
+
+
+_INSTEAD = {
+    "device_name": "use_gpu= and resources= of the pool say which devices the workers have",
+    "ray_wait_register_center_timeout": "start_timeout= limits the start",
+    "profile_steps": "a worker's methods start and stop its profiler",
+    "worker_nsight_options": "call ray_cls_with_init.update_options({'runtime_env': {'nsight': {...}}})",
+}
+"""What to use instead of each of `VerlOptions`."""
+
+
+def check_verl_options(group: type, options: Mapping[str, Any]) -> None:
+    """Warn of each option, and raise for one that verl has not either.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: ``worker_nsight_options`` is given.
+    """
+    for name, value in options.items():
+        if name not in _INSTEAD:
+            known = [other for other in inspect.signature(group).parameters if other != "verl"]
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            raise TypeError(f"{group.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+        if value is None:
+            continue
+        if name == "worker_nsight_options":
+            raise ValueError(f"{name} has no effect here: {_INSTEAD[name]}")
+        warnings.warn(f"{name}={value!r} has no effect: {_INSTEAD[name]}", stacklevel=3)
+
+
+@dataclass(frozen=True)
+class MegatronRankInfo:
+    """The coordinates of one rank on Megatron's axes, each from 0. ``dp`` is without context parallelism."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    cp_rank: int
+
+
+@dataclass(frozen=True)
+class MegatronGlobalInfo:
+    """The sizes of Megatron's axes. ``dp`` is without context parallelism."""
+
+    tp_size: int
+    dp_size: int
+    pp_size: int
+    cp_size: int
+
+
+class MegatronInfo:
+    """The two methods of verl's Megatron group. ``self`` is a group of `workers.MegatronWorker`s.
+
+    Workers may initialize Megatron in their constructor or in a method that runs later. Before that, both methods raise
+    a `DispatchError`.
+    """
+
+    def get_megatron_rank_info(self: Any, rank: int) -> MegatronRankInfo:
+        """The coordinates of a rank.
+
+        Raises:
+            IndexError: the group has no such rank.
+            DispatchError: the workers have not initialized Megatron yet.
+        """
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank!r}: the group has the ranks 0 to {self.world_size - 1}")
+        self.get_megatron_global_info()
+        layout = self.layout
+        return MegatronRankInfo(**{f"{axis}_rank": layout.coordinate(axis, rank) for axis in ("tp", "dp", "pp", "cp")})
+
+    def get_megatron_global_info(self: Any) -> MegatronGlobalInfo:
+        """The sizes of the axes.
+
+        Raises:
+            DispatchError: the workers have not initialized Megatron yet.
+        """
+        return MegatronGlobalInfo(self.tp_size, self.dp_size, self.pp_size, self.cp_size)
