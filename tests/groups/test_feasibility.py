@@ -1,6 +1,7 @@
 """Pure computation about pools: rank order, feasibility, and option validation. No Ray runs here."""
 
 import itertools
+import re
 import time
 
 import pytest
@@ -84,7 +85,7 @@ class TestRankAssignment:
 
 
 def refuse(entries, bundle, strategy, cluster, what="the pool"):
-    refuse_impossible(Request(tuple(entries), bundle, strategy), cluster, what)
+    refuse_impossible([Request(tuple(entries), bundle, strategy)], cluster, what)
 
 
 class TestImpossible:
@@ -140,8 +141,8 @@ class TestImpossible:
         refuse([8] * 1000, {"CPU": 1, "GPU": 1}, "STRICT_PACK", cluster)
         with pytest.raises(PlacementError):
             refuse([8] * 1000 + [1], {"CPU": 1, "GPU": 1}, "STRICT_PACK", cluster)
-        plan = forecast(Request((8,) * 1000, {"GPU": 1}, "STRICT_PACK"), cluster, [dict(n.free) for n in cluster])
-        assert plan.state == "fits" and len(plan.slots) == 8000
+        slots = forecast(Request((8,) * 1000, {"GPU": 1}, "STRICT_PACK"), cluster, [dict(n.free) for n in cluster])
+        assert slots is not None and len(slots) == 8000
         assert time.process_time() - begin < 2
 
     @examples(50, 200)
@@ -154,7 +155,7 @@ class TestImpossible:
         """The reference tries every arrangement. The check is exact; for whole entries it is only sound."""
         request = Request(tuple(sizes), {"CPU": 2}, strategy)
         nodes = [{"CPU": 2.0 * left + 1} for left in rooms]
-        refused, possible = bool(shortage(request, nodes)), self.tried(sizes, rooms, strategy)
+        refused, possible = bool(shortage([request], nodes)), self.tried(sizes, rooms, strategy)
         assert not (refused and possible)
         assert refused or possible or strategy == "STRICT_PACK"
         found = expected_nodes(request, nodes)
@@ -201,8 +202,8 @@ class TestForecast:
 
     def plan(self, cluster, entries, strategy="STRICT_PACK", across=False, bundle=None):
         request = Request(tuple(entries), bundle or {"CPU": 1}, strategy, across)
-        seen = forecast(request, cluster, [dict(node.free) for node in cluster])
-        return plan_pool("pool", [seen], seen.slots, cluster)
+        slots = forecast(request, cluster, [dict(node.free) for node in cluster])
+        return plan_pool("pool", [request], [] if slots else [request], slots or [], cluster)
 
     def test_entries_use_different_nodes_if_possible(self):
         cluster = [self.node("10.0.0.2", {"CPU": 4.0}), self.node("10.0.0.10", {"CPU": 4.0})]
@@ -223,8 +224,8 @@ class TestForecast:
     def test_pool_waits_for_busy_resources_and_names_them(self):
         busy = self.node("10.0.0.2", {"CPU": 4.0, "disk": 2.0}, {"CPU": 4.0, "disk": 1.0})
         plan = self.plan([busy], [2], bundle={"CPU": 1, "disk": 1})
-        assert (plan.state, plan.ranks, dict(plan.nodes[0].lacks)) == ("waits", (), {"disk": 1.0})
-        assert "has to wait" in str(plan)
+        assert (plan.state, plan.ranks) == ("waits", ())
+        assert "has to wait" in str(plan) and str(plan).splitlines()[3].split()[-3:] == ["1/2", "1", "disk"]
         assert "in use now, by other pools of this script or by others: 1 disk (asked 2, free are 1)" in str(plan)
 
     def test_unfound_arrangement_is_not_reported_as_in_use(self):
@@ -235,7 +236,7 @@ class TestForecast:
     def test_rays_internal_resources_are_left_out(self):
         inside = {"node:10.0.0.2": 1.0, "object_store_memory": 9.0, "CPU_group_0_0123456789abcdef0123": 1.0}
         plan = self.plan([self.node("10.0.0.2", {"CPU": 4.0, "disk_group_x": 1.0, **inside})], [1])
-        assert set(plan.nodes[0].total) == {"CPU", "disk_group_x"}
+        assert re.findall(r"(\S+) free/total", str(plan)) == ["CPU", "disk_group_x"]
 
     def test_devices_are_predicted_when_all_are_free(self):
         cluster = [self.node("10.0.0.2", {"CPU": 9.0, "GPU": 6.0})]

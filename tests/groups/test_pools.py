@@ -154,7 +154,8 @@ def test_busy_resources_are_awaited_until_the_timeout(ray_cluster, caplog, monke
         wait_free(0)
         begin = time.monotonic()
         with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=1.5) as late:
-            with pytest.raises(PlacementError, match=r"not placed within 1\.5 s[\s\S]*crate free/total[\s\S]*0/8"):
+            words = r"(?s)not placed within 1\.5 s.*crate free/total.*0/8.*Ray says: PENDING, NO_RESOURCES \(1 of"
+            with pytest.raises(PlacementError, match=words):
                 RayWorkerGroup(late, counter())
         assert 1.4 < time.monotonic() - begin < 4
         assert any("waiting to be placed" in message for message in caplog.messages)
@@ -282,7 +283,7 @@ class TestPlan:
             first.place()
             wait_free(CRATES - 6)
             plan = second.plan()
-            assert plan.state == "waits" and plan.nodes[0].lacks["crate"] == 4
+            assert plan.state == "waits" and "4 crate\n" in str(plan)
 
 
 def bundles(group):
@@ -425,7 +426,7 @@ class TestSlices:
         ("wrong", "error", "words"),
         [
             (lambda pool: pool[6], IndexError, r"slots 0 to 5, not 6"),
-            (lambda pool: pool[4:4], ValueError, r"slots 0 to 5; \[4:4\] leaves none"),
+            (lambda pool: pool[4:4], ValueError, r"slots 0 to 5; slice\(4, 4, None\) leaves none"),
             (lambda pool: pool["0"], TypeError, r"a number or a slice"),
             (lambda pool: split_resource_pool(pool, 4), ValueError, r"6 slots, which is not a multiple of 4.*\[4, 2\]"),
             (lambda pool: split_resource_pool(pool, [4, 1]), ValueError, r"6 slots; the parts \[4, 1\] have 5"),
@@ -541,7 +542,9 @@ class TestManager:
 
     def test_pools_that_never_fit_together_are_rejected_at_once(self, ray_cluster):
         manager = ResourcePoolManager({"a": [9], "b": [9]}, {"x": "a"}, use_gpu=False)
-        with pytest.raises(PlacementError, match=r"b \[9\] does not fit together with a \[9\]"):
+        with pytest.raises(
+            PlacementError, match=r"a \[9\], b \[9\].*side by side, can never be placed[\s\S]*2 CPU \(asked 18"
+        ):
             manager.get_resource_pool("x")
         with pytest.raises(PlacementError, match=r"pool 'a' can never be placed[\s\S]*1 GPU \(asked 1, there are 0\)"):
             ResourcePoolManager({"a": [1]}, {"x": "a"}).create_resource_pool()

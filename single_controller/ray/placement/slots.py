@@ -16,6 +16,9 @@ from single_controller.ray.compat import accelerator_names
 from single_controller.ray.rank.devices import device_key, own_devices
 from single_controller.ray.runtime import address_key
 
+_LEAST = 0.0001
+"""The smallest amount of a resource that a task can take."""
+
 
 class SlotLocation(NamedTuple):
     """The node and the devices of a slot.
@@ -83,24 +86,14 @@ def assign_ranks(
         locations: where each of them is.
         fill_entries: sizes of the entries, if ranks fill the entries in order. None if each slot keeps its entry.
     """
-    pairs = sorted(
-        zip(slots, locations, strict=True),
-        key=lambda pair: (location_key(pair[1]), pair[0].entry, pair[0].bundle),
-    )
-    ranked = [replace(slot, location=location, order=location_key(location)) for slot, location in pairs]
-    if fill_entries is not None:
-        entries = [entry for entry, size in enumerate(fill_entries) for _ in range(size)]
-        ranked = [replace(slot, entry=entry) for slot, entry in zip(ranked, entries, strict=True)]
-    return ranked
-
-
-# --- devices --------------------------------------------------------------------------------------------------
-
-RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory")
-"""Resources that are no custom resources."""
-
-_LEAST = 0.0001
-"""The smallest amount of a resource that a task can take."""
+    located = [
+        replace(slot, location=where, order=location_key(where)) for slot, where in zip(slots, locations, strict=True)
+    ]
+    ranked = sorted(located, key=lambda slot: (slot.order, slot.entry, slot.bundle))
+    if fill_entries is None:
+        return ranked
+    entries = [entry for entry, size in enumerate(fill_entries) for _ in range(size)]
+    return [replace(slot, entry=entry) for slot, entry in zip(ranked, entries, strict=True)]
 
 
 def device_kinds(bundle: Iterable[str]) -> frozenset[str]:
@@ -125,10 +118,9 @@ def devices_in(
     Raises:
         PlacementError: a task had not run within ``timeout`` seconds.
     """
-    kinds = device_kinds(bundle)
-    if not kinds:
+    each = dict.fromkeys(device_kinds(bundle), _LEAST)
+    if not each:
         return [()] * len(slots)
-    each = dict.fromkeys(kinds, _LEAST)
     try:
         ask = ray.remote(num_cpus=0, num_gpus=each.pop("GPU", 0), resources=each, max_retries=0)(own_devices)
     except ValueError:
