@@ -12,8 +12,8 @@ from single_controller.call.errors import GroupClosedError
 from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.reservation import Reservation, node_locations
-from single_controller.ray.placement.slots import Slot, assign_ranks
-from single_controller.ray.runtime import ensure_ray
+from single_controller.ray.placement.slots import Slot
+from single_controller.ray.runtime import address_key, ensure_ray
 
 _HOW = "from_placement_group() takes a placement group, (pg, bundle_indices) or (pg, bundle_indices, gpu_ids)"
 
@@ -50,13 +50,13 @@ def external_reservation(
     reservation.wait()
     where = [found._replace(devices=ids) for found, ids in zip(node_locations(slots, label), devices, strict=True)]
     order_given = bundle_indices is not None or gpu_ids is not None
-    slots = [replace(slot, location=found) for slot, found in zip(slots, where, strict=True)]
-    slots = slots if order_given else assign_ranks(slots, where)
     # The slots on one node are an entry; entries are numbered in order of rank.
-    entries: dict[str, int] = {}
-    slots = [replace(slot, entry=entries.setdefault(slot.home[1], len(entries))) for slot in slots]
-    if not order_given:  # `Reservation.assign` sorts again once the devices are known
-        slots = [replace(slot, location=None, order=()) for slot in slots]
+    by_rank = where if order_given else sorted(where, key=lambda found: (address_key(found.address), found.node_id))
+    entry_of = {node_id: entry for entry, node_id in enumerate(dict.fromkeys(found.node_id for found in by_rank))}
+    slots = [
+        replace(slot, entry=entry_of[found.node_id], location=found if order_given else None)
+        for slot, found in zip(slots, where, strict=True)
+    ]
     reservation.hold(slots, assigned=order_given)
     return reservation
 

@@ -46,8 +46,7 @@ class ResourcePoolManager(Closing):
     ) -> None:
         if not isinstance(resource_pool_spec, Mapping):
             raise TypeError(f"resource_pool_spec is a dict of pools ({{'global': [8, 8]}}), got {resource_pool_spec!r}")
-        if mapping is None:
-            mapping = {name: name for name in resource_pool_spec}
+        mapping = {name: name for name in resource_pool_spec} if mapping is None else mapping
         if not isinstance(mapping, Mapping):
             raise TypeError(f"mapping is a dict of roles ({{'actor': 'global'}}), got {mapping!r}")
         if not resource_pool_spec:

@@ -16,12 +16,8 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _UNIT = 10_000
 """Ray counts resources in ten-thousandths."""
 
-_NO_CUSTOM_RESOURCES = {
-    "CPU": "use num_cpus=",
-    "GPU": "use num_gpus=",
-    "memory": "use memory=",
-    "object_store_memory": "Ray does not reserve it",
-}
+_HAVE_OPTIONS = {"CPU": "use num_cpus=", "GPU": "use num_gpus=", "memory": "use memory="}
+_NO_CUSTOM_RESOURCES = {**_HAVE_OPTIONS, "object_store_memory": "Ray does not reserve it"}
 
 
 @dataclass(frozen=True)
@@ -46,10 +42,9 @@ class PoolOptions:
     placement_timeout: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name_prefix, str):
-            raise ValueError(f"name_prefix is a string or None, got {self.name_prefix!r}")
-        if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
-            raise ValueError(f"accelerator_type is a string or None, got {self.accelerator_type!r}")
+        for name in ("name_prefix", "accelerator_type"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"{name} is a string or None, got {getattr(self, name)!r}")
         for name in check_amounts("resources", self.resources):
             if name in _NO_CUSTOM_RESOURCES:
                 raise ValueError(f"resources takes custom resources; {name!r} is none: {_NO_CUSTOM_RESOURCES[name]}")
@@ -72,11 +67,12 @@ class PoolOptions:
         check_seconds("placement_timeout", self.placement_timeout)
         if not self.bundle:
             raise ValueError("a slot must reserve something: set num_cpus, memory or resources, or use_gpu=True")
-        if self.num_cpus and self.num_cpus * _UNIT < self.max_colocate_count:
-            raise ValueError(
-                f"max_colocate_count={self.max_colocate_count} workers cannot share num_cpus={self.num_cpus:g}: Ray "
-                "does not allocate less than 0.0001 CPU to a worker"
-            )
+        for name in ("num_cpus", "num_gpus"):
+            if 0 < getattr(self, name) * _UNIT < self.max_colocate_count:
+                raise ValueError(
+                    f"max_colocate_count={self.max_colocate_count} workers cannot share {name}="
+                    f"{getattr(self, name):g}: Ray does not allocate less than 0.0001 to a worker"
+                )
 
     def _check_gpus(self) -> None:
         gpus = self.num_gpus
@@ -93,11 +89,6 @@ class PoolOptions:
             raise ValueError(
                 f"num_gpus={gpus:g} shared by max_colocate_count={self.max_colocate_count} workers gives each worker "
                 f"{part:g} GPUs, but a worker needs a fraction below 1 or a whole number; change one of the two"
-            )
-        if gpus * _UNIT < self.max_colocate_count:
-            raise ValueError(
-                f"max_colocate_count={self.max_colocate_count} workers cannot share num_gpus={gpus:g}: Ray counts in "
-                "ten-thousandths"
             )
 
     @property

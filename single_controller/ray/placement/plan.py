@@ -41,11 +41,9 @@ class RankPlan:
 
     Attributes:
         rank: the rank.
-        node_id: Ray's id of the node.
-        address: the node's address.
-        hostname: the node's name.
-        entry: number of the pool's entry; None for a worker of a group that was attached to.
-        bundle: index of the bundle in its placement group; None likewise.
+        node_id, address, hostname: of the node.
+        entry, bundle: number of the pool's entry, and of the bundle in its placement group; None for a worker of a
+            group that was attached to.
         devices: ids of its devices; () without any, None if they are unknown until a process runs there. For a slot
             that is not reserved yet: those that Ray hands out next on a node whose GPUs are all free.
     """
@@ -70,10 +68,8 @@ class StandbyPlan:
 
     Attributes:
         group: the group's name.
-        address: the node's address; "?" while the process starts.
-        hostname: the node's name; likewise.
-        entry: number of the pool's entry.
-        bundle: index of the bundle in its placement group.
+        address, hostname: of the node; "?" while the process starts.
+        entry, bundle: as in `RankPlan`.
         memory: the process's resident memory in bytes when it was ready; None while it starts.
     """
 
@@ -203,7 +199,7 @@ def plan_pool(
             state, missing = "waits", in_use if lacking else apart
     located = () if waiting else [(slot.location, slot) for slot in slots if slot.location is not None]
     joint = join_requests([*waiting, *(request for request in requests if request not in waiting)])
-    return PoolPlan(what, state, _ranks(located), tuple(cluster), tuple(joint), missing, tuple(standbys))
+    return PoolPlan(what, state, plan_ranks(located), tuple(cluster), tuple(joint), missing, tuple(standbys))
 
 
 def refuse_impossible(requests: Sequence[Request], cluster: Sequence[Node], what: str) -> None:
@@ -216,18 +212,8 @@ def refuse_impossible(requests: Sequence[Request], cluster: Sequence[Node], what
         raise PlacementError(str(plan_pool(what, requests, requests, (), cluster)))
 
 
-def plan_group(
-    what: str,
-    ranks: Sequence[tuple[SlotLocation, Slot | None]],
-    cluster: Sequence[Node],
-    standbys: Sequence[StandbyPlan] = (),
-) -> PoolPlan:
-    """Return the plan of a group that runs: the location and the slot of each rank, None for the slots of a group that
-    was attached to."""
-    return PoolPlan(what, "placed", _ranks(ranks), tuple(cluster), standbys=tuple(standbys))
-
-
-def _ranks(located: Sequence[tuple[SlotLocation, Slot | None]]) -> tuple[RankPlan, ...]:
+def plan_ranks(located: Sequence[tuple[SlotLocation, Slot | None]]) -> tuple[RankPlan, ...]:
+    """Return the plans of ranks, by the location and the slot of each."""
     ranks = []
     for rank, (where, slot) in enumerate(located):
         entry, bundle = (None, None) if slot is None else (slot.entry, slot.bundle)

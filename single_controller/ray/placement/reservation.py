@@ -60,16 +60,11 @@ class Reservation:
     The pool that made it owns it; slices and merged pools borrow it. Placement groups that were created here are
     removed when the reservation is closed, and when it is garbage collected unless they are detached.
 
-    Args:
-        request: what Ray is going to be asked for.
-        options: what each slot reserves, and how.
-        label: the pool, for messages.
-
     Attributes:
-        request, options, label: as given; ``request`` is what Ray was asked for once ``reserved``.
-        slots: as declared until the ranks are assigned, then by rank with locations.
-        reserved: whether Ray was asked for the placement groups.
-        assigned: whether the ranks are assigned.
+        request: what Ray is going to be asked for; once ``reserved``, what it was asked for.
+        options: of the pool.
+        label: the pool, for messages.
+        slots: as declared until the ranks are ``assigned``, then by rank with locations.
     """
 
     def __init__(self, request: Request, options: PoolOptions, label: str) -> None:
@@ -145,11 +140,7 @@ class Reservation:
                 self._removal = None
 
     def check_open(self) -> None:
-        """Raise if the slots are gone.
-
-        Raises:
-            GroupClosedError: they are.
-        """
+        """Raise a GroupClosedError if the slots are gone."""
         if self._closed or (self.reserved and session() != self._session):
             raise GroupClosedError("the pool is closed: its placement groups are removed; make a new pool")
 
@@ -201,11 +192,8 @@ class Reservation:
     # --- rank assignment ----------------------------------------------------------------------------------
 
     def assign(self, slots: Sequence[Slot] = (), found: Sequence[SlotLocation] = ()) -> None:
-        """Assign the ranks, unless that was done. Devices that no process has reported are asked of short tasks.
-
-        Args:
-            slots: all slots, if processes run in them.
-            found: where the process in each of those slots found itself.
+        """Assign the ranks, unless that was done: by where processes in all ``slots`` found themselves, if any run.
+        Devices that no process has reported are asked of short tasks.
 
         Raises:
             PlacementError: a bundle is on no node any more, or a task did not run in time.
@@ -262,12 +250,7 @@ def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
 
 
 def wait_started(refs: Sequence[ray.ObjectRef], timeout: float, name: str) -> None:
-    """Wait until the processes of a group have answered once.
-
-    Args:
-        refs: a reference for each process.
-        timeout: seconds.
-        name: the group, for messages.
+    """Wait until the processes of a group have answered once, each with one of the ``refs``.
 
     Raises:
         PlacementError: they did not start within ``timeout`` seconds.

@@ -60,20 +60,10 @@ class Slot:
         return (self.entry, self.location.node_id if self.location is not None else "")
 
     def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
-        """Return Ray's scheduling strategy for an actor or task in this slot.
-
-        Raises:
-            PlacementError: the slot is not reserved.
-        """
+        """Return Ray's scheduling strategy for an actor or task in this slot, which must be reserved."""
         if self.placement_group is None:
             raise PlacementError(f"the slot {self} is not reserved")
         return PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=self.bundle)
-
-
-def location_key(location: SlotLocation) -> tuple[Any, ...]:
-    """Sort key: the node's address, the node itself (several nodes may share an address), the devices. Addresses and
-    devices compare as numbers: 10.0.0.2 before 10.0.0.10, GPU 2 before GPU 10."""
-    return (address_key(location.address), location.node_id, device_key(location.devices or ()))
 
 
 def assign_ranks(
@@ -82,13 +72,13 @@ def assign_ranks(
     """Return the slots in order of rank, each with its location: by node and device, then by entry and bundle.
 
     Args:
-        slots: the slots in any order.
-        locations: where each of them is.
         fill_entries: sizes of the entries, if ranks fill the entries in order. None if each slot keeps its entry.
     """
-    located = [
-        replace(slot, location=where, order=location_key(where)) for slot, where in zip(slots, locations, strict=True)
-    ]
+    located = []
+    for slot, where in zip(slots, locations, strict=True):
+        # Addresses and devices compare as numbers: 10.0.0.2 before 10.0.0.10. Several nodes may share an address.
+        order = (address_key(where.address), where.node_id, device_key(where.devices or ()))
+        located.append(replace(slot, location=where, order=order))
     ranked = sorted(located, key=lambda slot: (slot.order, slot.entry, slot.bundle))
     if fill_entries is None:
         return ranked
@@ -105,12 +95,6 @@ def devices_in(
     slots: Sequence[Slot], bundle: Iterable[str], timeout: float, name: str
 ) -> Sequence[tuple[str, ...] | None]:
     """Return the devices of each reserved slot, as reported by short tasks in them that take next to nothing.
-
-    Args:
-        slots: the slots, none of them full.
-        bundle: the resources of a slot.
-        timeout: seconds.
-        name: the pool, for messages.
 
     Returns:
         By slot, the ids; () for slots without devices, None where Ray gives no part of such a device (of a TPU).
