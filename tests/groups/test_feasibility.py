@@ -1,6 +1,5 @@
 """Pure computation about pools: rank order, feasibility, and option validation. No Ray runs here."""
 
-import itertools
 import re
 import time
 
@@ -31,18 +30,6 @@ class TestRankAssignment:
             "host-b",
         ]
 
-    def test_order_is_by_node_then_device(self):
-        found = [("10.0.0.10", "2"), ("10.0.0.10", "10"), ("10.0.0.2", "10"), ("10.0.0.2", "2")]
-        slots = [Slot(None, bundle, 0) for bundle in range(4)]
-        for order in itertools.permutations(found):
-            ranked = assign_ranks(slots, [SlotLocation(address, "host", "n", (gpu,)) for address, gpu in order])
-            assert [(slot.location.address, slot.location.devices[0]) for slot in ranked] == [
-                ("10.0.0.2", "2"),
-                ("10.0.0.2", "10"),
-                ("10.0.0.10", "2"),
-                ("10.0.0.10", "10"),
-            ]
-
     @examples(30, 100)
     @given(
         places=st.lists(
@@ -54,7 +41,7 @@ class TestRankAssignment:
         seed=st.randoms(use_true_random=False),
     )
     def test_order_does_not_depend_on_the_input(self, places, seed):
-        """Ranks are sorted by address, node, device and bundle, whatever order Ray returns."""
+        """Ranks are sorted by address, node, device and bundle. Several nodes may share an address."""
         shuffled = list(places)
         seed.shuffle(shuffled)
         locations = [SlotLocation(f"10.0.{n // 256}.{n % 256}", "host", node, (str(g),)) for n, node, g, _ in shuffled]
@@ -65,18 +52,6 @@ class TestRankAssignment:
         assert [(slot.location, slot.bundle) for slot in ranked] == [
             (where, bundle) for where, (*_, bundle) in zip(expected, sorted(places), strict=True)
         ]
-
-    def test_nodes_with_one_address_stay_separate(self):
-        slots = [Slot(None, k, k // 2) for k in range(4)]
-        found = (("b", "0"), ("b", "1"), ("a", "0"), ("a", "1"))
-        ranked = assign_ranks(slots, [SlotLocation("10.0.0.1", "host", node, (gpu,)) for node, gpu in found])
-        assert [slot.bundle for slot in ranked] == [2, 3, 0, 1]
-
-    def test_entries_across_nodes_are_filled_in_rank_order(self):
-        slots = [Slot(None, k, k // 2) for k in range(4)]
-        locations = [SlotLocation(f"10.0.0.{n}", "host", str(n), ()) for n in (2, 1, 2, 1)]
-        ranked = assign_ranks(slots, locations, fill_entries=[2, 2])
-        assert [(slot.bundle, slot.entry) for slot in ranked] == [(1, 0), (3, 0), (0, 1), (2, 1)]
 
     def test_entries_on_one_node_stay_together(self):
         slots = [Slot(None, 0, 1), Slot(None, 0, 0), Slot(None, 1, 0)]
