@@ -410,7 +410,7 @@ class TestSlices:
         ("wrong", "error", "words"),
         [
             (lambda pool: pool[6], IndexError, r"slots 0 to 5, not 6"),
-            (lambda pool: pool[4:4], ValueError, r"slots 0 to 5; slice\(4, 4, None\) leaves none"),
+            (lambda pool: pool[4:4], ValueError, r"slots 0 to 5; \[4:4\] leaves none"),
             (lambda pool: pool["0"], TypeError, r"a number or a slice"),
             (lambda pool: split_resource_pool(pool, 4), ValueError, r"6 slots, which is not a multiple of 4.*\[4, 2\]"),
             (lambda pool: split_resource_pool(pool, [4, 1]), ValueError, r"6 slots; the parts \[4, 1\] have 5"),

@@ -273,7 +273,9 @@ class RayResourcePool(Closing, ResourcePool):
         if isinstance(key, slice):
             chosen: Sequence[int] = numbers[key]
             if not chosen:
-                raise ValueError(f"{self!r} has the slots 0 to {self.world_size - 1}; {key} leaves none of them")
+                given = [key.start, key.stop] + [key.step] * (key.step is not None)
+                words = ":".join("" if part is None else str(part) for part in given)
+                raise ValueError(f"{self!r} has the slots 0 to {self.world_size - 1}; [{words}] leaves none of them")
         else:
             try:
                 chosen = [numbers[operator.index(key)]]

@@ -118,14 +118,14 @@ class Reservation:
             slots = [
                 replace(slot, placement_group=groups[0 if request.across else slot.entry]) for slot in request.slots()
             ]
-            self.request = request
-            self.hold(slots)
-            created = list(groups.values()), self._session
+            created = list(groups.values()), session()
             if self.options.detached:
                 self._removal = partial(_remove, *created)
             else:
                 self._removal = removal = weakref.finalize(self, _remove, *created)
                 removal.atexit = False  # when the driver ends, Ray removes them
+            self.request = request
+            self.hold(slots)
         except BaseException:
             # By name: one may have been created without being returned.
             _remove(_find(f"{prefix}_{number}" for number in range(len(request.sizes))), session())
