@@ -110,6 +110,13 @@ class TestImpossible:
         with pytest.raises(PlacementError, match="4 nodes, one for each process; 3 can hold one"):
             refuse([4], {"CPU": 1}, "STRICT_SPREAD", cluster)
 
+    def test_several_requests_are_compared_side_by_side(self):
+        nodes = [{"CPU": 8.0, "GPU": 8.0}] * 2
+        gpus, cpus = Request((5,), {"GPU": 1}, "STRICT_PACK"), Request((9,), {"CPU": 1}, "PACK")
+        assert not shortage([gpus, gpus, cpus], nodes)
+        assert "3 entries have 5 processes or more, room for 2" in shortage([gpus] * 3, nodes)
+        assert "2 CPU (asked 18, there are 16)" in shortage([cpus, gpus, cpus], nodes)
+
     def test_a_thousand_nodes_are_fast(self):
         cluster = [self.node(f"10.0.{k // 250}.{k % 250}", CPU=64.0, GPU=8.0) for k in range(1000)]
         begin = time.process_time()

@@ -181,12 +181,9 @@ def plan_pool(
     """Return the plan of a pool.
 
     Args:
-        what: the pool, in words.
         requests: of the reservations that its slots are in.
         waiting: those of them for which there is no room now.
-        slots: its own slots by rank, with locations if nothing is waiting.
-        cluster: the nodes.
-        standbys: of the pool's groups.
+        slots: its own slots by rank, with locations; () if any request is waiting.
     """
     state: State = "fits" if any(slot.placement_group is None for slot in slots) else "placed"
     missing = "nothing"
@@ -197,9 +194,9 @@ def plan_pool(
             in_use = f"nothing, but it is in use now, by other pools of this script or by others: {lacking}"
             apart = "an arrangement in which whole entries fit side by side: smaller entries, or across_nodes=True"
             state, missing = "waits", in_use if lacking else apart
-    located = () if waiting else [(slot.location, slot) for slot in slots if slot.location is not None]
-    joint = join_requests([*waiting, *(request for request in requests if request not in waiting)])
-    return PoolPlan(what, state, plan_ranks(located), tuple(cluster), tuple(joint), missing, tuple(standbys))
+    located = [(slot.location, slot) for slot in slots if slot.location is not None]
+    asked = tuple(join_requests(requests))
+    return PoolPlan(what, state, plan_ranks(located), tuple(cluster), asked, missing, tuple(standbys))
 
 
 def refuse_impossible(requests: Sequence[Request], cluster: Sequence[Node], what: str) -> None:

@@ -315,9 +315,8 @@ class RayResourcePool(Closing, ResourcePool):
         known = slots_of or {reservation: reservation.slots for reservation in self.reservations}
         listed = [(pool._members(known), numbers) for pool, numbers in self._parts]
         members = [of_pool[number] for of_pool, numbers in listed for number in numbers]
-        orders = {(of, number): known[of][number].order for of, number in members}
-        if self._sorts and all(orders.values()):
-            members.sort(key=orders.__getitem__)
+        if self._sorts and all(known[of][number].order for of, number in members):
+            members.sort(key=lambda member: known[member[0]][member[1]].order)
         return members
 
     def _check_distinct(self) -> None:
