@@ -67,11 +67,12 @@ class PoolOptions:
         check_seconds("placement_timeout", self.placement_timeout)
         if not self.bundle:
             raise ValueError("a slot must reserve something: set num_cpus, memory or resources, or use_gpu=True")
-        for name in ("num_cpus", "num_gpus"):
-            if 0 < getattr(self, name) * _UNIT < self.max_colocate_count:
+        for name, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+            amount = self.bundle.get(resource, 0)
+            if 0 < amount * _UNIT < self.max_colocate_count:
                 raise ValueError(
-                    f"max_colocate_count={self.max_colocate_count} workers cannot share {name}="
-                    f"{getattr(self, name):g}: Ray does not allocate less than 0.0001 to a worker"
+                    f"max_colocate_count={self.max_colocate_count} workers cannot share {name}={amount:g}: Ray does "
+                    "not allocate less than 0.0001 to a worker"
                 )
 
     def _check_gpus(self) -> None:
