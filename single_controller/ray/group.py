@@ -45,7 +45,7 @@ from single_controller.call.worker import Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.group_records import Registration, Takeover, find_takeover
-from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_group
+from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_ranks
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.reservation import wait_started
 from single_controller.ray.results import one_line
@@ -330,8 +330,8 @@ class RayWorkerGroup(WorkerGroup):
             GroupClosedError, GroupBrokenError: the group takes no calls.
         """
         self._check()
-        ranks = [(slot_location(rank.location), rank.slot) for rank in self._ray.ranks]
-        return plan_group(self.name, ranks, nodes(), self.standbys())
+        ranks = plan_ranks([(slot_location(rank.location), rank.slot) for rank in self._ray.ranks])
+        return PoolPlan(self.name, "placed", ranks, tuple(nodes()), standbys=tuple(self.standbys()))
 
     def standbys(self) -> list[StandbyPlan]:
         """Where the standbys are that live, and what memory they take. Waits for nothing."""

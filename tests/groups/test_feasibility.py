@@ -1,6 +1,6 @@
 """Pure computation about pools: rank order, feasibility, and option validation. No Ray runs here."""
 
-import itertools
+import re
 import time
 
 import pytest
@@ -30,18 +30,6 @@ class TestRankAssignment:
             "host-b",
         ]
 
-    def test_order_is_by_node_then_device(self):
-        found = [("10.0.0.10", "2"), ("10.0.0.10", "10"), ("10.0.0.2", "10"), ("10.0.0.2", "2")]
-        slots = [Slot(None, bundle, 0) for bundle in range(4)]
-        for order in itertools.permutations(found):
-            ranked = assign_ranks(slots, [SlotLocation(address, "host", "n", (gpu,)) for address, gpu in order])
-            assert [(slot.location.address, slot.location.devices[0]) for slot in ranked] == [
-                ("10.0.0.2", "2"),
-                ("10.0.0.2", "10"),
-                ("10.0.0.10", "2"),
-                ("10.0.0.10", "10"),
-            ]
-
     @examples(30, 100)
     @given(
         places=st.lists(
@@ -53,7 +41,7 @@ class TestRankAssignment:
         seed=st.randoms(use_true_random=False),
     )
     def test_order_does_not_depend_on_the_input(self, places, seed):
-        """Ranks are sorted by address, node, device and bundle, whatever order Ray returns."""
+        """Ranks are sorted by address, node, device and bundle. Several nodes may share an address."""
         shuffled = list(places)
         seed.shuffle(shuffled)
         locations = [SlotLocation(f"10.0.{n // 256}.{n % 256}", "host", node, (str(g),)) for n, node, g, _ in shuffled]
@@ -65,18 +53,6 @@ class TestRankAssignment:
             (where, bundle) for where, (*_, bundle) in zip(expected, sorted(places), strict=True)
         ]
 
-    def test_nodes_with_one_address_stay_separate(self):
-        slots = [Slot(None, k, k // 2) for k in range(4)]
-        found = (("b", "0"), ("b", "1"), ("a", "0"), ("a", "1"))
-        ranked = assign_ranks(slots, [SlotLocation("10.0.0.1", "host", node, (gpu,)) for node, gpu in found])
-        assert [slot.bundle for slot in ranked] == [2, 3, 0, 1]
-
-    def test_entries_across_nodes_are_filled_in_rank_order(self):
-        slots = [Slot(None, k, k // 2) for k in range(4)]
-        locations = [SlotLocation(f"10.0.0.{n}", "host", str(n), ()) for n in (2, 1, 2, 1)]
-        ranked = assign_ranks(slots, locations, fill_entries=[2, 2])
-        assert [(slot.bundle, slot.entry) for slot in ranked] == [(1, 0), (3, 0), (0, 1), (2, 1)]
-
     def test_entries_on_one_node_stay_together(self):
         slots = [Slot(None, 0, 1), Slot(None, 0, 0), Slot(None, 1, 0)]
         ranked = assign_ranks(slots, [SlotLocation("10.0.0.1", "host", "n", ())] * 3)
@@ -84,7 +60,7 @@ class TestRankAssignment:
 
 
 def refuse(entries, bundle, strategy, cluster, what="the pool"):
-    refuse_impossible(Request(tuple(entries), bundle, strategy), cluster, what)
+    refuse_impossible([Request(tuple(entries), bundle, strategy)], cluster, what)
 
 
 class TestImpossible:
@@ -134,14 +110,21 @@ class TestImpossible:
         with pytest.raises(PlacementError, match="4 nodes, one for each process; 3 can hold one"):
             refuse([4], {"CPU": 1}, "STRICT_SPREAD", cluster)
 
+    def test_several_requests_are_compared_side_by_side(self):
+        nodes = [{"CPU": 8.0, "GPU": 8.0}] * 2
+        gpus, cpus = Request((5,), {"GPU": 1}, "STRICT_PACK"), Request((9,), {"CPU": 1}, "PACK")
+        assert not shortage([gpus, gpus, cpus], nodes)
+        assert "3 entries have 5 processes or more, room for 2" in shortage([gpus] * 3, nodes)
+        assert "2 CPU (asked 18, there are 16)" in shortage([cpus, gpus, cpus], nodes)
+
     def test_a_thousand_nodes_are_fast(self):
         cluster = [self.node(f"10.0.{k // 250}.{k % 250}", CPU=64.0, GPU=8.0) for k in range(1000)]
         begin = time.process_time()
         refuse([8] * 1000, {"CPU": 1, "GPU": 1}, "STRICT_PACK", cluster)
         with pytest.raises(PlacementError):
             refuse([8] * 1000 + [1], {"CPU": 1, "GPU": 1}, "STRICT_PACK", cluster)
-        plan = forecast(Request((8,) * 1000, {"GPU": 1}, "STRICT_PACK"), cluster, [dict(n.free) for n in cluster])
-        assert plan.state == "fits" and len(plan.slots) == 8000
+        slots = forecast(Request((8,) * 1000, {"GPU": 1}, "STRICT_PACK"), cluster, [dict(n.free) for n in cluster])
+        assert slots is not None and len(slots) == 8000
         assert time.process_time() - begin < 2
 
     @examples(50, 200)
@@ -154,7 +137,7 @@ class TestImpossible:
         """The reference tries every arrangement. The check is exact; for whole entries it is only sound."""
         request = Request(tuple(sizes), {"CPU": 2}, strategy)
         nodes = [{"CPU": 2.0 * left + 1} for left in rooms]
-        refused, possible = bool(shortage(request, nodes)), self.tried(sizes, rooms, strategy)
+        refused, possible = bool(shortage([request], nodes)), self.tried(sizes, rooms, strategy)
         assert not (refused and possible)
         assert refused or possible or strategy == "STRICT_PACK"
         found = expected_nodes(request, nodes)
@@ -201,8 +184,8 @@ class TestForecast:
 
     def plan(self, cluster, entries, strategy="STRICT_PACK", across=False, bundle=None):
         request = Request(tuple(entries), bundle or {"CPU": 1}, strategy, across)
-        seen = forecast(request, cluster, [dict(node.free) for node in cluster])
-        return plan_pool("pool", [seen], seen.slots, cluster)
+        slots = forecast(request, cluster, [dict(node.free) for node in cluster])
+        return plan_pool("pool", [request], [] if slots else [request], slots or [], cluster)
 
     def test_entries_use_different_nodes_if_possible(self):
         cluster = [self.node("10.0.0.2", {"CPU": 4.0}), self.node("10.0.0.10", {"CPU": 4.0})]
@@ -223,8 +206,8 @@ class TestForecast:
     def test_pool_waits_for_busy_resources_and_names_them(self):
         busy = self.node("10.0.0.2", {"CPU": 4.0, "disk": 2.0}, {"CPU": 4.0, "disk": 1.0})
         plan = self.plan([busy], [2], bundle={"CPU": 1, "disk": 1})
-        assert (plan.state, plan.ranks, dict(plan.nodes[0].lacks)) == ("waits", (), {"disk": 1.0})
-        assert "has to wait" in str(plan)
+        assert (plan.state, plan.ranks) == ("waits", ())
+        assert "has to wait" in str(plan) and str(plan).splitlines()[3].split()[-3:] == ["1/2", "1", "disk"]
         assert "in use now, by other pools of this script or by others: 1 disk (asked 2, free are 1)" in str(plan)
 
     def test_unfound_arrangement_is_not_reported_as_in_use(self):
@@ -235,7 +218,7 @@ class TestForecast:
     def test_rays_internal_resources_are_left_out(self):
         inside = {"node:10.0.0.2": 1.0, "object_store_memory": 9.0, "CPU_group_0_0123456789abcdef0123": 1.0}
         plan = self.plan([self.node("10.0.0.2", {"CPU": 4.0, "disk_group_x": 1.0, **inside})], [1])
-        assert set(plan.nodes[0].total) == {"CPU", "disk_group_x"}
+        assert re.findall(r"(\S+) free/total", str(plan)) == ["CPU", "disk_group_x"]
 
     def test_devices_are_predicted_when_all_are_free(self):
         cluster = [self.node("10.0.0.2", {"CPU": 9.0, "GPU": 6.0})]

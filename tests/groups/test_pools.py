@@ -146,27 +146,20 @@ def test_impossible_placement_is_rejected_at_once(ray_cluster, pool, missing):
     assert "node" in str(caught.value) and "free/total" in str(caught.value)
 
 
-def test_busy_resources_are_awaited_until_the_timeout(ray_cluster, caplog, monkeypatch):
+def test_busy_resources_are_awaited_until_they_are_free_or_the_timeout(ray_cluster, caplog, monkeypatch):
     monkeypatch.setattr("single_controller.ray.placement.reservation.SAY_SECONDS", 0.4)
     wait_free(CRATES)
-    with RayResourcePool([4], use_gpu=False, resources={"crate": 2}) as all_of_it:
-        all_of_it.place()
-        wait_free(0)
-        begin = time.monotonic()
-        with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=1.5) as late:
-            with pytest.raises(PlacementError, match=r"not placed within 1\.5 s[\s\S]*crate free/total[\s\S]*0/8"):
-                RayWorkerGroup(late, counter())
-        assert 1.4 < time.monotonic() - begin < 4
-        assert any("waiting to be placed" in message for message in caplog.messages)
-    wait_free(CRATES)
-
-
-def test_pool_is_placed_when_resources_become_free(ray_cluster):
-    wait_free(CRATES)
-    first = RayResourcePool([4], use_gpu=False, resources={"crate": 2})
-    first.place()
+    all_of_it = RayResourcePool([4], use_gpu=False, resources={"crate": 2})
+    all_of_it.place()
     wait_free(0)
-    threading.Timer(0.5, first.close).start()
+    begin = time.monotonic()
+    with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=1.5) as late:
+        words = r"(?s)not placed within 1\.5 s.*crate free/total.*0/8.*Ray says: PENDING, NO_RESOURCES \(1 of"
+        with pytest.raises(PlacementError, match=words):
+            RayWorkerGroup(late, counter())
+    assert 1.4 < time.monotonic() - begin < 4
+    assert any("waiting to be placed" in message for message in caplog.messages)
+    threading.Timer(0.5, all_of_it.close).start()
     with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=20) as second:
         with RayWorkerGroup(second, counter()) as group:
             assert group.add(0) == [0]
@@ -282,7 +275,7 @@ class TestPlan:
             first.place()
             wait_free(CRATES - 6)
             plan = second.plan()
-            assert plan.state == "waits" and plan.nodes[0].lacks["crate"] == 4
+            assert plan.state == "waits" and "4 crate\n" in str(plan)
 
 
 def bundles(group):
@@ -297,13 +290,6 @@ def slot_bundles(pool):
 
 def placed():
     return RayClassWithInitArgs(Placed)
-
-
-def groups_of(pool):
-    """The placement groups of the pool, and their states."""
-    return {
-        slot.placement_group.id.hex(): placement_group_table(slot.placement_group)["state"] for slot in pool.slots()
-    }
 
 
 @pytest.fixture(scope="class")
@@ -376,8 +362,7 @@ class TestSlices:
             with pytest.raises(GroupClosedError):
                 _ = first[0:1]
             with RayWorkerGroup(second, counter()) as other:
-                assert other.add(0) == [0, 1] and set(groups_of(second).values()) == {"CREATED"}
-                assert free_crates() == CRATES - 4
+                assert other.add(0) == [0, 1] and free_crates() == CRATES - 4
         assert second.closed
         with pytest.raises(GroupClosedError):
             RayWorkerGroup(second, counter())
@@ -541,7 +526,9 @@ class TestManager:
 
     def test_pools_that_never_fit_together_are_rejected_at_once(self, ray_cluster):
         manager = ResourcePoolManager({"a": [9], "b": [9]}, {"x": "a"}, use_gpu=False)
-        with pytest.raises(PlacementError, match=r"b \[9\] does not fit together with a \[9\]"):
+        with pytest.raises(
+            PlacementError, match=r"a \[9\], b \[9\].*side by side, can never be placed[\s\S]*2 CPU \(asked 18"
+        ):
             manager.get_resource_pool("x")
         with pytest.raises(PlacementError, match=r"pool 'a' can never be placed[\s\S]*1 GPU \(asked 1, there are 0\)"):
             ResourcePoolManager({"a": [1]}, {"x": "a"}).create_resource_pool()

@@ -11,9 +11,9 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from single_controller.call.errors import GroupClosedError
 from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
-from single_controller.ray.placement.reservation import Reservation
-from single_controller.ray.placement.slots import Slot, assign_ranks
-from single_controller.ray.runtime import ensure_ray
+from single_controller.ray.placement.reservation import Reservation, node_locations
+from single_controller.ray.placement.slots import Slot
+from single_controller.ray.runtime import address_key, ensure_ray
 
 _HOW = "from_placement_group() takes a placement group, (pg, bundle_indices) or (pg, bundle_indices, gpu_ids)"
 
@@ -44,23 +44,20 @@ def external_reservation(
     devices = _checked_ids(gpu_ids, len(numbers))
     pool_options = _options([given.bundle_specs[number] for number in numbers], use_gpu, **options)
     label = f"the placement group {table.get('name') or given.id.hex()}"
-    reservation = Reservation([len(numbers)], pool_options, label)
     slots = [Slot(given, number, 0) for number in numbers]
-    reservation.adopt([given], slots, Request((len(numbers),), pool_options.bundle, table["strategy"]))
+    reservation = Reservation(Request((len(numbers),), pool_options.bundle, table["strategy"]), pool_options, label)
+    reservation.hold(slots)
     reservation.wait()
-    locations = [where._replace(devices=ids) for where, ids in zip(reservation.node_locations(), devices, strict=True)]
-    # In the order given. Without one, by node; `Reservation.assign` sorts again once the devices are known.
-    reservation.assigned = bundle_indices is not None or gpu_ids is not None
-    if reservation.assigned:
-        ranked = [replace(slot, location=where) for slot, where in zip(slots, locations, strict=True)]
-    else:
-        ranked = assign_ranks(slots, locations)
+    where = [found._replace(devices=ids) for found, ids in zip(node_locations(slots, label), devices, strict=True)]
+    order_given = bundle_indices is not None or gpu_ids is not None
     # The slots on one node are an entry; entries are numbered in order of rank.
-    entry_of: dict[str, int] = {}
-    ranked = [replace(slot, entry=entry_of.setdefault(slot.home[1], len(entry_of))) for slot in ranked]
-    if not reservation.assigned:
-        ranked = [replace(slot, location=None, order=()) for slot in ranked]
-    reservation.slots = ranked
+    by_rank = where if order_given else sorted(where, key=lambda found: (address_key(found.address), found.node_id))
+    entry_of = {node_id: entry for entry, node_id in enumerate(dict.fromkeys(found.node_id for found in by_rank))}
+    slots = [
+        replace(slot, entry=entry_of[found.node_id], location=found if order_given else None)
+        for slot, found in zip(slots, where, strict=True)
+    ]
+    reservation.hold(slots, assigned=order_given)
     return reservation
 
 
@@ -92,13 +89,13 @@ def _options(bundles: Sequence[Mapping[str, float]], use_gpu: bool | None, **opt
     """What every one of the bundles has; the least where they differ."""
     names = set.intersection(*({name for name, amount in bundle.items() if amount > 0} for bundle in bundles))
     least = {name: min(bundle[name] for bundle in bundles) for name in sorted(names - {"object_store_memory"})}
-    has_gpu = "GPU" in least
-    if use_gpu and not has_gpu:
+    if use_gpu and "GPU" not in least:
         raise ValueError("use_gpu=True, but a bundle of the placement group has no GPU")
+    use_gpu = "GPU" in least if use_gpu is None else bool(use_gpu)
     gpus = least.pop("GPU", 1)
     return PoolOptions(
-        use_gpu=has_gpu if use_gpu is None else bool(use_gpu),
-        num_gpus=gpus if use_gpu is not False else 1,
+        use_gpu=use_gpu,
+        num_gpus=gpus if use_gpu else 1,
         num_cpus=least.pop("CPU", 0),
         memory=least.pop("memory", 0),
         resources=least,

@@ -1,20 +1,18 @@
 """The feasibility check: what these nodes can never hold, and where slots would be.
 
-The check only adds up what each node has. What the totals rule out is refused at once; everything else is left to Ray,
-and a pool that Ray does not place within its timeout raises with the same table, that of `plan`.
+The check compares totals. What they rule out is refused at once; everything else is left to Ray, and a pool that Ray
+does not place within its timeout raises with the same table, that of `plan`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds
 from single_controller.ray.runtime import Node
-
-State = Literal["placed", "fits", "waits", "impossible"]
 
 _EPSILON = 1e-6
 
@@ -48,10 +46,10 @@ class Request:
         """Indices of the placement groups in the order in which they are created."""
         return sorted(range(len(self.sizes)), key=lambda number: -self.sizes[number])
 
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> list[Slot]:
         """The slots entry by entry, before anything is reserved."""
         entries = [(entry, k) for entry, size in enumerate(self.entries) for k in range(size)]
-        return tuple(Slot(None, number if self.across else k, entry) for number, (entry, k) in enumerate(entries))
+        return [Slot(None, number if self.across else k, entry) for number, (entry, k) in enumerate(entries)]
 
     def __str__(self) -> str:
         each = ", ".join(f"{format_amount(name, amount)} {name}" for name, amount in self.bundle.items())
@@ -60,12 +58,17 @@ class Request:
         return f"asked: {count_processes(sum(self.entries))}, {list(self.entries)} {how}, each with {each}"
 
 
-def join_requests(requests: Sequence[Request]) -> Request | None:
-    """Return several requests as one; None if their bundles or strategies differ."""
-    first = requests[0]
-    if any(other.bundle != first.bundle or other.strategy != first.strategy for other in requests):
-        return None
-    return Request(tuple(size for request in requests for size in request.sizes), first.bundle, first.strategy)
+def join_requests(requests: Sequence[Request]) -> list[Request]:
+    """Return the requests with those as one that agree in bundle and strategy."""
+    joint: list[Request] = []
+    for request in requests:
+        for index, other in enumerate(joint):
+            if (other.bundle, other.strategy) == (request.bundle, request.strategy):
+                joint[index] = Request(other.sizes + request.sizes, other.bundle, other.strategy)
+                break
+        else:
+            joint.append(request)
+    return joint
 
 
 # --- the check ------------------------------------------------------------------------------------------------
@@ -77,69 +80,72 @@ def slots_that_fit(bundle: Amounts, node: Amounts) -> int:
     return min(counts, default=0)
 
 
-def shortage(request: Request, nodes: Sequence[Amounts], *, free: bool = False) -> str:
-    """Return in words what the nodes lack to hold a request; empty if sums per node do not rule it out.
+def shortage(requests: Sequence[Request], nodes: Sequence[Amounts], *, free: bool = False) -> str:
+    """Return in words what the nodes lack to hold several requests side by side; empty if totals do not rule it out.
 
-    Exact for PACK, SPREAD and STRICT_SPREAD. For STRICT_PACK some arrangements that cannot work pass.
+    Exact for one request with PACK, SPREAD or STRICT_SPREAD. For STRICT_PACK some arrangements that cannot work pass.
 
     Args:
-        request: what is asked for.
+        requests: what is asked for.
         nodes: what each node has.
         free: whether that is what is free now, for the wording.
     """
+    asked = Counter[str]()
+    for request in requests:
+        asked.update({name: amount * sum(request.entries) for name, amount in request.bundle.items()})
     short = []
-    for name, amount in request.bundle.items():
-        there, asked = sum(node.get(name, 0.0) for node in nodes), amount * sum(request.entries)
-        if there >= asked - _EPSILON:
+    for name, amount in asked.items():
+        there = sum(node.get(name, 0.0) for node in nodes)
+        if there >= amount - _EPSILON:
             continue
         if name.startswith("accelerator_type:"):
             short.append(f"nodes whose accelerators are of type {name.partition(':')[2]} ({name})")
             continue
-        missing, wanted, has = (format_amount(name, value) for value in (asked - there, asked, there))
+        missing, wanted, has = (format_amount(name, value) for value in (amount - there, amount, there))
         hint = "; use_gpu=False makes CPU-only slots" if name == "GPU" and there == 0 and not free else ""
         short.append(f"{missing} {name} (asked {wanted}, {'free' if free else 'there'} are {has}){hint}")
-    if short:
-        return "; ".join(short)
+    return "; ".join(short or filter(None, (_missing_room(request, nodes) for request in join_requests(requests))))
+
+
+def _missing_room(request: Request, nodes: Sequence[Amounts]) -> str:
+    """In words, what nodes whose totals suffice lack because slots and entries do not spread over nodes at will."""
     rooms = [slots_that_fit(request.bundle, node) for node in nodes]
     sizes = sorted(request.sizes, reverse=True)
     if request.strategy == "STRICT_PACK":
-        if sizes[0] > max(rooms, default=0):
-            return f"a node for {count_processes(sizes[0])}; the largest holds {max(rooms, default=0)}"
-        for size in sorted(set(sizes)):
+        for size in sorted(set(sizes), reverse=True):
             # A node with room for r slots holds at most r // size of the entries that have `size` slots or more.
             entries, able = sum(other >= size for other in sizes), sum(room // size for room in rooms)
+            if not able:
+                return f"a node for {count_processes(size)}; the largest holds {max(rooms, default=0)}"
             if entries > able:
                 return (
                     f"nodes for whole entries: {entries} entries have {count_processes(size)} or more, room for {able}"
                 )
-    if request.strategy == "STRICT_SPREAD" and expected_nodes(request, nodes) is None:
-        # Exact: the largest placement group first, on the nodes with the most room, finds a way if there is one.
-        able = sum(room > 0 for room in rooms)
-        if sizes[0] > able:
-            return f"{sizes[0]} nodes, one for each process; {able} can hold one"
-        return f"more nodes: {len(sizes)} placement groups need a node of their own for each process"
+    if request.strategy == "STRICT_SPREAD":
+        for count in range(1, len(sizes) + 1):
+            # Each of `count` placement groups takes at most one slot of a node.
+            asked, able = sum(sizes[:count]), sum(min(room, count) for room in rooms)
+            if asked > able and count == 1:
+                return f"{asked} nodes, one for each process; {able} can hold one"
+            if asked > able:
+                return f"more nodes: {count} placement groups need a node of their own for each process"
     return "" if sum(rooms) >= sum(sizes) else f"room for {count_processes(sum(sizes) - sum(rooms))}"
 
 
 # --- forecasts ------------------------------------------------------------------------------------------------
 
 
-class Forecast(NamedTuple):
-    """What becomes of a request: its state as in `PoolPlan`, and its slots by rank where they can be told."""
+def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> list[Slot] | None:
+    """Return by rank the slots of a request that Ray has not been sent, where they would be; None if it would wait.
 
-    request: Request
-    state: State
-    slots: Sequence[Slot] | None = None
-
-
-def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Forecast:
-    """Return what would become of a request that Ray has not been sent; take it from ``free``, what each node has
-    left."""
-    if shortage(request, [node.total for node in cluster]):
-        return Forecast(request, "impossible")
+    Args:
+        request: what would be asked for.
+        cluster: the nodes.
+        free: what each node has left. What the request takes is subtracted.
+    """
     homes = expected_nodes(request, free)
     if homes is None:
-        return Forecast(request, "waits")
+        return None
     locations: dict[tuple[int, int], SlotLocation] = {}
     for group in request.largest_first:  # in the order in which Ray gets them
         for number, home in enumerate(homes[group]):
@@ -149,9 +155,7 @@ def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str,
             for name, amount in request.bundle.items():
                 free[home][name] = free[home].get(name, 0.0) - amount
     by_slot = [locations[key] for key in sorted(locations)]
-    return Forecast(
-        request, "fits", assign_ranks(request.slots(), by_slot, request.entries if request.across else None)
-    )
+    return assign_ranks(request.slots(), by_slot, request.entries if request.across else None)
 
 
 def _next_devices(bundle: Amounts, node: Node, left: Amounts) -> tuple[str, ...] | None:

@@ -7,8 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from single_controller.call.closing import Closing
-from single_controller.call.errors import GroupClosedError, PlacementError
-from single_controller.ray.placement.feasibility import join_requests
+from single_controller.call.errors import GroupClosedError
 from single_controller.ray.placement.plan import refuse_impossible
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.runtime import nodes
@@ -17,16 +16,15 @@ from single_controller.ray.runtime import nodes
 class ResourcePoolManager(Closing):
     """Pools by name, and the pool of each role.
 
-    The pools are created together when one is first asked for. The first group on each reserves its slots. A context
-    manager; closing it closes the pools.
+    The pools are created together when one is first asked for. The first group on each reserves its slots. Closing the
+    manager closes the pools.
 
     Args:
         resource_pool_spec: name of a pool -> its processes on each node, ``{"global": [8, 8]}``.
         mapping: role -> name of its pool. A role is any key of a dict: a string, a member of an Enum. By default, the
             name of each pool is its only role.
         use_gpu: whether a slot has a GPU.
-        options: further options of `RayResourcePool` for every pool: ``max_colocate_count``, ``detached`` and so on.
-            The pools' names are their ``name_prefix``.
+        options: further options of `RayResourcePool` for every pool.
 
     Attributes:
         resource_pool_spec: as given.
@@ -48,8 +46,7 @@ class ResourcePoolManager(Closing):
     ) -> None:
         if not isinstance(resource_pool_spec, Mapping):
             raise TypeError(f"resource_pool_spec is a dict of pools ({{'global': [8, 8]}}), got {resource_pool_spec!r}")
-        if mapping is None:
-            mapping = {name: name for name in resource_pool_spec}
+        mapping = {name: name for name in resource_pool_spec} if mapping is None else mapping
         if not isinstance(mapping, Mapping):
             raise TypeError(f"mapping is a dict of roles ({{'actor': 'global'}}), got {mapping!r}")
         if not resource_pool_spec:
@@ -82,19 +79,11 @@ class ResourcePoolManager(Closing):
             name: RayResourcePool(entries, **{"name_prefix": name, **self._options})
             for name, entries in self.resource_pool_spec.items()
         }
-        cluster, beside = nodes(), []
-        for name, pool in made.items():
-            beside.append(pool.reservations[0].request)
-            refuse_impossible(beside[-1], cluster, f"the pool {name!r}")
-            try:
-                # Never None: the pools have the same options.
-                refuse_impossible(join_requests(beside) or beside[-1], cluster, "the pools so far")
-            except PlacementError as error:
-                others = ", ".join(f"{other} {self.resource_pool_spec[other]}" for other in made if other != name)
-                raise PlacementError(
-                    f"the cluster cannot hold all pools at once: {name} {self.resource_pool_spec[name]} does not fit "
-                    f"together with {others}.\n{error}"
-                ) from None
+        cluster, requests = nodes(), {name: pool.reservations[0].request for name, pool in made.items()}
+        for name, request in requests.items():
+            refuse_impossible([request], cluster, f"the pool {name!r}")
+        pools = ", ".join(f"{name} {entries}" for name, entries in self.resource_pool_spec.items())
+        refuse_impossible(list(requests.values()), cluster, f"{pools}: this set of pools, side by side,")
         self.resource_pool_dict = made
 
     def get_resource_pool(self, role: Hashable) -> RayResourcePool:

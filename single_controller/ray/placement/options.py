@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dispatch.checks import check_amounts, check_seconds
 from single_controller.ray.compat import accelerator_names
-from single_controller.ray.placement.slots import RAYS_OWN
+from single_controller.ray.placement.feasibility import Request
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 _UNIT = 10_000
 """Ray counts resources in ten-thousandths."""
+
+_HAVE_OPTIONS = {"CPU": "use num_cpus=", "GPU": "use num_gpus=", "memory": "use memory="}
+_NO_CUSTOM_RESOURCES = {**_HAVE_OPTIONS, "object_store_memory": "Ray does not reserve it"}
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,20 @@ class PoolOptions:
     placement_timeout: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name_prefix, str):
-            raise ValueError(f"name_prefix is a string or None, got {self.name_prefix!r}")
-        if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
-            raise ValueError(f"accelerator_type is a string or None, got {self.accelerator_type!r}")
-        self._check_resources()
-        self._check_amount("num_cpus", "logical CPUs of each slot", "2, or 0.5")
-        self._check_amount("num_gpus", "GPUs of each slot", "1, or 0.5 for two slots on a GPU")
-        self._check_amount("memory", "bytes of each slot", "8 * 2**30, or 0 to reserve none")
+        for name in ("name_prefix", "accelerator_type"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"{name} is a string or None, got {getattr(self, name)!r}")
+        for name in check_amounts("resources", self.resources):
+            if name in _NO_CUSTOM_RESOURCES:
+                raise ValueError(f"resources takes custom resources; {name!r} is none: {_NO_CUSTOM_RESOURCES[name]}")
+        for name, what in (
+            ("num_cpus", "logical CPUs of each slot (2, or 0.5)"),
+            ("num_gpus", "GPUs of each slot (1, or 0.5 for two slots on a GPU)"),
+            ("memory", "bytes of each slot (8 * 2**30, or 0 to reserve none)"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} is a number, the {what}, got {value!r}")
         self._check_gpus()
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is None or one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
@@ -58,10 +67,29 @@ class PoolOptions:
         check_seconds("placement_timeout", self.placement_timeout)
         if not self.bundle:
             raise ValueError("a slot must reserve something: set num_cpus, memory or resources, or use_gpu=True")
-        if self.num_cpus and self.num_cpus * _UNIT < self.max_colocate_count:
+        for name, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+            amount = self.bundle.get(resource, 0)
+            if 0 < amount * _UNIT < self.max_colocate_count:
+                raise ValueError(
+                    f"max_colocate_count={self.max_colocate_count} workers cannot share {name}={amount:g}: Ray does "
+                    "not allocate less than 0.0001 to a worker"
+                )
+
+    def _check_gpus(self) -> None:
+        gpus = self.num_gpus
+        if not self.use_gpu:
+            if gpus not in (0, 1):
+                raise ValueError(f"num_gpus={gpus!r} with use_gpu=False: give only one of the two")
+            return
+        if gpus == 0:
+            raise ValueError("num_gpus=0: use_gpu=False makes CPU-only slots")
+        part = gpus / self.max_colocate_count
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"num_gpus is a fraction below 1 or a whole number, got {gpus!r}: Ray supports no others")
+        if part > 1 and part != int(part):
             raise ValueError(
-                f"max_colocate_count={self.max_colocate_count} workers cannot share num_cpus={self.num_cpus:g}: Ray "
-                "does not allocate less than 0.0001 CPU to a worker"
+                f"num_gpus={gpus:g} shared by max_colocate_count={self.max_colocate_count} workers gives each worker "
+                f"{part:g} GPUs, but a worker needs a fraction below 1 or a whole number; change one of the two"
             )
 
     @property
@@ -72,6 +100,13 @@ class PoolOptions:
         if self.accelerator_type is not None:
             reserved[f"accelerator_type:{self.accelerator_type}"] = 0.001
         return {name: amount for name, amount in reserved.items() if amount}
+
+    def request(self, entries: Sequence[int], bin_pack: bool, resources: Mapping[str, float]) -> Request:
+        """Return what Ray is asked for. Arguments as for `RayResourcePool` and its `place`."""
+        bundle = self.bundle
+        bundle |= {name: max(amount, bundle.get(name, 0.0)) for name, amount in resources.items()}
+        strategy = self.strategy or ("STRICT_PACK" if bin_pack and not self.across_nodes else "PACK")
+        return Request(tuple(entries), bundle, strategy, self.across_nodes)
 
     def share(self, use_gpu: bool) -> dict[str, Any]:
         """Return what each worker takes, as Ray's actor options: 1 / max_colocate_count of its slot's CPU, GPU and
@@ -84,44 +119,6 @@ class PoolOptions:
             "resources": {name: self._part(self.resources[name]) for name in sorted(devices)},
         }
 
-    def strategy_for(self, bin_pack: bool) -> str:
-        """Return Ray's strategy for the placement groups; `bin_pack` decides where the pool has none of its own."""
-        return self.strategy or ("STRICT_PACK" if bin_pack and not self.across_nodes else "PACK")
-
     def _part(self, amount: float) -> float:
         """Rounded down, so that max_colocate_count parts always fit."""
         return math.floor(amount * _UNIT / self.max_colocate_count + 1e-6) / _UNIT
-
-    def _check_amount(self, name: str, what: str, such_as: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} is a number, the {what} ({such_as}), got {value!r}")
-
-    def _check_resources(self) -> None:
-        for name in check_amounts("resources", self.resources):
-            if name in RAYS_OWN:
-                option = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}.get(name)
-                way = f"use {option}=" if option else "Ray does not reserve it"
-                raise ValueError(f"resources takes custom resources; {name!r} is none: {way}")
-
-    def _check_gpus(self) -> None:
-        gpus = self.num_gpus
-        if not self.use_gpu:
-            if gpus not in (0, 1):
-                raise ValueError(f"num_gpus={gpus!r} with use_gpu=False: give only one of the two")
-            return
-        if gpus == 0:
-            raise ValueError("num_gpus=0: use_gpu=False makes CPU-only slots")
-        if gpus > 1 and gpus != int(gpus):
-            raise ValueError(f"num_gpus is a fraction below 1 or a whole number, got {gpus!r}: Ray supports no others")
-        part = gpus / self.max_colocate_count
-        if part > 1 and part != int(part):
-            raise ValueError(
-                f"num_gpus={gpus:g} shared by max_colocate_count={self.max_colocate_count} workers gives each worker "
-                f"{part:g} GPUs, but a worker needs a fraction below 1 or a whole number; change one of the two"
-            )
-        if gpus * _UNIT < self.max_colocate_count:
-            raise ValueError(
-                f"max_colocate_count={self.max_colocate_count} workers cannot share num_gpus={gpus:g}: Ray counts in "
-                "ten-thousandths"
-            )

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from single_controller.call.closing import Closing
 from single_controller.call.errors import ForkedProcessError, GroupClosedError, PlacementError
 from single_controller.call.pool import ResourcePool
 from single_controller.ray.placement.external import external_reservation
-from single_controller.ray.placement.feasibility import Forecast, Request, join_requests, shortage
+from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
 from single_controller.ray.placement.reservation import Reservation
@@ -47,9 +47,6 @@ class Occupant(Protocol):
 Member = tuple[Reservation, int]
 """A slot: the reservation that it is in, and its number there."""
 
-SlotsOf = Mapping[Reservation, Sequence[Slot]]
-"""The slots of each reservation by rank."""
-
 _occupied: weakref.WeakKeyDictionary[Occupant, tuple[RayResourcePool, frozenset[Member]]] = weakref.WeakKeyDictionary()
 """By group, its pool, and the slots of any pool in which its workers count. Weak, so that a group that nobody closed
 frees its slots when it is collected: Ray ends its workers then, unless they are detached."""
@@ -63,8 +60,14 @@ _ATTRIBUTES = ("use_gpu", "name_prefix", "max_colocate_count", "detached", "acce
 """Options that are attributes of the pool too. So is ``resources``, as a dict."""
 
 _ALIKE = (
-    *("use_gpu", "accelerator_type", "max_colocate_count", "resources", "detached"),
-    *("num_cpus", "num_gpus", "memory"),
+    "use_gpu",
+    "accelerator_type",
+    "max_colocate_count",
+    "resources",
+    "detached",
+    "num_cpus",
+    "num_gpus",
+    "memory",
 )
 """Options in which pools must agree to be merged."""
 
@@ -79,10 +82,8 @@ class RayResourcePool(Closing, ResourcePool):
 
     Slot k is rank k of a group on the whole pool. Once Ray has placed them, slots are ordered by (node, device),
     compared as numbers, and keep that order as long as the pool lives; before, they are in the order declared.
-
     ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools that borrow slots: closing one closes its groups and frees no
-    slot, closing this pool closes them too. A slot holds ``max_colocate_count`` workers, whichever pool their groups
-    were made on.
+    slot, closing this pool closes them too.
 
     Args:
         process_on_nodes: processes of each entry, ``[8, 8]``. An entry is on one node. Entries may differ in size.
@@ -91,22 +92,20 @@ class RayResourcePool(Closing, ResourcePool):
         max_colocate_count: worker processes per slot.
         detached: whether the placement groups outlive the driver.
         accelerator_type: Ray's name of the accelerator that the nodes must have (``"H100"``).
-        resources: custom resources of each slot, ``{"disk": 1}``. Of those that are devices (``{"NPU": 1}``) each
-            worker also takes its fraction, and is given the device.
+        resources: custom resources of each slot, ``{"disk": 1}``. Each worker takes its fraction of those that are
+            devices (``{"NPU": 1}``).
         num_cpus: logical CPUs of each slot.
         num_gpus: GPUs of each slot: 0.5 puts two slots on a GPU. A worker sees the GPUs of which it takes a part;
             to see all GPUs of a slot with several, it must be alone there (``max_colocate_count=1``).
         memory: bytes of memory of each slot; 0 reserves none. Ray counts them and does not enforce them.
-        strategy: Ray's strategy for each placement group: ``"STRICT_PACK"`` (on one node), ``"PACK"`` (on as few as
-            possible), ``"SPREAD"``, ``"STRICT_SPREAD"`` (each slot on another node). By default ``"STRICT_PACK"``, but
-            ``"PACK"`` for ``across_nodes=True`` and for a first group made with ``bin_pack=False``.
-        across_nodes: False makes a placement group for each entry, True one for all of them. Entries are then only
-            sizes: the ranks fill them in order.
+        strategy: Ray's strategy for each placement group. By default ``"STRICT_PACK"`` (on one node), but ``"PACK"``
+            for ``across_nodes=True`` and for a first group made with ``bin_pack=False``.
+        across_nodes: whether one placement group holds all entries. These are then only sizes: the ranks fill them in
+            order.
         placement_timeout: seconds that a group waits for slots that others use.
 
     Attributes:
-        options: all of them, checked. ``use_gpu``, ``name_prefix``, ``max_colocate_count``, ``detached``,
-            ``accelerator_type``, ``resources`` and ``placement_timeout`` are attributes of the pool too.
+        options: all of them, checked.
 
     Raises:
         ValueError: an argument is not possible.
@@ -154,7 +153,14 @@ class RayResourcePool(Closing, ResourcePool):
         )
         ensure_ray()
         label = f"{type(self).__name__}({list(process_on_nodes)})"
-        self._setup(options, Reservation(process_on_nodes, options, label))
+        self._setup(options, Reservation(options.request(process_on_nodes, True, {}), options, label))
+
+    @classmethod
+    def _make(cls, *args: Any, **kwargs: Any) -> Self:
+        """A pool by the arguments of `_setup`."""
+        pool = cls.__new__(cls)
+        pool._setup(*args, **kwargs)
+        return pool
 
     def _setup(
         self,
@@ -171,30 +177,13 @@ class RayResourcePool(Closing, ResourcePool):
         for name in _ATTRIBUTES:
             setattr(self, name, getattr(options, name))
         self.resources = dict(options.resources)
-        self._owned, self._parts = owned, tuple(parts)
+        self._owned, self._parts = owned, parts
         self._order_given: bool = order_given or any(
             pool._order_given or list(numbers) != sorted(numbers) for pool, numbers in parts
         )
         self._sorts = merged and not self._order_given
         self._closed = False
-
-    @classmethod
-    def _borrow(
-        cls, parts: Sequence[tuple[RayResourcePool, Sequence[int]]], *, merged: bool = False
-    ) -> RayResourcePool:
-        """A pool of other pools' slots."""
-        pools = [pool for pool, _ in parts]
-        for pool in pools:
-            pool._check_open()
-        options = replace(
-            pools[0].options,
-            name_prefix="_".join(dict.fromkeys(pool.name_prefix for pool in pools if pool.name_prefix)),
-            placement_timeout=max(pool.placement_timeout for pool in pools),
-        )
-        borrowing = RayResourcePool.__new__(RayResourcePool)
-        borrowing._setup(options, None, parts, merged=merged)
-        borrowing._check_distinct()
-        return borrowing
+        self._check_distinct()
 
     @classmethod
     def from_placement_group(
@@ -241,25 +230,14 @@ class RayResourcePool(Closing, ResourcePool):
             detached=bool(detached),
             placement_timeout=placement_timeout,
         )
-        pool = RayResourcePool.__new__(RayResourcePool)
-        pool._setup(reservation.options, reservation, order_given=reservation.assigned)
-        return pool
+        return RayResourcePool._make(reservation.options, reservation, order_given=reservation.assigned)
 
     @classmethod
     def of_slots(cls, options: PoolOptions, request: Request, slots: Sequence[Slot]) -> RayResourcePool:
-        """Return a pool of slots that another driver has reserved. Closing it closes its groups alone.
-
-        Args:
-            options: of that driver's pool.
-            request: what it asked Ray for.
-            slots: by rank, with locations.
-        """
-        reservation = Reservation(request.entries, options, f"{cls.__name__}({list(request.entries)})")
-        reservation.adopt([group for group in {slot.placement_group for slot in slots} if group], slots, request)
-        reservation.assigned = True
-        pool = cls.__new__(cls)
-        pool._setup(options, reservation, order_given=True)
-        return pool
+        """Return a pool of slots that another driver has reserved, by rank. Closing it closes its groups alone."""
+        reservation = Reservation(request, options, f"{cls.__name__}({list(request.entries)})")
+        reservation.hold(slots, assigned=True)
+        return cls._make(options, reservation, order_given=True)
 
     # --- what the pool is -------------------------------------------------------------------------------
 
@@ -276,9 +254,7 @@ class RayResourcePool(Closing, ResourcePool):
     @property
     def world_size(self) -> int:
         """Number of slots."""
-        if self._owned is not None:
-            return len(self._owned.slots)
-        return sum(len(numbers) for _, numbers in self._parts)
+        return len(self._owned.slots) if self._owned is not None else sum(len(numbers) for _, numbers in self._parts)
 
     @property
     def store(self) -> list[int]:
@@ -292,16 +268,10 @@ class RayResourcePool(Closing, ResourcePool):
         return self.world_size
 
     def __getitem__(self, key: int | slice) -> RayResourcePool:
-        """Return the pool of one slot, or of a slice of the slots. It borrows this pool's slots.
-
-        Raises:
-            IndexError: there is no such slot.
-            ValueError: the slice is empty.
-            TypeError: the key is neither a number nor a slice.
-        """
+        """Return the pool of one slot, or of a slice of the slots. It borrows this pool's slots."""
         numbers = range(self.world_size)
         if isinstance(key, slice):
-            chosen = list(numbers[key])
+            chosen: Sequence[int] = numbers[key]
             if not chosen:
                 given = [key.start, key.stop] + [key.step] * (key.step is not None)
                 words = ":".join("" if part is None else str(part) for part in given)
@@ -313,7 +283,49 @@ class RayResourcePool(Closing, ResourcePool):
                 raise IndexError(f"{self!r} has the slots 0 to {self.world_size - 1}, not {key}") from None
             except TypeError:
                 raise TypeError(f"a pool takes a number or a slice, pool[0:4], got {key!r}") from None
-        return self._borrow([(self, chosen)])
+        self._check_open()
+        return RayResourcePool._make(self.options, None, [(self, chosen)])
+
+    def slots(self) -> list[Slot]:
+        """Return the slots: by rank with locations once the ranks are assigned, until then as declared. Waits for
+        nothing, and reserves nothing."""
+        return self._listed({reservation: reservation.slots for reservation in self.reservations})
+
+    @property
+    def reservations(self) -> list[Reservation]:
+        """The reservations in which the slots are, owned or borrowed; for a slice of a merged pool those in which they
+        may be, depending on where Ray places them."""
+        if self._owned is not None:
+            return [self._owned]
+        return list(dict.fromkeys(reservation for pool, _ in self._parts for reservation in pool.reservations))
+
+    def _listed(self, slots_of: Mapping[Reservation, Sequence[Slot]]) -> list[Slot]:
+        """The slots by rank, out of those of the reservations. A pool that borrows slots numbers their entries anew, in
+        order of rank."""
+        if self._owned is not None:
+            return list(slots_of[self._owned])
+        entries: dict[tuple[Reservation, int], int] = {}
+        found = [(reservation, slots_of[reservation][number]) for reservation, number in self._members(slots_of)]
+        return [replace(slot, entry=entries.setdefault((of, slot.entry), len(entries))) for of, slot in found]
+
+    def _members(self, slots_of: Mapping[Reservation, Sequence[Slot]] | None = None) -> list[Member]:
+        """The slots by rank, as the reservations are now or as ``slots_of`` says."""
+        if self._owned is not None:
+            return [(self._owned, number) for number in range(len(self._owned.slots))]
+        known = slots_of or {reservation: reservation.slots for reservation in self.reservations}
+        listed = [(pool._members(known), numbers) for pool, numbers in self._parts]
+        members = [of_pool[number] for of_pool, numbers in listed for number in numbers]
+        if self._sorts and all(known[of][number].order for of, number in members):
+            members.sort(key=lambda member: known[member[0]][member[1]].order)
+        return members
+
+    def _check_distinct(self) -> None:
+        for (reservation, number), count in Counter(self._members()).items():
+            if count > 1:
+                raise ValueError(
+                    "merge_resource_pool(): the same pool is given twice, or two that share a slot: slot "
+                    f"{number} of {reservation.label}"
+                )
 
     def plan(self) -> PoolPlan:
         """Return where every rank is, or would be: node, bundle and device; and what is missing. Starts nothing.
@@ -328,17 +340,20 @@ class RayResourcePool(Closing, ResourcePool):
         if session() is None:
             raise GroupClosedError(f"{self!r}: Ray was shut down; make a new pool")
         cluster = nodes()
-        joint = join_requests([reservation.request for reservation in self.reservations])
-        if self._parts and joint is not None and shortage(joint, [node.total for node in cluster]):
-            return plan_pool(repr(self), [Forecast(joint, "impossible")], None, cluster)
         free = [dict(node.free) for node in cluster]
-        forecasts = {reservation: reservation.forecast(cluster, free) for reservation in self.reservations}
-        slots_of = {reservation: each.slots for reservation, each in forecasts.items() if each.slots is not None}
-        slots = self._slots_in(slots_of) if len(slots_of) == len(forecasts) else None
+        waiting, slots_of = [], {}
+        for reservation in self.reservations:
+            expected = reservation.expected(cluster, free)
+            if expected is None:
+                waiting.append(reservation.request)
+            else:
+                slots_of[reservation] = expected
+        slots = [] if waiting else self._listed(slots_of)
         with _occupying:
             groups = self._groups()
         standbys = [one for group in groups if not group.closed for one in group.standbys()]
-        return plan_pool(repr(self), list(forecasts.values()), slots, cluster, standbys)
+        requests = [reservation.request for reservation in self.reservations]
+        return plan_pool(repr(self), requests, waiting, slots, cluster, standbys)
 
     # --- reserving --------------------------------------------------------------------------------------
 
@@ -355,34 +370,22 @@ class RayResourcePool(Closing, ResourcePool):
             GroupClosedError: the pool is closed.
         """
         self._check_open()
-        joint = join_requests([reservation.request_for(bin_pack, resources) for reservation in self.reservations])
-        if self._parts and joint is not None and not all(reservation.reserved for reservation in self.reservations):
-            refuse_impossible(joint, nodes(), repr(self))
-        for reservation in self.reservations:
-            reservation.reserve(bin_pack, resources)
-
-    def get_placement_groups(
-        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str | None = None
-    ) -> list[PlacementGroup]:
-        """`place` and `wait` under the name that verl uses for both.
-
-        Args:
-            strategy: ``"STRICT_PACK"`` or another, as ``bin_pack`` of `place`.
-            name: no effect; ``name_prefix`` of the pool is in their names.
-            device_name: no effect; the pool's options say what a slot reserves.
-
-        Returns:
-            The placement groups of the slots, in order of rank; see `place` and `wait` for the errors.
-        """
-        self.place(bin_pack=strategy == "STRICT_PACK")
-        self.wait()
-        return self.pgs or []
-
-    @property
-    def pgs(self) -> list[PlacementGroup] | None:
-        """The placement groups of the slots, in order of rank; None until the slots are reserved."""
-        groups = dict.fromkeys(slot.placement_group for slot in self.slots())
-        return None if None in groups else [group for group in groups if group is not None]
+        resources = dict(resources or {})
+        asked = {
+            of: of.request if of.reserved else of.options.request(of.request.entries, bin_pack, resources)
+            for of in self.reservations
+        }
+        if not all(reservation.reserved for reservation in asked):
+            refuse_impossible(list(asked.values()), nodes(), repr(self))
+        for reservation, request in asked.items():
+            reservation.reserve(request)
+            bundle = reservation.request.bundle
+            lacking = {name: amount for name, amount in resources.items() if bundle.get(name, 0.0) < amount}
+            if lacking:
+                raise PlacementError(
+                    f"the slots of {reservation.label} are already reserved with {dict(bundle)}, without {lacking}; "
+                    f"create the pool with resources={resources}"
+                )
 
     def wait(self, *, assign_ranks: bool = False) -> None:
         """Wait until Ray has placed the slots.
@@ -401,17 +404,28 @@ class RayResourcePool(Closing, ResourcePool):
             if assign_ranks or self._parts:
                 reservation.assign()
         self._check_open()
-        self._check_distinct()
+        self._check_distinct()  # again: the order of a merged pool was not known before
+
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str | None = None
+    ) -> list[PlacementGroup]:
+        """`place` and `wait` under the name that verl uses for both; return `pgs`. ``name`` and ``device_name`` have no
+        effect: the pool's options say how its placement groups are called, and what a slot reserves."""
+        self.place(bin_pack=strategy == "STRICT_PACK")
+        self.wait()
+        return self.pgs or []
+
+    @property
+    def pgs(self) -> list[PlacementGroup] | None:
+        """The placement groups of the slots, in order of rank; None until the slots are reserved."""
+        groups = dict.fromkeys(slot.placement_group for slot in self.slots())
+        return None if None in groups else [group for group in groups if group is not None]
 
     def assign_ranks(self, slots: Sequence[Slot], locations: Sequence[SlotLocation]) -> list[int]:
-        """Fix the order of the slots, unless it is fixed, by where processes found themselves; note the locations.
-
-        Args:
-            slots: what `slots` returned before the processes were started.
-            locations: where the process in each found itself.
+        """Fix the order of the slots, unless it is fixed, by the locations of the processes in them; note these.
 
         Returns:
-            By rank, the index in ``slots``.
+            By rank, the index in ``slots``, which is what `slots` returned before the processes were started.
         """
         if self._owned is not None:
             self._owned.assign(slots, locations)
@@ -420,19 +434,6 @@ class RayResourcePool(Closing, ResourcePool):
         for (reservation, number), found in zip(self._members(), order, strict=True):
             reservation.update_location(number, locations[found])
         return order
-
-    def slots(self) -> list[Slot]:
-        """Return the slots: by rank with locations once the ranks are assigned, until then as declared. Waits for
-        nothing, and reserves nothing."""
-        return self._slots_in(self._slots_now())
-
-    @property
-    def reservations(self) -> list[Reservation]:
-        """The reservations in which the slots are, owned or borrowed. A slice of a merged pool has all of them: which
-        slots it gets depends on where each is placed."""
-        if self._owned is not None:
-            return [self._owned]
-        return list(dict.fromkeys(reservation for pool, _ in self._parts for reservation in pool.reservations))
 
     # --- the groups in it -------------------------------------------------------------------------------
 
@@ -444,14 +445,9 @@ class RayResourcePool(Closing, ResourcePool):
         *,
         counted: bool = True,
     ) -> None:
-        """Reserve the slots and note a group that is going to have a worker in each.
-
-        A group that was closed or garbage collected occupies no slot.
+        """Reserve the slots, as `place`, and note a group that is going to have a worker in each.
 
         Args:
-            group: the group.
-            bin_pack: as for `place`.
-            resources: as for `place`.
             counted: whether its workers count for ``max_colocate_count``.
 
         Raises:
@@ -500,51 +496,17 @@ class RayResourcePool(Closing, ResourcePool):
             if self._owned is not None:
                 self._owned.close()
 
-    # --- the inside -------------------------------------------------------------------------------------
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a pool cannot be sent to another process. Send a group, which is attached to its workers there, or one of "
-            "pool.pgs, for RayResourcePool.from_placement_group()"
-        )
-
     def _check_open(self) -> None:
         if forked():
             raise ForkedProcessError.of(repr(self))
         if self.closed:
             raise GroupClosedError(f"{self!r} is closed; make a new pool")
 
-    def _members(self, slots_of: SlotsOf | None = None) -> list[Member]:
-        """The slots by rank, as the reservations are now or as ``slots_of`` says."""
-        if self._owned is not None:
-            return [(self._owned, number) for number in range(len(self._owned.slots))]
-        known = slots_of or self._slots_now()
-        listed = [(pool._members(known), numbers) for pool, numbers in self._parts]
-        members = [of_pool[number] for of_pool, numbers in listed for number in numbers]
-        orders = {member: known[member[0]][member[1]].order for member in members}
-        if self._sorts and all(orders.values()):
-            members.sort(key=orders.__getitem__)
-        return members
-
-    def _slots_now(self) -> dict[Reservation, Sequence[Slot]]:
-        return {reservation: reservation.slots for reservation in self.reservations}
-
-    def _slots_in(self, slots_of: SlotsOf) -> list[Slot]:
-        """The slots by rank, out of those of the reservations. A pool that borrows slots numbers their entries anew, in
-        order of rank."""
-        if self._owned is not None:
-            return list(slots_of[self._owned])
-        entries: dict[tuple[Reservation, int], int] = {}
-        found = [(reservation, slots_of[reservation][number]) for reservation, number in self._members(slots_of)]
-        return [replace(slot, entry=entries.setdefault((of, slot.entry), len(entries))) for of, slot in found]
-
-    def _check_distinct(self) -> None:
-        for (reservation, number), count in Counter(self._members()).items():
-            if count > 1:
-                raise ValueError(
-                    "merge_resource_pool(): the same pool is given twice, or two that share a slot: slot "
-                    f"{number} of {reservation.label}"
-                )
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a pool cannot be sent to another process. Send a group, which is attached to its workers there, or one of "
+            "pool.pgs, for RayResourcePool.from_placement_group()"
+        )
 
 
 def merge_resource_pool(*pools: RayResourcePool) -> RayResourcePool:
@@ -571,7 +533,14 @@ def merge_resource_pool(*pools: RayResourcePool) -> RayResourcePool:
         values = [getattr(pool.options, name) for pool in pools]
         if any(value != values[0] for value in values):
             raise ValueError(f"merge_resource_pool(): the pools differ in {name}: {values}")
-    return RayResourcePool._borrow([(pool, range(pool.world_size)) for pool in pools], merged=True)
+    for pool in pools:
+        pool._check_open()
+    options = replace(
+        pools[0].options,
+        name_prefix="_".join(dict.fromkeys(pool.name_prefix for pool in pools if pool.name_prefix)),
+        placement_timeout=max(pool.placement_timeout for pool in pools),
+    )
+    return RayResourcePool._make(options, None, [(pool, range(pool.world_size)) for pool in pools], merged=True)
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:

@@ -17,8 +17,11 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import ray
 from ray import PlacementGroupID
@@ -33,9 +36,9 @@ from ray.util.placement_group import (
 
 from single_controller.call.errors import GroupClosedError, PlacementError
 from single_controller.ray.compat import worker_pools
-from single_controller.ray.placement.feasibility import Forecast, Request, expected_nodes, forecast, shortage
+from single_controller.ray.placement.feasibility import Request, expected_nodes, forecast
 from single_controller.ray.placement.options import PoolOptions
-from single_controller.ray.placement.plan import plan_pool, refuse_impossible
+from single_controller.ray.placement.plan import plan_pool
 from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds, devices_in
 from single_controller.ray.runtime import Node, nodes, session
 
@@ -57,75 +60,44 @@ class Reservation:
     The pool that made it owns it; slices and merged pools borrow it. Placement groups that were created here are
     removed when the reservation is closed, and when it is garbage collected unless they are detached.
 
-    Args:
-        entries: processes of each entry.
-        options: what each slot reserves, and how.
-        label: the pool, for messages.
-
     Attributes:
-        options: as given.
-        label: as given.
-        request: what Ray is asked for, or was asked for.
-        slots: as declared until the ranks are assigned, then by rank with locations.
-        assigned: whether the ranks are assigned.
-        reserved: whether Ray was asked for the placement groups.
-        closed: whether it was closed.
+        request: what Ray is going to be asked for; once ``reserved``, what it was asked for.
+        options: of the pool.
+        label: the pool, for messages.
+        slots: as declared until the ranks are ``assigned``, then by rank with locations.
     """
 
-    def __init__(self, entries: Sequence[int], options: PoolOptions, label: str) -> None:
-        self.options = options
-        self.label = label
-        self.request = Request(tuple(entries), options.bundle, options.strategy_for(True), options.across_nodes)
-        self.slots = list(self.request.slots())
-        self.assigned = self.reserved = self.closed = False
-        self._groups: tuple[PlacementGroup, ...] = ()
-        self._removal: weakref.finalize | None = None
+    def __init__(self, request: Request, options: PoolOptions, label: str) -> None:
+        self.request, self.options, self.label = request, options, label
+        self.slots = request.slots()
+        self.reserved = self.assigned = False
+        self._closed = False
+        self._removal: Callable[[], object] | None = None
         self._session: str | None = None
-        self._assigning = threading.RLock()
         self._reserving = threading.Lock()
+        self._assigning = threading.Lock()
 
-    # --- placement groups ---------------------------------------------------------------------------------
+    def hold(self, slots: Sequence[Slot], *, assigned: bool = False) -> None:
+        """Hold slots in placement groups, created here or by somebody else; by rank if they are ``assigned``."""
+        self._session = session()
+        self.slots, self.reserved, self.assigned = list(slots), True, assigned
 
-    def request_for(self, bin_pack: bool, resources: Mapping[str, float] | None) -> Request:
-        """Return what Ray will be asked for, or was asked for if that was done.
-
-        Args:
-            bin_pack: whether each entry must be on one node, where the pool has no ``strategy`` of its own.
-            resources: custom resources of each slot besides the pool's own.
-        """
-        if self.reserved:
-            return self.request
-        bundle = dict(self.request.bundle)
-        for name, amount in (resources or {}).items():
-            bundle[name] = max(amount, bundle.get(name, 0.0))
-        return replace(self.request, bundle=bundle, strategy=self.options.strategy_for(bin_pack))
-
-    def reserve(self, bin_pack: bool, resources: Mapping[str, float] | None) -> None:
-        """Ask Ray for the placement groups, once; do not wait for them. Arguments as for `request_for`.
+    def reserve(self, request: Request) -> None:
+        """Ask Ray for the placement groups, once; do not wait for them.
 
         An exception in the middle, Ctrl-C included, leaves no placement group behind.
 
         Raises:
-            PlacementError: the nodes can never hold them, or they are reserved without those resources.
             GroupClosedError: the reservation is closed.
         """
         with self._reserving:
             self.check_open()
-            request = self.request_for(bin_pack, resources)
             if not self.reserved:
                 self._create(request)
-                return
-            lacking = {name: x for name, x in (resources or {}).items() if request.bundle.get(name, 0.0) < x}
-            if lacking:
-                raise PlacementError(
-                    f"the slots of {self.label} are already reserved with {dict(request.bundle)}, without {lacking}; "
-                    f"create the pool with resources={dict(resources or {})}"
-                )
 
     def _create(self, request: Request) -> None:
         remove_pools_of(())
         cluster = nodes()
-        refuse_impossible(request, cluster, self.label)
         homes = None
         if request.strategy == "STRICT_PACK":
             # A hint for Ray, so that entries that fit side by side do so, and the plan shows what comes.
@@ -143,42 +115,33 @@ class Reservation:
                     lifetime="detached" if self.options.detached else None,
                     _soft_target_node_id=cluster[homes[number][0]].node_id if homes else None,
                 )
-            ordered = tuple(groups[number] for number in range(len(groups)))
             slots = [
-                replace(slot, placement_group=ordered[0 if request.across else slot.entry]) for slot in request.slots()
+                replace(slot, placement_group=groups[0 if request.across else slot.entry]) for slot in request.slots()
             ]
-            self.adopt(ordered, slots, request)
-            self._removal = weakref.finalize(self, _remove, ordered, self._session)
-            self._removal.atexit = False  # when the driver ends, Ray removes them
+            created = list(groups.values()), session()
             if self.options.detached:
-                self._removal.detach()
+                self._removal = partial(_remove, *created)
+            else:
+                self._removal = removal = weakref.finalize(self, _remove, *created)
+                removal.atexit = False  # when the driver ends, Ray removes them
+            self.request = request
+            self.hold(slots)
         except BaseException:
             # By name: one may have been created without being returned.
             _remove(_find(f"{prefix}_{number}" for number in range(len(request.sizes))), session())
             raise
 
-    def adopt(self, groups: Sequence[PlacementGroup], slots: Sequence[Slot], request: Request) -> None:
-        """Hold placement groups, created here or by somebody else."""
-        self._session = session()
-        self._groups, self.slots, self.request = tuple(groups), list(slots), request
-        self.reserved = True
-
     def close(self) -> None:
         """Remove the placement groups that were created here; what runs in them ends. A second close does nothing."""
         with self._reserving:
-            self.closed = True
+            self._closed = True
             if self._removal is not None:
-                self._removal.detach()
+                self._removal()
                 self._removal = None
-                _remove(self._groups, self._session)
 
     def check_open(self) -> None:
-        """Raise if the slots are gone.
-
-        Raises:
-            GroupClosedError: they are.
-        """
-        if self.closed or (self.reserved and session() != self._session):
+        """Raise a GroupClosedError if the slots are gone."""
+        if self._closed or (self.reserved and session() != self._session):
             raise GroupClosedError("the pool is closed: its placement groups are removed; make a new pool")
 
     # --- waiting ------------------------------------------------------------------------------------------
@@ -194,39 +157,43 @@ class Reservation:
         timeout = self.options.placement_timeout
         pause, longest = _POLL_SECONDS
         said = 0
-        pending = list(self._groups)
+        pending: Iterable[PlacementGroup] = self._groups()
         while pending := self._pending(pending):
             waited = time.monotonic() - begin
             if waited >= timeout:
-                raise PlacementError(f"{self.label} was not placed within {timeout:g} s.\n{self._explain()}")
+                raise PlacementError(
+                    f"{self.label} was not placed within {timeout:g} s.\n{self._explain(pending.values())}"
+                )
             if waited >= SAY_SECONDS * (said + 1):
                 said += 1
                 remove_pools_of(())
-                table = f"\n{self._explain()}" if said == 1 else ""
+                table = f"\n{self._explain(pending.values())}" if said == 1 else ""
                 logger.warning("%s: waiting to be placed for %.0f s (of %g)%s", self.label, waited, timeout, table)
             time.sleep(min(pause, timeout - waited))
             pause = min(2 * pause, longest)
 
-    def _pending(self, groups: Sequence[PlacementGroup]) -> list[PlacementGroup]:
-        """Those that Ray has not placed."""
-        self.check_open()
-        states = [(group, placement_group_table(group).get("state", "REMOVED")) for group in groups]
-        if any(state == "REMOVED" for _, state in states):
-            raise GroupClosedError(f"{self.label} is gone: its placement group was removed")
-        return [group for group, state in states if state != "CREATED"]
+    def _groups(self) -> Iterable[PlacementGroup]:
+        return dict.fromkeys(slot.placement_group for slot in self.slots if slot.placement_group is not None)
 
-    def _explain(self) -> str:
-        cluster = nodes()
-        return str(plan_pool(self.label, [self.forecast(cluster, [dict(n.free) for n in cluster])], None, cluster))
+    def _pending(self, groups: Iterable[PlacementGroup]) -> dict[PlacementGroup, dict[str, Any]]:
+        """Those that Ray has not placed, each with what Ray says of it."""
+        self.check_open()
+        tables = {group: placement_group_table(group) for group in groups}
+        if any(table.get("state", "REMOVED") == "REMOVED" for table in tables.values()):
+            raise GroupClosedError(f"{self.label} is gone: its placement group was removed")
+        return {group: table for group, table in tables.items() if table["state"] != "CREATED"}
+
+    def _explain(self, pending: Iterable[dict[str, Any]]) -> str:
+        """The plan, and what Ray says of each placement group that it has not placed."""
+        states = Counter(f"{table['state']}, {table['stats']['scheduling_state']}" for table in pending)
+        said = "; ".join(f"{state} ({count} of its placement groups)" for state, count in states.items())
+        return f"{plan_pool(self.label, [self.request], [self.request], (), nodes())}\nRay says: {said}"
 
     # --- rank assignment ----------------------------------------------------------------------------------
 
     def assign(self, slots: Sequence[Slot] = (), found: Sequence[SlotLocation] = ()) -> None:
-        """Assign the ranks, unless that was done. Devices that no process has reported are asked of short tasks.
-
-        Args:
-            slots: all slots, if processes run in them.
-            found: where the process in each of those slots found itself.
+        """Assign the ranks, unless that was done: by where processes in all ``slots`` found themselves, if any run.
+        Devices that no process has reported are asked of short tasks.
 
         Raises:
             PlacementError: a bundle is on no node any more, or a task did not run in time.
@@ -234,44 +201,34 @@ class Reservation:
         with self._assigning:
             if self.assigned:
                 return
-            slots, found = (slots, found) if slots else (self.slots, self.node_locations())
+            slots, found = (slots, found) if slots else (self.slots, node_locations(self.slots, self.label))
             if not all(where.devices for where in found):  # the processes take no share of devices, or none runs yet
                 devices = devices_in(slots, self.request.bundle, self.options.placement_timeout, self.label)
                 found = [where._replace(devices=ids) for where, ids in zip(found, devices, strict=True)]
-            self.slots = self._ranked(slots, found)
-            self.assigned = True
+            self.slots, self.assigned = self._ranked(slots, found), True
 
     def update_location(self, number: int, found: SlotLocation) -> None:
         """Note where a process in a slot found itself: when a node dies, Ray places its bundles elsewhere."""
         with self._assigning:
-            known = self.slots[number].location
-            devices = found.devices or (known.devices if known is not None else None)
-            self.slots[number] = replace(self.slots[number], location=found._replace(devices=devices))
+            known = self.slots[number]
+            devices = found.devices or (known.location.devices if known.location is not None else None)
+            self.slots[number] = replace(known, location=found._replace(devices=devices))
 
     def _ranked(self, slots: Sequence[Slot], locations: Sequence[SlotLocation]) -> list[Slot]:
         return assign_ranks(slots, locations, self.request.entries if self.request.across else None)
 
-    def node_locations(self) -> list[SlotLocation]:
-        """Return the node of each slot, in the order of ``slots``; devices are unknown.
-
-        Raises:
-            PlacementError: Ray has not placed them, or a node has died since.
-        """
-        return node_locations(self.slots, self.label)
-
-    def forecast(self, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Forecast:
-        """Return what becomes of the slots. Arguments as for `feasibility.forecast`."""
+    def expected(self, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Sequence[Slot] | None:
+        """Return the slots by rank, where they are or would be; None if they wait. Arguments as for `forecast`."""
         self.check_open()
         if not self.reserved:
             return forecast(self.request, cluster, free)
-        if self._pending(self._groups):
-            never = shortage(self.request, [node.total for node in cluster])
-            return Forecast(self.request, "impossible" if never else "waits")
-        slots: Sequence[Slot] = self.slots
-        if not self.assigned:
-            devices = None if device_kinds(self.request.bundle) else ()
-            slots = self._ranked(slots, [where._replace(devices=devices) for where in self.node_locations()])
-        return Forecast(self.request, "placed", tuple(slots))
+        if self._pending(self._groups()):
+            return None
+        if self.assigned:
+            return self.slots
+        devices = None if device_kinds(self.request.bundle) else ()
+        found = node_locations(self.slots, self.label)
+        return self._ranked(self.slots, [where._replace(devices=devices) for where in found])
 
 
 def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
@@ -293,12 +250,7 @@ def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
 
 
 def wait_started(refs: Sequence[ray.ObjectRef], timeout: float, name: str) -> None:
-    """Wait until the processes of a group have answered once.
-
-    Args:
-        refs: a reference for each process.
-        timeout: seconds.
-        name: the group, for messages.
+    """Wait until the processes of a group have answered once, each with one of the ``refs``.
 
     Raises:
         PlacementError: they did not start within ``timeout`` seconds.

@@ -16,6 +16,9 @@ from single_controller.ray.compat import accelerator_names
 from single_controller.ray.rank.devices import device_key, own_devices
 from single_controller.ray.runtime import address_key
 
+_LEAST = 0.0001
+"""The smallest amount of a resource that a task can take."""
+
 
 class SlotLocation(NamedTuple):
     """The node and the devices of a slot.
@@ -57,20 +60,10 @@ class Slot:
         return (self.entry, self.location.node_id if self.location is not None else "")
 
     def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
-        """Return Ray's scheduling strategy for an actor or task in this slot.
-
-        Raises:
-            PlacementError: the slot is not reserved.
-        """
+        """Return Ray's scheduling strategy for an actor or task in this slot, which must be reserved."""
         if self.placement_group is None:
             raise PlacementError(f"the slot {self} is not reserved")
         return PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=self.bundle)
-
-
-def location_key(location: SlotLocation) -> tuple[Any, ...]:
-    """Sort key: the node's address, the node itself (several nodes may share an address), the devices. Addresses and
-    devices compare as numbers: 10.0.0.2 before 10.0.0.10, GPU 2 before GPU 10."""
-    return (address_key(location.address), location.node_id, device_key(location.devices or ()))
 
 
 def assign_ranks(
@@ -79,28 +72,18 @@ def assign_ranks(
     """Return the slots in order of rank, each with its location: by node and device, then by entry and bundle.
 
     Args:
-        slots: the slots in any order.
-        locations: where each of them is.
         fill_entries: sizes of the entries, if ranks fill the entries in order. None if each slot keeps its entry.
     """
-    pairs = sorted(
-        zip(slots, locations, strict=True),
-        key=lambda pair: (location_key(pair[1]), pair[0].entry, pair[0].bundle),
-    )
-    ranked = [replace(slot, location=location, order=location_key(location)) for slot, location in pairs]
-    if fill_entries is not None:
-        entries = [entry for entry, size in enumerate(fill_entries) for _ in range(size)]
-        ranked = [replace(slot, entry=entry) for slot, entry in zip(ranked, entries, strict=True)]
-    return ranked
-
-
-# --- devices --------------------------------------------------------------------------------------------------
-
-RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory")
-"""Resources that are no custom resources."""
-
-_LEAST = 0.0001
-"""The smallest amount of a resource that a task can take."""
+    located = []
+    for slot, where in zip(slots, locations, strict=True):
+        # Addresses and devices compare as numbers: 10.0.0.2 before 10.0.0.10. Several nodes may share an address.
+        order = (address_key(where.address), where.node_id, device_key(where.devices or ()))
+        located.append(replace(slot, location=where, order=order))
+    ranked = sorted(located, key=lambda slot: (slot.order, slot.entry, slot.bundle))
+    if fill_entries is None:
+        return ranked
+    entries = [entry for entry, size in enumerate(fill_entries) for _ in range(size)]
+    return [replace(slot, entry=entry) for slot, entry in zip(ranked, entries, strict=True)]
 
 
 def device_kinds(bundle: Iterable[str]) -> frozenset[str]:
@@ -113,22 +96,15 @@ def devices_in(
 ) -> Sequence[tuple[str, ...] | None]:
     """Return the devices of each reserved slot, as reported by short tasks in them that take next to nothing.
 
-    Args:
-        slots: the slots, none of them full.
-        bundle: the resources of a slot.
-        timeout: seconds.
-        name: the pool, for messages.
-
     Returns:
         By slot, the ids; () for slots without devices, None where Ray gives no part of such a device (of a TPU).
 
     Raises:
         PlacementError: a task had not run within ``timeout`` seconds.
     """
-    kinds = device_kinds(bundle)
-    if not kinds:
+    each = dict.fromkeys(device_kinds(bundle), _LEAST)
+    if not each:
         return [()] * len(slots)
-    each = dict.fromkeys(kinds, _LEAST)
     try:
         ask = ray.remote(num_cpus=0, num_gpus=each.pop("GPU", 0), resources=each, max_retries=0)(own_devices)
     except ValueError:
