@@ -179,7 +179,7 @@ def test_plain_function_runs_in_the_callers_thread_or_in_one_of_its_own():
         assert not future.done()
         held.set()
         assert future.result(20) == [1.0]
-        wait_until(lambda: not threads("rewards-queue"))
+        wait_until(lambda: not threads("rewards-plain"))
 
 
 def test_function_that_turns_out_to_be_async_is_submitted_too():
