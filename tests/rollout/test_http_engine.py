@@ -571,4 +571,5 @@ def test_silent_server_is_an_error(server, engine_of):
 
 
 def test_url_may_have_a_path(server):
-    assert http_client.Server(f"{server.url}/prefix/")._prefix == "/prefix"
+    prefixed = http_client.Server(f"{server.url}/prefix/")
+    assert not prefixed.has("/v1/models") and server.seen[-1][0] == "/prefix/v1/models"

@@ -6,10 +6,10 @@ Endpoints and fields are those of vLLM 0.32.0 (``vllm/entrypoints``) and SGLang 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from workers.rollout.engines.http_client import Server, ServerError, Stream
+from workers.rollout.engines.http_client import Server, ServerError
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
@@ -128,7 +128,7 @@ class OpenAI:
             **({"top_k": how.top_k} if how.top_k else {}),
         }
 
-    def stream(
+    def events(
         self,
         prompt: Sequence[int],
         how: SamplingParams,
@@ -136,9 +136,9 @@ class OpenAI:
         seed: int,
         top: int,
         fields: Mapping[str, Any],
-    ) -> Stream:
-        """A request for a stream; see `body`. ``fields`` are added to it."""
-        return self.server.stream(self.path, {**self.body(prompt, how, new_tokens, seed, top), **fields})
+    ) -> AsyncIterator[Any]:
+        """The events of a completion; see `body`, to which ``fields`` are added, and `Server.events`."""
+        return self.server.events(self.path, {**self.body(prompt, how, new_tokens, seed, top), **fields})
 
     def part(self, event: Any, seen: int) -> Part:
         """Read an event of a stream.

@@ -1,8 +1,7 @@
 """HTTPEngine: an engine that runs elsewhere, as a server that speaks HTTP.
 
-Threads: besides the engine's (see `workers.rollout.engines.request_engine`), each request at the server has one, which
-reads its stream. It puts what it has read into a queue, which the engine's thread empties in its steps. It ends with
-the stream: when the completion is complete, when the server closes the connection, or with `Stream.close`.
+Threads: the engine's (see `workers.rollout.engines.request_engine`), and one for the streams of all requests (see
+`http_client`). The latter puts what it has read into a queue, which the engine's thread empties in its steps.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ import os
 import queue
 import shutil
 import tempfile
-import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.extras import require
 from workers.rollout.engines.hf_model import check_tensor, meta_model, read_config, shapes_of
-from workers.rollout.engines.http_client import Server, ServerError, Stream
+from workers.rollout.engines.http_client import Server, ServerError, run
 from workers.rollout.engines.http_dialects import DIALECTS, OpenAI
 from workers.rollout.engines.http_log_probs import check, probe
 from workers.rollout.engines.request_engine import Request, RequestEngine
@@ -51,27 +49,35 @@ INDEX = "model.safetensors.index.json"
 
 
 class _Reader:
-    """A request in progress at the server, and the thread that reads its stream.
+    """A request in progress at the server.
 
     Attributes:
         before: how many of the request's tokens are not of this stream.
         heard: when the server last sent something.
+        closed: whether `close` was called, after which nothing that has come counts.
     """
 
-    def __init__(self, request: Request, stream: Stream, parts: queue.SimpleQueue[tuple[_Reader, Any]]) -> None:
+    def __init__(
+        self, request: Request, events: AsyncIterator[Any], parts: queue.SimpleQueue[tuple[_Reader, Any]]
+    ) -> None:
         self.request = request
-        self.stream = stream
         self.before = len(request.token_ids)
         self.heard = time.monotonic()
+        self.closed = False
         self._parts = parts
-        threading.Thread(target=self._read, name=f"stream of {request.id}", daemon=True).start()
+        self._reading = run(self._read(events))
 
-    def _read(self) -> None:
+    async def _read(self, events: AsyncIterator[Any]) -> None:
         try:
-            for event in self.stream:
+            async for event in events:
                 self._parts.put((self, event))
         except Exception as error:
             self._parts.put((self, error))
+
+    def close(self) -> None:
+        """End the stream, from any thread. The server notices that nobody listens."""
+        self.closed = True
+        self._reading.cancel()
 
 
 class HTTPEngine(RequestEngine):
@@ -96,7 +102,7 @@ class HTTPEngine(RequestEngine):
             ``url`` is of this host. The files of an update are deleted when the server has read them.
         api_key: of the server.
         timeout: seconds that the server may take for an answer, and that a request may get no token.
-        max_running: how many requests may be at the server at once; each has a thread and a connection.
+        max_running: how many requests may be at the server at once; each has a connection.
         request_fields: further fields of each request, such as ``{"stream_interval": 8}``, by which vLLM sends eight
             tokens at a time.
         trust_remote_code: whether code that comes with the model may run, when the names of its weights are found.
@@ -199,7 +205,7 @@ class HTTPEngine(RequestEngine):
                 while waiting and len(self._readers) < self.max_running:
                     request = waiting.popleft()
                     if not request.ended:
-                        self._readers[request] = _Reader(request, self._stream_of(request), parts)
+                        self._readers[request] = _Reader(request, self._events_of(request), parts)
                 self._take(parts)
         finally:
             for reader in list(self._readers.values()):
@@ -214,7 +220,7 @@ class HTTPEngine(RequestEngine):
             except queue.Empty:
                 break
             wait = 0.0
-            if self._readers.get(reader.request) is reader and not reader.stream.closed:
+            if self._readers.get(reader.request) is reader and not reader.closed:
                 reader.heard = time.monotonic()
                 try:
                     self._add(reader, event)
@@ -264,20 +270,20 @@ class HTTPEngine(RequestEngine):
         if ended is not None:
             del self._readers[request]
             if part.ended is None:  # the server would go on
-                reader.stream.close()
+                reader.close()
         self.record(request, token_ids[:end], log_probs[:end], ended)
 
-    def _stream_of(self, request: Request) -> Stream:
+    def _events_of(self, request: Request) -> AsyncIterator[Any]:
         how, seed, done = request.sampling_params, request.seed, len(request.token_ids)
         if how.temperature == 0 and self._log_probs == "tempered":  # vLLM's LogProbs leaves temperature 0 alone
             how = replace(how, temperature=1.0, top_p=1.0, top_k=1)
         if done and not self._dialect.positional_seeds:
             seed = mixed_seed(seed, done)  # the seed itself would repeat the first random numbers
         prompt = request.prompt + request.token_ids
-        return self._dialect.stream(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
+        return self._dialect.events(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
 
     def _close(self, reader: _Reader) -> Request:
-        reader.stream.close()
+        reader.close()
         self._readers.pop(reader.request, None)
         return reader.request
 
@@ -308,7 +314,7 @@ class HTTPEngine(RequestEngine):
         """Close the streams of all requests, or of those that have ended. The engine's thread forgets them later."""
         for reader in list(self._readers.values()):
             if reader.request.ended or not ended:
-                reader.stream.close()
+                reader.close()
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """See `RolloutEngine.pause`. A server that can be paused is, for all its clients. With any other, requests are

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from workers.rollout.engines.http_client import run
 from workers.rollout.engines.http_dialects import OpenAI
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_errors import RolloutError
@@ -52,18 +53,19 @@ def _best_two(dialect: OpenAI, fields: Mapping[str, Any], how: SamplingParams, t
     server = dialect.server
     found: list[float | None] = []
     tokens = 0
-    stream = dialect.stream([token], how, 1, 0, 2, fields)
-    timer = threading.Timer(server.timeout, stream.close)
-    timer.start()
+
+    async def read() -> None:
+        nonlocal tokens
+        async with asyncio.timeout(server.timeout):
+            async for event in dialect.events([token], how, 1, 0, 2, fields):
+                part = dialect.part(event, tokens)
+                tokens += len(part.token_ids)
+                found.extend(part.top[0] if part.top else [])
+
     try:
-        for event in stream:
-            part = dialect.part(event, tokens)
-            tokens += len(part.token_ids)
-            found += part.top[0] if part.top else []
-    finally:
-        timer.cancel()
-    if stream.closed:
-        raise server.broken("a request for one token", TimeoutError())
+        run(read()).result()
+    except TimeoutError as error:
+        raise server.broken("a request for one token", error) from error
     if tokens != 1 or len(found) < 2:
         raise RolloutError(
             f"the server at {server.url} returned {tokens} tokens and {len(found)} log-probabilities for a request "
