@@ -43,7 +43,7 @@ ASK_SECONDS = 1.0
 """How old the server's weight version and load may be that the engine relies on."""
 
 UNKNOWN = (None, "default")
-"""What vLLM and SGLang call the weights that they began with."""
+"""What a server calls the weights that it began with; None if it does not tell."""
 
 INDEX = "model.safetensors.index.json"
 
@@ -52,7 +52,6 @@ class _Reader:
     """A request in progress at the server.
 
     Attributes:
-        before: how many of the request's tokens are not of this stream.
         heard: when the server last sent something.
         closed: whether `close` was called, after which nothing that has come counts.
     """
@@ -61,7 +60,6 @@ class _Reader:
         self, request: Request, events: AsyncIterator[Any], parts: queue.SimpleQueue[tuple[_Reader, Any]]
     ) -> None:
         self.request = request
-        self.before = len(request.token_ids)
         self.heard = time.monotonic()
         self.closed = False
         self._parts = parts
@@ -83,8 +81,8 @@ class _Reader:
 class HTTPEngine(RequestEngine):
     """An engine behind a server that already runs. The server is started, and ended, by you.
 
-    Updates of the weights go through a folder that this worker and the server both see: vLLM's server must run with
-    ``VLLM_SERVER_DEV_MODE=1``, SGLang's needs nothing. Each rollout worker has a server of its own.
+    Updates of the weights go through a folder that this worker and the server both see, and vLLM's server must run with
+    ``VLLM_SERVER_DEV_MODE=1``. Each rollout worker has a server of its own.
 
     Requests are streams, and all of them run at the server at the same time. An update interrupts them; afterwards the
     engine asks for the rest of each completion. A request that was interrupted gets other tokens than it would have
@@ -92,8 +90,8 @@ class HTTPEngine(RequestEngine):
 
     Args:
         url: ``http://host:port`` of the server.
-        dialect: "vllm", "sglang", or "openai" for any other server with ``/v1/completions`` that takes and returns
-            token ids; that one cannot take weights.
+        dialect: "vllm", or "openai" for any other server with ``/v1/completions`` that takes and returns token ids,
+            which cannot take weights.
         model: name of the model in requests; by default the first that the server has.
         config: of the model: a Hugging Face config, the dict of one, a folder with ``config.json``, or a name on the
             hub. By default the folder that the server names, if it exists on this host. Needed for updates, and to
@@ -239,7 +237,7 @@ class HTTPEngine(RequestEngine):
         if isinstance(event, Exception):
             raise event
         request, how = reader.request, reader.request.sampling_params
-        part = self._dialect.part(event, len(request.token_ids) - reader.before)
+        part = self._dialect.part(event)
         token_ids, log_probs = part.token_ids, part.log_probs
         if len(token_ids) != len(log_probs):
             raise RolloutError(
@@ -259,9 +257,7 @@ class HTTPEngine(RequestEngine):
             ended = "length"
         elif part.ended == "abort":  # somebody else told the server
             ended = "abort"
-        if ended is None and part.ended == "stop" and end and self._dialect.own_stops:
-            self._waiting.append(self._close(reader))  # the rest is still to come
-        elif ended is None and part.ended is not None:
+        if ended is None and part.ended is not None:
             raise RolloutError(
                 f"the server at {self.url} ended a completion after {len(request.token_ids) + end} of "
                 f"{how.max_new_tokens} tokens (finish_reason {part.ended!r}) at a token that is not in stop_token_ids. "
@@ -277,7 +273,7 @@ class HTTPEngine(RequestEngine):
         how, seed, done = request.sampling_params, request.seed, len(request.token_ids)
         if how.temperature == 0 and self._log_probs == "tempered":  # vLLM's LogProbs leaves temperature 0 alone
             how = replace(how, temperature=1.0, top_p=1.0, top_k=1)
-        if done and not self._dialect.positional_seeds:
+        if done:
             seed = mixed_seed(seed, done)  # the seed itself would repeat the first random numbers
         prompt = request.prompt + request.token_ids
         return self._dialect.events(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
