@@ -1,7 +1,7 @@
 """A server that speaks as vLLM's does, for the requests that an engine makes, in front of a toy model.
 
-The model is that of `rollout_helpers.Bigram`. Requests and answers have the fields that vLLM 0.32 documents. Only the standard library is needed, so that it also starts quickly as a process: ``python fake_server.py``
-writes its port.
+The model is that of `rollout_helpers.Bigram`. Requests and answers have the fields that vLLM 0.32 documents. Only the
+standard library is needed, so that it also starts quickly as a process: ``python fake_server.py`` writes its port.
 """
 
 import json

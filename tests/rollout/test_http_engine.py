@@ -28,11 +28,6 @@ SHAPES = {"following": (32, 32), "bias": (32,)}
 LONG = SamplingParams(200)
 
 
-class Both(EngineContract):
-    updates = 5
-    long = 60
-
-
 @pytest.fixture
 def server():
     server = FakeServer()
@@ -56,23 +51,21 @@ def engine_of(server, tmp_path):
         engine.close()
 
 
-def contract_subject(tmp_path_factory, dialect, log_probs):
-    server = FakeServer(delay=0.002)
-    server.log_probs = log_probs
-    engine = HTTPEngine(server.url, dialect=dialect, config=CONFIG, weights_dir=tmp_path_factory.mktemp("weights"))
-    engine._shapes = SHAPES
-    yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=fake_server.POSITIONS)
-    engine.close()
-    server.close()
-
-
-class TestVLLM(Both):
+class TestContract(EngineContract):
+    updates = 5
+    long = 60
     seeded_continuation = False
 
     @pytest.fixture(scope="class")
     @classmethod
     def subject(cls, tmp_path_factory):
-        yield from contract_subject(tmp_path_factory, "vllm", "tempered")
+        server = FakeServer(delay=0.002)
+        server.log_probs = "tempered"
+        engine = HTTPEngine(server.url, config=CONFIG, weights_dir=tmp_path_factory.mktemp("weights"))
+        engine._shapes = SHAPES
+        yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=fake_server.POSITIONS)
+        engine.close()
+        server.close()
 
 
 def load(engine, seed=3, version=1):
