@@ -286,24 +286,6 @@ def test_cancelled_reward_function_is_a_reward_error(echoes, is_async, batched, 
     assert "exception" not in caplog.text  # of the one that waited, which nobody asked for
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_reward_function_that_does_not_return_is_logged(echoes, is_async, caplog, monkeypatch):
-    monkeypatch.setattr("workers.rollout.rewards.reward_progress.LOG_SECONDS", 0.05, raising=False)
-    logged = "the reward function has been running for 0 s, for 3 completions"
-
-    def reward(prompt_ids, completion_ids):
-        end = time.monotonic() + 5
-        while logged not in caplog.text and time.monotonic() < end:
-            time.sleep(0.01)
-        return 1.0
-
-    async def later(prompt_ids, completion_ids):
-        return reward(prompt_ids, completion_ids)
-
-    RolloutManager(echoes, SamplingParams(2), later if is_async else reward, samples_per_prompt=3).generate([[1]])
-    assert logged in caplog.text
-
-
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "1.0", [1, 2]], ids=repr)
 def test_invalid_rewards_are_rejected(echoes, value):
     manager = RolloutManager(echoes, SamplingParams(2), lambda prompt, completion: value if prompt == [2] else True)

@@ -12,12 +12,12 @@ from workers.rollout.engines.http_dialects import OpenAI
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
-LogProbs = Literal["raw", "tempered", "processed"]
+Meaning = Literal["raw", "tempered", "processed"]
 """At temperature 1; at the sampling temperature, as engines promise; or at the sampling temperature after ``top_p`` and
 ``top_k``."""
 
 
-def probe(dialect: OpenAI, fields: Mapping[str, Any]) -> LogProbs:
+def probe(dialect: OpenAI, fields: Mapping[str, Any]) -> Meaning:
     """Find out what a server's log-probabilities are, from those of the two most likely tokens.
 
     Args:
@@ -75,7 +75,7 @@ def _best_two(dialect: OpenAI, fields: Mapping[str, Any], how: SamplingParams, t
     return first, second
 
 
-def check(log_probs: LogProbs, dialect: OpenAI, how: SamplingParams) -> None:
+def check(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) -> None:
     """Check that a server's log-probabilities would be those of `Completion`.
 
     Raises:
