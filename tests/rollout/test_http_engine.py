@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_contract import EngineContract, Subject
 from fake_server import FakeServer
-from rollout_helpers import LLAMA, TIED, Bigram, plain_model
+from rollout_helpers import LLAMA, TIED, Bigram, plain_model, wait_until
 
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers import HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
@@ -77,17 +77,7 @@ def load(engine, seed=3, version=1):
 
 
 def begun(engine, count=1):
-    end = time.monotonic() + 10
-    while engine.load().running < count:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    wait_until(lambda: engine.load().running >= count)
 
 
 # --- what is sent ---------------------------------------------------------------------------------------------------
@@ -205,11 +195,11 @@ def test_server_forgets_requests_that_end_here(server, engine_of):
     begun(engine, 4)
     engine.abort(["1"])
     assert futures[1].result(10).finish_reason == "abort"
-    until(lambda: server.running == 3)
+    wait_until(lambda: server.running == 3)
     engine.pause("abort")  # its streams end although the engine takes no steps
-    until(lambda: server.paused)
+    wait_until(lambda: server.paused)
     engine.resume()
-    until(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
 
 
 def test_only_so_many_requests_are_at_the_server(server, engine_of):
@@ -237,7 +227,7 @@ def test_server_without_pause_is_asked_for_the_rest(server, engine_of):
     future = engine.submit([1], LONG, "a", seed=5)
     begun(engine)
     engine.pause()
-    until(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
     assert not future.done() and not server.paused
     engine.resume()
     completion = future.result(20)
@@ -291,7 +281,7 @@ def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
     begun(engine)
     engine.sleep()
     assert server.asleep and engine.keeps_weights
-    until(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
     with pytest.raises(RolloutError, match="asleep"):
         engine.generate([[1]], SamplingParams(2), [0])
     engine.wake_up()

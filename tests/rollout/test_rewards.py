@@ -14,19 +14,13 @@ import weakref
 
 import pytest
 import ray
+from rollout_helpers import wait_until
 
 from workers import RewardError, RewardRunner, Sample
 
 
 def group(prompt, count, tokens=2):
     return [Sample(prompt, sample, [prompt], [sample] * tokens) for sample in range(count)]
-
-
-def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def threads(name):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import ssl
 import threading
@@ -54,6 +55,15 @@ def run(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
             _loop = asyncio.new_event_loop()
             threading.Thread(target=_loop.run_forever, name="http-streams", daemon=True).start()
     return asyncio.run_coroutine_threadsafe(coroutine, _loop)
+
+
+def _after_fork() -> None:
+    global _loop
+    _loop = None  # its thread is the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class ServerError(RolloutError):
