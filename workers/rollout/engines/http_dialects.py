@@ -15,22 +15,8 @@ from workers.rollout.rollout_errors import RolloutError
 DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1, which adds its endpoints for training"
 
 
-class Served(NamedTuple):
-    """What a server says about its model.
-
-    Attributes:
-        name: in requests.
-        folder: where the server read it from; it need not exist on this host.
-        positions: maximum number of tokens of a prompt and its completion.
-    """
-
-    name: str | None
-    folder: str | None
-    positions: int | None
-
-
 class Part(NamedTuple):
-    """What an event adds to a completion.
+    """What an event of a stream adds to a completion.
 
     Attributes:
         token_ids: the new tokens.
@@ -49,39 +35,40 @@ class Part(NamedTuple):
 class OpenAI:
     """A server with ``/v1/completions`` that takes and returns token ids, and has nothing for training.
 
+    Args:
+        server: where it is.
+        model: name of the model in requests; None for the first that the server has.
+
     Attributes:
+        folder: where the server read the model from; it need not exist on this host.
+        positions: maximum number of tokens of a prompt and its completion; None if the server does not tell.
         coldest: the server raises lower temperatures to this one, except 0.
         pauses: whether the server has `pause` and `resume`.
         no_updates: why the server cannot take weights, and what to do; empty if it can.
         modes: how to change what the log-probabilities are.
+        name: of the dialect.
+
+    Raises:
+        ServerError: the server could not be reached, or refuses.
     """
 
     coldest = 0.0
     pauses = False
     no_updates = "an OpenAI-compatible server has no endpoint for weights; with dialect='vllm' those of vLLM are used"
     modes = "look for an option of the server that changes what it returns"
+    name = "openai"
 
     def __init__(self, server: Server, model: str | None) -> None:
-        self.server = server
-        self.model = model
-
-    def start(self) -> Served:
-        """Ask what the server serves and can do.
-
-        Raises:
-            ServerError: the server could not be reached, or refuses.
-        """
-        listed = self.server.get("/v1/models")
-        cards = listed.get("data") if isinstance(listed, dict) else None
+        listed = server.get("/v1/models")
+        cards = {card["id"]: card for card in listed.get("data", ())} if isinstance(listed, dict) else {}
         if not cards:
-            raise ServerError(f"{self.server.url}/v1/models names no model: {listed!r:.300}")
-        names = [card["id"] for card in cards]
-        if self.model is None:
-            self.model = names[0]
-        if self.model not in names:
-            raise ServerError(f"the server at {self.server.url} has no model {self.model!r}; it has {', '.join(names)}")
-        card = cards[names.index(self.model)]
-        return Served(self.model, card.get("root"), card.get("max_model_len"))
+            raise ServerError(f"{server.url}/v1/models names no model: {listed!r:.300}")
+        self.server = server
+        self.model: str = next(iter(cards)) if model is None else model
+        if self.model not in cards:
+            raise ServerError(f"the server at {server.url} has no model {model!r}; it has {', '.join(cards)}")
+        self.folder: str | None = cards[self.model].get("root")
+        self.positions: int | None = cards[self.model].get("max_model_len")
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
         """The body of a request for a stream.
@@ -110,7 +97,7 @@ class OpenAI:
             **({"top_k": how.top_k} if how.top_k else {}),
         }
 
-    def events(
+    async def parts(
         self,
         prompt: Sequence[int],
         how: SamplingParams,
@@ -118,21 +105,17 @@ class OpenAI:
         seed: int,
         top: int,
         fields: Mapping[str, Any],
-    ) -> AsyncIterator[Any]:
-        """The events of a completion; see `body`, to which ``fields`` are added, and `Server.events`."""
-        return self.server.events("/v1/completions", {**self.body(prompt, how, new_tokens, seed, top), **fields})
-
-    def part(self, event: Any) -> Part:
-        """Read an event of a stream."""
-        if not event.get("choices"):
-            return Part([], [], [], None)  # numbers about the request
-        (choice,) = event["choices"]
-        found = choice.get("logprobs") or {}
-        token_ids = choice.get("token_ids")
-        if token_ids is None:
-            token_ids = [_token_of(token) for token in found.get("tokens") or ()]
-        top = [list(of.values()) for of in found.get("top_logprobs") or () if of is not None]
-        return Part(token_ids, found.get("token_logprobs") or [], top, choice.get("finish_reason"))
+    ) -> AsyncIterator[Part]:
+        """Generate; see `body`, to which ``fields`` are added, and `Server.events`."""
+        body = {**self.body(prompt, how, new_tokens, seed, top), **fields}
+        async for event in self.server.events("/v1/completions", body):
+            for choice in event.get("choices") or ():  # an event without has numbers about the request
+                found = choice.get("logprobs") or {}
+                token_ids = choice.get("token_ids")
+                if token_ids is None:
+                    token_ids = [_token_of(token) for token in found.get("tokens") or ()]
+                most_likely = [list(of.values()) for of in found.get("top_logprobs") or () if of is not None]
+                yield Part(token_ids, found.get("token_logprobs") or [], most_likely, choice.get("finish_reason"))
 
     def pause(self) -> None:
         """Have the server take no step."""
@@ -166,15 +149,11 @@ class OpenAI:
         """The error for something that the server cannot do."""
         return RolloutError(f"the server at {self.server.url} has no endpoint for {what}() (dialect {self.name!r})")
 
-    @property
-    def name(self) -> str:
-        """The name of the dialect."""
-        return next(name for name, dialect in DIALECTS.items() if type(self) is dialect)
-
 
 class VLLM(OpenAI):
     """vLLM's server. Everything but generating needs its development mode."""
 
+    name = "vllm"
     coldest = 0.01
     no_updates = ""
     modes = (
@@ -184,14 +163,13 @@ class VLLM(OpenAI):
         "(--logprobs-mode raw_logprobs is for temperature 1, processed_logprobs for top_p=1 and top_k=0)"
     )
 
-    def start(self) -> Served:
-        served = super().start()
+    def __init__(self, server: Server, model: str | None) -> None:
+        super().__init__(server, model)
         self.pauses = self.server.has("/is_paused")
         if not self.pauses:
             self.no_updates = f"its endpoints for weights are off; {DEV_MODE}"
         elif self.server.get("/is_paused")["is_paused"]:  # by an engine that was killed
             self.resume()
-        return served
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
         """See `OpenAI.body`. What is not sent would be taken from the model's generation_config.json."""
@@ -233,7 +211,7 @@ class VLLM(OpenAI):
         return _metric(self.server, "vllm:kv_cache_usage_perc")
 
 
-DIALECTS: dict[str, type[OpenAI]] = {"vllm": VLLM, "openai": OpenAI}
+DIALECTS: dict[str, type[OpenAI]] = {dialect.name: dialect for dialect in (VLLM, OpenAI)}
 
 
 def _token_of(token: str) -> int:

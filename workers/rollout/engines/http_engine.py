@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from workers.extras import require
 from workers.rollout.engines.hf_model import check_tensor, meta_model, read_config, shapes_of
 from workers.rollout.engines.http_client import Server, ServerError, run
-from workers.rollout.engines.http_dialects import DIALECTS, OpenAI
+from workers.rollout.engines.http_dialects import DIALECTS, OpenAI, Part
 from workers.rollout.engines.http_log_probs import check, probe
 from workers.rollout.engines.request_engine import Request, RequestEngine
 from workers.rollout.engines.rollout_engine import EngineLoad, FinishReason, PauseMode, SamplingParams
@@ -48,6 +48,9 @@ UNKNOWN = (None, "default")
 INDEX = "model.safetensors.index.json"
 
 
+_Arrived = tuple["_Reader", "Part | Exception"]
+
+
 class _Reader:
     """A request in progress at the server.
 
@@ -56,21 +59,18 @@ class _Reader:
         closed: whether `close` was called, after which nothing that has come counts.
     """
 
-    def __init__(
-        self, request: Request, events: AsyncIterator[Any], parts: queue.SimpleQueue[tuple[_Reader, Any]]
-    ) -> None:
+    def __init__(self, request: Request, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
         self.request = request
         self.heard = time.monotonic()
         self.closed = False
-        self._parts = parts
-        self._reading = run(self._read(events))
+        self._reading = run(self._read(parts, into))
 
-    async def _read(self, events: AsyncIterator[Any]) -> None:
+    async def _read(self, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
         try:
-            async for event in events:
-                self._parts.put((self, event))
+            async for part in parts:
+                into.put((self, part))
         except Exception as error:
-            self._parts.put((self, error))
+            into.put((self, error))
 
     def close(self) -> None:
         """End the stream, from any thread. The server notices that nobody listens."""
@@ -140,9 +140,9 @@ class HTTPEngine(RequestEngine):
         self._dialect: OpenAI = DIALECTS[dialect](self._server, model)
         self._fields = dict(request_fields or {})
         self._trust = trust_remote_code
-        served = self._dialect.start()
-        if config is None and served.folder is not None and Path(served.folder, "config.json").is_file():
-            config = served.folder
+        folder = self._dialect.folder
+        if config is None and folder is not None and Path(folder, "config.json").is_file():
+            config = folder
         self._config = config
         fields = _fields_of(config, trust_remote_code)
         text = fields.get("text_config") or fields
@@ -153,7 +153,7 @@ class HTTPEngine(RequestEngine):
                 "as it ends vLLM's with --skip-tokenizer-init. Pass config=",
                 url,
             )
-        self.max_positions = served.positions or text.get("max_position_embeddings")
+        self.max_positions = self._dialect.positions or text.get("max_position_embeddings")
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         if weights_dir is None and self._server.host in ("localhost", "127.0.0.1", "::1"):
             self._weights_dir = Path(tempfile.gettempdir())
@@ -189,7 +189,7 @@ class HTTPEngine(RequestEngine):
         check(self._log_probs, self._dialect, sampling_params)
 
     def serve(self) -> None:
-        parts: queue.SimpleQueue[tuple[_Reader, Any]] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
         waiting = self._waiting
         waiting.clear()  # what a step that failed has left
         try:
@@ -203,25 +203,25 @@ class HTTPEngine(RequestEngine):
                 while waiting and len(self._readers) < self.max_running:
                     request = waiting.popleft()
                     if not request.ended:
-                        self._readers[request] = _Reader(request, self._events_of(request), parts)
-                self._take(parts)
+                        self._readers[request] = _Reader(request, self._parts_of(request), arrived)
+                self._take(arrived)
         finally:
             for reader in list(self._readers.values()):
                 self._close(reader)
 
-    def _take(self, parts: queue.SimpleQueue[tuple[_Reader, Any]]) -> None:
+    def _take(self, arrived: queue.SimpleQueue[_Arrived]) -> None:
         """One step: record what has come."""
         wait = STEP_SECONDS
         for _ in range(2 * self.max_running):  # not for ever, so that others get their turn
             try:
-                reader, event = parts.get(timeout=wait) if wait else parts.get_nowait()
+                reader, part = arrived.get(timeout=wait) if wait else arrived.get_nowait()
             except queue.Empty:
                 break
             wait = 0.0
             if self._readers.get(reader.request) is reader and not reader.closed:
                 reader.heard = time.monotonic()
                 try:
-                    self._add(reader, event)
+                    self._add(reader, part)
                 except Exception as error:
                     self._close(reader)
                     self._fail([reader.request], error)
@@ -232,12 +232,11 @@ class HTTPEngine(RequestEngine):
                 self._close(reader)
                 self._fail([reader.request], self._server.broken("a request for tokens", TimeoutError()))
 
-    def _add(self, reader: _Reader, event: Any) -> None:
-        """Record what one event has brought."""
-        if isinstance(event, Exception):
-            raise event
+    def _add(self, reader: _Reader, part: Part | Exception) -> None:
+        """Record what has come."""
+        if isinstance(part, Exception):
+            raise part
         request, how = reader.request, reader.request.sampling_params
-        part = self._dialect.part(event)
         token_ids, log_probs = part.token_ids, part.log_probs
         if len(token_ids) != len(log_probs):
             raise RolloutError(
@@ -269,14 +268,14 @@ class HTTPEngine(RequestEngine):
                 reader.close()
         self.record(request, token_ids[:end], log_probs[:end], ended)
 
-    def _events_of(self, request: Request) -> AsyncIterator[Any]:
+    def _parts_of(self, request: Request) -> AsyncIterator[Part]:
         how, seed, done = request.sampling_params, request.seed, len(request.token_ids)
         if how.temperature == 0 and self._log_probs == "tempered":  # vLLM's LogProbs leaves temperature 0 alone
             how = replace(how, temperature=1.0, top_p=1.0, top_k=1)
         if done:
             seed = mixed_seed(seed, done)  # the seed itself would repeat the first random numbers
         prompt = request.prompt + request.token_ids
-        return self._dialect.events(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
+        return self._dialect.parts(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
 
     def _close(self, reader: _Reader) -> Request:
         reader.close()

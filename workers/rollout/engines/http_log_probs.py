@@ -57,8 +57,7 @@ def _best_two(dialect: OpenAI, fields: Mapping[str, Any], how: SamplingParams, t
     async def read() -> None:
         nonlocal tokens
         async with asyncio.timeout(server.timeout):
-            async for event in dialect.events([token], how, 1, 0, 2, fields):
-                part = dialect.part(event)
+            async for part in dialect.parts([token], how, 1, 0, 2, fields):
                 tokens += len(part.token_ids)
                 found.extend(part.top[0] if part.top else [])
 
