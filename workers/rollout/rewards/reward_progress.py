@@ -31,6 +31,7 @@ class RewardProgress:
         """When each call of the function that has not returned began, the oldest first."""
         self._total = self._done = 0  # samples since nothing was pending
         self._slowest = 0.0
+        self._timeouts = 0
         self._timer: threading.Timer | None = None
 
     def begin(self, samples: int) -> object:
@@ -65,11 +66,16 @@ class RewardProgress:
                 self._done += len(call.samples)
                 self._slowest = max(self._slowest, time.monotonic() - begun)
 
-    def take_slowest(self) -> float:
-        """Return, and reset, the seconds of the longest call."""
+    def timed_out(self, call: RewardCall) -> None:
         with self._lock:
-            slowest, self._slowest = self._slowest, 0.0
-        return slowest
+            self._timeouts += len(call.samples)
+
+    def metrics(self) -> dict[str, float]:
+        """See `RewardRunner.metrics`."""
+        with self._lock:
+            found = {"rewards/timeouts": float(self._timeouts), "rewards/slowest_seconds": self._slowest}
+            self._timeouts, self._slowest = 0, 0.0
+        return found
 
     def _wait(self) -> None:
         self._timer = threading.Timer(LOG_SECONDS, self._log)

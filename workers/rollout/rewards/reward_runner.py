@@ -13,7 +13,7 @@ Threads, all daemons, so that a reward function that hangs does not keep the pro
 
 Locks: ``_turn`` is held by the thread that is in a plain function, as long as it is, because the function need not be
 thread-safe; whoever stops waiting for rewards does not release it. It comes before all other locks, because the
-function may call groups. ``_lock`` protects the event loop, ``_closed`` and ``_timeouts``; it is a leaf.
+function may call groups. ``_lock`` protects the event loop and ``_closed``; it is a leaf.
 """
 
 from __future__ import annotations
@@ -114,7 +114,6 @@ class RewardRunner(Closing):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._timeouts = 0
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_plain")
@@ -206,9 +205,7 @@ class RewardRunner(Closing):
     def metrics(self) -> dict[str, float]:
         """Return, and reset, what happened since the last call: ``rewards/timeouts``, the number of samples whose
         rewards are `on_timeout`; ``rewards/slowest_seconds``, the longest call of the function."""
-        with self._lock:
-            timeouts, self._timeouts = self._timeouts, 0
-        return {"rewards/timeouts": float(timeouts), "rewards/slowest_seconds": self._progress.take_slowest()}
+        return self._progress.metrics()
 
     def close(self) -> None:
         """Cancel all groups, and end threads and processes. A plain function that is running in a thread, and an
@@ -285,8 +282,7 @@ class RewardRunner(Closing):
             except _TimedOutError:
                 if self.on_timeout is None:
                     raise call.error(f"exceeded reward_timeout={self.timeout:g} s for {call.where()}") from None
-                with self._lock:
-                    self._timeouts += len(call.samples)
+                self._progress.timed_out(call)
                 return [float(self.on_timeout)] * len(call.samples)
             except (Exception, asyncio.CancelledError) as error:
                 task = asyncio.current_task()
