@@ -56,14 +56,14 @@ def test_user_folder_that_hides_a_package_is_reported(tmp_path, name):
     assert "Rename" in done.stderr
 
 
-def test_vllm_is_imported_by_its_engine_only():
+def test_engines_alone_import_what_they_need():
     done = python("""
         import importlib.abc
         import sys
 
         class Without(importlib.abc.MetaPathFinder):
             def find_spec(self, name, path, target=None):
-                if name.split(".")[0] == "vllm":
+                if name.split(".")[0] in ("vllm", "httpx"):
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
         sys.meta_path.insert(0, Without())
@@ -72,7 +72,12 @@ def test_vllm_is_imported_by_its_engine_only():
             VLLMEngine({"model_type": "llama"})
         except ImportError as error:
             print(error)
+        try:
+            from workers import HTTPEngine
+        except ImportError as error:
+            print(error)
     """)
+    assert "'httpx' is not installed: pip install 'single-controller[http]'" in done.stdout
     assert "vLLM is not installed in this environment. For the CPU, make one with `make setup-vllm`" in done.stdout
 
 

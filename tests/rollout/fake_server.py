@@ -1,8 +1,7 @@
-"""A server that speaks as vLLM's or SGLang's does, for the requests that an engine makes, in front of a toy model.
+"""A server that speaks as vLLM's does, for the requests that an engine makes, in front of a toy model.
 
-The model is that of `rollout_helpers.Bigram`. Requests and answers have the fields that vLLM 0.32 and SGLang 0.5.23
-document. Only the standard library is needed, so that it also starts quickly as a process: ``python fake_server.py``
-writes its port.
+The model is that of `rollout_helpers.Bigram`. Requests and answers have the fields that vLLM 0.32 documents. Only the
+standard library is needed, so that it also starts quickly as a process: ``python fake_server.py`` writes its port.
 """
 
 import json
@@ -31,9 +30,7 @@ class FakeServer(ThreadingHTTPServer):
         shift: is added to them.
         training: whether the endpoints of vLLM's development mode are there.
         api_key: the key that requests must have.
-        incremental: SGLang's --incremental-streaming-output.
         delay: seconds per token.
-        end: the model's own end token.
         faults: path -> what goes wrong there next: a status code, or a function of the request's handler.
         seen: (path, body) of all requests.
     """
@@ -47,10 +44,10 @@ class FakeServer(ThreadingHTTPServer):
         self.following = [[draw.gauss(0, 2) for _ in range(VOCABULARY)] for _ in range(VOCABULARY)]
         self.bias = [0.0] * VOCABULARY
         self.log_probs, self.shift, self.training, self.api_key = "raw", 0.0, True, None
-        self.incremental, self.delay, self.end, self.faults, self.seen = True, delay, 7, {}, []
+        self.delay, self.faults, self.seen = delay, {}, []
         self.version = "default"
         self.paused = self.asleep = False
-        self.running = self.aborted = 0
+        self.running = 0
         self.changed = threading.Condition()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -78,13 +75,11 @@ class FakeServer(ThreadingHTTPServer):
 
     def tokens(self, prompt, count, temperature, top_p, top_k, draw, stops=()):
         """Yield (token, its log-probability, log-probabilities of all tokens) at temperature 1 or as configured."""
-        last, aborted = prompt[-1], self.aborted
+        last = prompt[-1]
         for _ in range(count):
             with self.changed:
-                while self.paused and self.aborted == aborted:
+                while self.paused:
                     self.changed.wait()
-                if self.aborted != aborted:
-                    return
                 logits = [a + b for a, b in zip(self.following[last], self.bias, strict=True)]
             raw, tempered = log_softmax(logits), log_softmax([one / (temperature or 1.0) for one in logits])
             kept = truncated(tempered, top_p, 1 if temperature == 0 else top_k)
@@ -231,10 +226,6 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         with server.changed:
             server.paused = True
-            if body.get("mode") == "abort":
-                server.aborted += 1
-                server.changed.notify_all()
-                assert server.changed.wait_for(lambda: not server.running, 5)
         self.answer({"status": "paused"})
 
     def resume(self, body, query):
@@ -264,68 +255,16 @@ class Handler(BaseHTTPRequestHandler):
     def metrics(self, body, query):
         self.answer(
             "# HELP vllm:kv_cache_usage_perc KV-cache usage.\n"
-            'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25\nsglang:token_usage{model="toy"} 0.5\n'
+            'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25\n'
         )
 
     def sleep(self, body, query):
-        if self.path == "/release_memory_occupation" and self.server.running:
-            return self.error(500, "release_memory_occupation should be called only when server is idle.")
         self.server.asleep = True
         self.answer({"status": "sleeping"})
 
     def wake_up(self, body, query):
         self.server.asleep = False
         self.answer({"status": "awake"})
-
-    # --- SGLang ---------------------------------------------------------------------------------------------------
-
-    def model_info(self, body, query):
-        self.answer({"model_path": "/models/toy", "is_generation": True, "weight_version": self.server.version})
-
-    def server_info(self, body, query):
-        self.answer({"enable_deterministic_inference": True, "incremental_streaming_output": self.server.incremental})
-
-    def generate(self, body, query):
-        server, how, top = self.server, body["sampling_params"], body["top_logprobs_num"]
-        assert body["stream"] and body["return_logprob"]
-        stops = () if how["ignore_eos"] else {*how["stop_token_ids"], server.end}  # ignore_eos ignores both
-        place = iter(range(len(body["input_ids"]), POSITIONS))
-
-        def draw(weights):  # by seed and position
-            return random.Random(how["sampling_seed"] * 1_000_003 + next(place)).choices(range(VOCABULARY), weights)[0]
-
-        def events():
-            length = how["max_new_tokens"]
-            drawn = server.tokens(
-                body["input_ids"], length, how["temperature"], how["top_p"], how["top_k"], draw, stops
-            )
-            found, tops = [], []
-            for number, (token, log_prob, whole) in enumerate(drawn, 1):
-                reason = {"type": "length", "length": length} if number == length else None
-                reason = {"type": "stop", "matched": token} if token in stops else reason
-                found.append([log_prob, token, None])
-                tops.append([[one, k, None] for k, one in sorted(enumerate(whole), key=lambda pair: -pair[1])[:top]])
-                first = number - 1 if server.incremental else 0
-                yield {
-                    "text": "",
-                    "output_ids": [one for _, one, _ in found[first:]],
-                    "meta_info": {
-                        "id": "0",
-                        "finish_reason": reason,
-                        "completion_tokens": number,
-                        "weight_version": server.version,
-                        "output_token_logprobs": found[first:],
-                        "output_top_logprobs": tops[first:] if top else [],
-                    },
-                }
-
-        self.streamed(events())
-
-    def update_weights_from_disk(self, body, query):
-        assert self.server.paused and body["flush_cache"]
-        self.server.load(body["model_path"])
-        self.server.version = body["weight_version"]
-        self.answer({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
 
 
 ROUTES = {
@@ -341,14 +280,6 @@ ROUTES = {
     ("GET", "/metrics"): Handler.metrics,
     ("POST", "/sleep"): Handler.sleep,
     ("POST", "/wake_up"): Handler.wake_up,
-    ("GET", "/model_info"): Handler.model_info,
-    ("GET", "/server_info"): Handler.server_info,
-    ("POST", "/generate"): Handler.generate,
-    ("POST", "/pause_generation"): Handler.pause,
-    ("POST", "/continue_generation"): Handler.resume,
-    ("POST", "/update_weights_from_disk"): Handler.update_weights_from_disk,
-    ("POST", "/release_memory_occupation"): Handler.sleep,
-    ("POST", "/resume_memory_occupation"): Handler.wake_up,
 }
 TRAINING = {
     "/pause",

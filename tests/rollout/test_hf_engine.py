@@ -1,17 +1,32 @@
-"""HFEngine compared with plain forward passes of the same model."""
+"""HFEngine: the contract of all engines, and comparisons with plain forward passes of the same model."""
 
 import math
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
+from engine_contract import EngineContract, Subject
 from rollout_helpers import GPT2, LLAMA, TIED, plain_log_probs, plain_model
+from transformers import LlamaConfig, MambaConfig, MistralConfig
 
+from workers.rollout.engines import decoding
 from workers.rollout.engines.hf_engine import HFEngine
-from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.engines.rollout_engine import EngineLoad, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError, WeightsError
 
+CONFIG = LlamaConfig(**{**LLAMA.to_diff_dict(), "max_position_embeddings": 512})
+MISTRAL = MistralConfig(**{**LLAMA.to_diff_dict(), "sliding_window": 8})
+MAMBA = MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, state_size=8)
+MANY = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12] * 4, [11, 4], [1, 2, 3, 4], [7], [7]]
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4]]
 SEEDS = [10, 11, 12, 13, 14]
+
+
+def check(model, prompt, completion, temperature=1.0, atol=5e-5):
+    expected = plain_log_probs(model, prompt, completion.token_ids, temperature or 1.0)
+    torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=atol, rtol=0)
 
 
 def engine_of(config, seed=3, **options):
@@ -33,8 +48,7 @@ def test_log_probs_match_an_unpadded_forward_pass(config, temperature):
     completions = engine.generate(PROMPTS, SamplingParams(12, temperature, top_p=0.9, top_k=20), SEEDS)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert len(completion.token_ids) == 12 and completion.finish_reason == "length"
-        expected = plain_log_probs(model, prompt, completion.token_ids, temperature)
-        torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=2e-5, rtol=0)
+        check(model, prompt, completion, temperature)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -48,22 +62,16 @@ def test_temperature_zero_is_the_argmax(config):
             with torch.no_grad():
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert completion.token_ids == tokens[len(prompt) :]
-        expected = plain_log_probs(model, prompt, completion.token_ids)
-        torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=2e-5, rtol=0)
+        check(model, prompt, completion)
 
 
-def test_completion_does_not_depend_on_the_rest_of_the_batch(llama):
+def test_completion_does_not_depend_on_the_batch_size(llama):
     engine, _ = llama
-    how = SamplingParams(10)
-    together = [completion.token_ids for completion in engine.generate(PROMPTS, how, SEEDS)]
-    alone = [engine.generate([p], how, [s])[0].token_ids for p, s in zip(PROMPTS, SEEDS, strict=True)]
-    backwards = [completion.token_ids for completion in engine.generate(PROMPTS[::-1], how, SEEDS[::-1])][::-1]
+    together = engine.generate(PROMPTS, SamplingParams(10), SEEDS)
     engine.max_batch_size = 2
-    in_twos = [completion.token_ids for completion in engine.generate(PROMPTS, how, SEEDS)]
+    in_twos = engine.generate(PROMPTS, SamplingParams(10), SEEDS)
     engine.max_batch_size = 64
-    assert together == alone == backwards == in_twos
-    others = [completion.token_ids for completion in engine.generate(PROMPTS, how, [seed + 1 for seed in SEEDS])]
-    assert all(a != b for a, b in zip(together, others, strict=True))
+    assert [one.token_ids for one in together] == [one.token_ids for one in in_twos]
 
 
 def drawn_first(engine, prompt, how, times=4000):
@@ -124,29 +132,12 @@ def test_frequency_bound_can_fail(llama):
     assert statistic > bound
 
 
-def test_stop_tokens_end_a_completion_and_belong_to_it(llama):
-    engine, _ = llama
-    free = engine.generate(PROMPTS, SamplingParams(16), SEEDS)
-    stops = (free[0].token_ids[3], free[2].token_ids[5])
-    for whole, completion in zip(
-        free, engine.generate(PROMPTS, SamplingParams(16, stop_token_ids=stops), SEEDS), strict=True
-    ):
-        end = next((k + 1 for k, token in enumerate(whole.token_ids) if token in stops), None)
-        assert completion.token_ids == whole.token_ids[:end]
-        assert completion.log_probs == pytest.approx(whole.log_probs[:end], abs=1e-5)
-        assert completion.finish_reason == ("length" if end is None else "stop")
-
-
 def test_generation_config_in_the_folder_is_ignored(tmp_path):
     model = plain_model(LLAMA, 3)
     model.generation_config.update(eos_token_id=list(range(16)), repetition_penalty=5.0, max_new_tokens=2)
     model.save_pretrained(tmp_path)
     from_folder = HFEngine(str(tmp_path)).generate(PROMPTS, SamplingParams(9), SEEDS)
     assert from_folder == engine_of(LLAMA)[0].generate(PROMPTS, SamplingParams(9), SEEDS)
-
-
-def test_no_prompts_give_no_completions(llama):
-    assert llama[0].generate([], SamplingParams(), []) == []
 
 
 def test_random_weights_depend_on_the_seed(tmp_path):
@@ -183,8 +174,7 @@ def test_weights_are_loaded_in_place(config):
     engine.load_weights(iter(list(given.items())[half:]))
     assert {name: tensor.data_ptr() for name, tensor in engine.model.state_dict().items()} == places
     (completion,) = engine.generate([[5, 9, 2]], SamplingParams(12), [1])
-    expected = plain_log_probs(new, [5, 9, 2], completion.token_ids)
-    torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=2e-5, rtol=0)
+    check(new, [5, 9, 2], completion)
 
 
 def test_error_names_weights_that_do_not_fit():
@@ -210,8 +200,7 @@ def test_sleep_and_wake_up():
     engine.load_weights(new.state_dict().items())  # weights may be updated while the engine sleeps
     engine.wake_up()
     (completion,) = engine.generate([[1, 2]], SamplingParams(6), [0])
-    expected = plain_log_probs(new, [1, 2], completion.token_ids)
-    torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=2e-5, rtol=0)
+    check(new, [1, 2], completion)
 
 
 @pytest.mark.gpu
@@ -238,15 +227,6 @@ def test_invalid_prompts_are_rejected(llama):
         engine.generate([[1, 32]], SamplingParams(), [0])
     with pytest.raises(PromptError, match=r"60 tokens, which with max_new_tokens=16 exceeds the model's 64"):
         engine.generate([[1] * 60], SamplingParams(), [0])
-    with pytest.raises(ValueError, match="2 prompts and 1 seeds"):
-        engine.generate([[1], [2]], SamplingParams(), [0])
-
-
-def test_non_finite_weights_are_detected():
-    engine = HFEngine(LLAMA)
-    engine.load_weights([("lm_head.weight", torch.full((32, 32), torch.nan))])
-    with pytest.raises(RolloutError, match="not finite"):
-        engine.generate([[1, 2]], SamplingParams(), [0])
 
 
 def test_invalid_options():
@@ -258,3 +238,151 @@ def test_invalid_options():
         HFEngine(17)
     with pytest.raises(ValueError, match="temperature"):
         SamplingParams(temperature=-1)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def subject():
+    engine = HFEngine(CONFIG)
+    yield Subject(engine, config=CONFIG, positions=512)
+    engine.close()
+
+
+class TestContract(EngineContract):
+    long = 150
+
+
+@pytest.fixture
+def make():
+    """config -> an engine with the weights of `plain_model`, and that model."""
+    engines = []
+
+    def made(config, **options):
+        model = plain_model(config, 3)
+        engines.append(HFEngine(config, **options))
+        engines[-1].load_weights(model.state_dict().items())
+        return engines[-1], model
+
+    yield made
+    for engine in engines:
+        engine.close()
+
+
+def shapes_of(engine):
+    """The (rows, columns) of the tokens of each forward pass from now on."""
+    shapes = []
+    engine.model.register_forward_pre_hook(
+        lambda model, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_rows_join_and_leave_a_running_batch(make, monkeypatch, config):
+    """Rows with their own length, sampling parameters and end, in a cache that is copied again and again."""
+    monkeypatch.setattr(decoding, "ROOM", 5)
+    monkeypatch.setattr(decoding, "WASTE", 8)
+    engine, model = make(config, max_batch_size=5)
+    how = [
+        SamplingParams(9 + 4 * k, temperature=(1.0, 0.0, 0.7)[k % 3], top_k=(0, 6)[k % 2], top_p=(1.0, 0.9)[k % 2])
+        for k in range(len(MANY))
+    ]
+    alone = [engine.generate([prompt], how[k], [k])[0] for k, prompt in enumerate(MANY)]
+    shapes = shapes_of(engine)
+    futures = []
+
+    def submit(*_):
+        """Each request is submitted when the one before has ended or has three tokens."""
+        k = len(futures)
+        if k < len(MANY) and (k == 0 or len(shapes) >= 3 * k):
+            futures.append(engine.submit(MANY[k], how[k], f"request-{k}", seed=k))
+
+    engine.model.register_forward_hook(submit)
+    submit()
+    while len(futures) < len(MANY):
+        futures[-1].result(30)
+    completions = [future.result(30) for future in futures]
+    assert [one.token_ids for one in completions] == [one.token_ids for one in alone]
+    for prompt, params, completion in zip(MANY, how, completions, strict=True):
+        check(model, prompt, completion, params.temperature)
+    rows = [count for count, columns in shapes if columns == 1]
+    assert max(rows) == 5 and rows[-1] == 1  # the last ones run alone, without the rows that have ended
+
+
+def test_equal_prompts_are_computed_once_and_others_with_little_padding(make):
+    engine, model = make(CONFIG)
+    prompts = [[1 + k % 8] * (2 if k % 8 else 300) for k in range(16)]
+    shapes = shapes_of(engine)
+    completions = engine.generate(prompts, SamplingParams(3), range(16))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        check(model, prompt, completion)
+    prompts_alone = [shape for shape in shapes if shape[1] > 1]
+    assert (1, 300) in prompts_alone and (7, 2) in prompts_alone and shapes[-2:] == [(16, 1)] * 2
+
+
+@pytest.mark.parametrize("config", [MISTRAL, MAMBA], ids=["sliding", "recurrent"])
+def test_models_with_other_caches(make, config):
+    engine, model = make(config)
+    future = engine.submit([4, 5, 6], SamplingParams(12), "first", seed=0)
+    completions = engine.generate(MANY, SamplingParams(12), range(len(MANY)))
+    for prompt, completion in zip([[4, 5, 6], *MANY], [future.result(30), *completions], strict=True):
+        assert len(completion.token_ids) == 12
+        check(model, prompt, completion, atol=5e-4)
+
+
+def test_sleep_and_weights_without_an_update_in_the_middle_of_requests(make):
+    engine, first = make(CONFIG)
+    second = plain_model(CONFIG, 8)
+    unbroken = engine.generate(MANY, SamplingParams(100), range(len(MANY)))
+    for new in (first, second):
+        futures = [engine.submit(p, SamplingParams(100), str(k), seed=k) for k, p in enumerate(MANY)]
+        Subject(engine).until(lambda load: load.running == len(MANY))
+        engine.sleep()
+        counts = [len(engine._requests[str(k)].token_ids) for k in range(len(MANY))]
+        assert all(counts) and engine._batch._cache is None  # keys and values were freed
+        with pytest.raises(RolloutError, match="asleep"):
+            engine.submit([1], SamplingParams(2), "refused", seed=0)
+        engine.load_weights(new.state_dict().items())
+        engine.wake_up()
+        completions = [future.result(30) for future in futures]
+        for prompt, count, completion in zip(MANY, counts, completions, strict=True):
+            expected = torch.cat(
+                [
+                    plain_log_probs(first, prompt, completion.token_ids)[:count],
+                    plain_log_probs(new, prompt, completion.token_ids)[count:],
+                ]
+            )
+            torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=5e-5, rtol=0)
+        same = [one.token_ids for one in completions] == [one.token_ids for one in unbroken]
+        assert same == (new is first)
+
+
+def test_logits_that_are_not_finite_fail_the_requests_and_the_engine_goes_on(make):
+    engine, model = make(CONFIG)
+    futures = [engine.submit([7], SamplingParams(400), name, seed=0) for name in "ab"]
+    Subject(engine).until(lambda load: load.running == 2)
+    with engine.parked("test"):
+        engine.load_weights([("lm_head.weight", torch.full((32, 32), torch.nan))])
+    for future in futures:
+        with pytest.raises(RolloutError, match="logits are not finite"):
+            future.result(30)
+    assert engine.load() == EngineLoad(0, 0)
+    engine.load_weights(model.state_dict().items())
+    (completion,) = engine.generate([[5, 9, 2]], SamplingParams(8), [0])
+    check(model, [5, 9, 2], completion)
+
+
+def test_script_may_end_in_the_middle_of_requests():
+    """An engine's thread that came back from torch while the interpreter ends would abort the process."""
+    code = f"""
+        import time
+        from workers import HFEngine, SamplingParams
+        engine = HFEngine({CONFIG.to_dict()!r})
+        futures = [engine.submit([1, k], SamplingParams(500), str(k), seed=k) for k in range(30)]
+        while not engine.load().running:
+            time.sleep(0.001)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0 and "terminate" not in done.stderr, done.stderr

@@ -1,6 +1,6 @@
-"""HTTPEngine in front of a server with a toy model: the contract of all engines in two dialects, and what goes wrong.
+"""HTTPEngine in front of a server with a toy model: the contract of all engines, and what goes wrong.
 
-tests/with_vllm runs the same against vLLM's own server. SGLang's has never run here.
+tests/with_vllm runs the same against vLLM's own server.
 """
 
 import json
@@ -14,9 +14,9 @@ import time
 import fake_server
 import pytest
 import torch
-from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
+from engine_contract import EngineContract, Subject
 from fake_server import FakeServer
-from rollout_helpers import LLAMA, TIED, Bigram, plain_model
+from rollout_helpers import LLAMA, TIED, Bigram, plain_model, wait_until
 
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers import HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
@@ -26,11 +26,6 @@ from workers.rollout.rollout_errors import WeightsError
 CONFIG = {"vocab_size": 32}
 SHAPES = {"following": (32, 32), "bias": (32,)}
 LONG = SamplingParams(200)
-
-
-class Both(EngineContract):
-    updates = 5
-    long = 60
 
 
 @pytest.fixture
@@ -46,8 +41,6 @@ def engine_of(server, tmp_path):
     made = []
 
     def make(**options):
-        if options.get("dialect") == "sglang":
-            server.log_probs = "tempered"
         engine = HTTPEngine(options.pop("url", server.url), **{"config": CONFIG, "weights_dir": tmp_path, **options})
         engine._shapes = SHAPES  # transformers has no such model
         made.append(engine)
@@ -58,31 +51,21 @@ def engine_of(server, tmp_path):
         engine.close()
 
 
-def contract_subject(tmp_path_factory, dialect, log_probs):
-    server = FakeServer(delay=0.002)
-    server.log_probs = log_probs
-    engine = HTTPEngine(server.url, dialect=dialect, config=CONFIG, weights_dir=tmp_path_factory.mktemp("weights"))
-    engine._shapes = SHAPES
-    yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=fake_server.POSITIONS)
-    engine.close()
-    server.close()
-
-
-class TestVLLM(Both):
+class TestContract(EngineContract):
+    updates = 5
+    long = 60
     seeded_continuation = False
 
     @pytest.fixture(scope="class")
     @classmethod
     def subject(cls, tmp_path_factory):
-        yield from contract_subject(tmp_path_factory, "vllm", "tempered")
-
-
-@pytest.mark.full("the contract of all engines in SGLang's dialect")
-class TestSGLang(Both):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def subject(cls, tmp_path_factory):
-        yield from contract_subject(tmp_path_factory, "sglang", "tempered")
+        server = FakeServer(delay=0.002)
+        server.log_probs = "tempered"
+        engine = HTTPEngine(server.url, config=CONFIG, weights_dir=tmp_path_factory.mktemp("weights"))
+        engine._shapes = SHAPES
+        yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=fake_server.POSITIONS)
+        engine.close()
+        server.close()
 
 
 def load(engine, seed=3, version=1):
@@ -94,17 +77,7 @@ def load(engine, seed=3, version=1):
 
 
 def begun(engine, count=1):
-    end = time.monotonic() + 10
-    while engine.load().running < count:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    wait_until(lambda: engine.load().running >= count)
 
 
 # --- what is sent ---------------------------------------------------------------------------------------------------
@@ -152,44 +125,6 @@ def test_token_ids_are_read_from_the_tokens_if_need_be(server, engine_of, monkey
     monkeypatch.setattr(fake_server.Handler, "event", with_text)
     with pytest.raises(RolloutError, match=r"'the' as a token; completions need token ids.*return_token_ids"):
         engine_of(dialect="openai")
-
-
-def test_sglang_in_short(server, engine_of):
-    """What `TestSGLang` tests in full."""
-    engine = engine_of(dialect="sglang")
-    models = {1: load(engine)}
-    futures = [engine.submit(prompt, LONG, str(k), seed=k) for k, prompt in enumerate(PROMPTS)]
-    begun(engine, 8)
-    models[2] = load(engine, 4, 2)
-    assert server.version.startswith("2.") and not server.paused
-    for prompt, future in zip(PROMPTS, futures, strict=True):
-        completion = future.result(20)
-        assert len(completion.token_ids) == 200 and set(completion.weight_versions) == {1, 2}
-        Subject(engine, log_probs=Bigram.log_probs).check(completion, prompt, models)
-    free = engine.generate(PROMPTS, SamplingParams(12, temperature=0.7, top_k=20), SEEDS)
-    for prompt, completion in zip(PROMPTS, free, strict=True):
-        Subject(engine, log_probs=Bigram.log_probs).check(completion, prompt, models, 0.7)
-    stops = (free[0].token_ids[4],)
-    server.end = next(token for token in free[1].token_ids if token not in stops)
-    stopped = engine.generate(PROMPTS, SamplingParams(12, temperature=0.7, top_k=20, stop_token_ids=stops), SEEDS)
-    for whole, completion in zip(free, stopped, strict=True):
-        end = next((k + 1 for k, token in enumerate(whole.token_ids) if token in stops), None)
-        assert completion.token_ids == whole.token_ids[:end]
-        assert completion.finish_reason == ("length" if end is None else "stop")
-    assert server.end in {token for one in stopped for token in one.token_ids}  # where SGLang stopped, too
-    futures = [engine.submit(prompt, LONG, str(k), seed=k) for k, prompt in enumerate(PROMPTS)]
-    begun(engine, 8)
-    engine.sleep()
-    assert server.asleep and server.running == 0 and not any(future.done() for future in futures)
-    engine.wake_up()
-    assert not server.asleep and not server.paused
-    assert all(len(future.result(20).token_ids) == 200 for future in futures)
-
-
-def test_sglang_may_repeat_all_tokens_in_each_event(server, engine_of):
-    expected = engine_of(dialect="sglang").generate(PROMPTS, SamplingParams(9), SEEDS)
-    server.incremental = False
-    assert engine_of(dialect="sglang").generate(PROMPTS, SamplingParams(9), SEEDS) == expected
 
 
 # --- log-probabilities ----------------------------------------------------------------------------------------------
@@ -260,11 +195,11 @@ def test_server_forgets_requests_that_end_here(server, engine_of):
     begun(engine, 4)
     engine.abort(["1"])
     assert futures[1].result(10).finish_reason == "abort"
-    until(lambda: server.running == 3)
+    wait_until(lambda: server.running == 3)
     engine.pause("abort")  # its streams end although the engine takes no steps
-    until(lambda: server.paused)
+    wait_until(lambda: server.paused)
     engine.resume()
-    until(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
 
 
 def test_only_so_many_requests_are_at_the_server(server, engine_of):
@@ -292,7 +227,7 @@ def test_server_without_pause_is_asked_for_the_rest(server, engine_of):
     future = engine.submit([1], LONG, "a", seed=5)
     begun(engine)
     engine.pause()
-    until(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
     assert not future.done() and not server.paused
     engine.resume()
     completion = future.result(20)
@@ -346,7 +281,7 @@ def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
     begun(engine)
     engine.sleep()
     assert server.asleep and engine.keeps_weights
-    until(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
     with pytest.raises(RolloutError, match="asleep"):
         engine.generate([[1]], SamplingParams(2), [0])
     engine.wake_up()
@@ -361,7 +296,6 @@ def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
 
 def test_load_has_the_use_of_the_servers_cache(engine_of):
     assert engine_of().load().cache_usage == 0.25
-    assert engine_of(dialect="sglang").load().cache_usage == 0.5
     assert engine_of(dialect="openai").load().cache_usage is None
 
 
@@ -571,4 +505,5 @@ def test_silent_server_is_an_error(server, engine_of):
 
 
 def test_url_may_have_a_path(server):
-    assert http_client.Server(f"{server.url}/prefix/")._prefix == "/prefix"
+    prefixed = http_client.Server(f"{server.url}/prefix/")
+    assert not prefixed.has("/v1/models") and server.seen[-1][0] == "/prefix/v1/models"

@@ -62,7 +62,7 @@ def test_mistakes_are_found(run, mistake):
         run.lines[3]["before"] = "unknown"
     elif mistake == "other weights":  # the resumed run had weights that no run has trained
         run.lines[3]["before"] = "w1"
-    elif mistake == "held too":
+    elif mistake == "held and trained":
         run.state["groups"][0] = "ready"
     else:
         del run.state["groups"][2 * BATCH]

@@ -4,12 +4,11 @@ import contextlib
 import os
 import signal
 import threading
-import time
 
 import pytest
 import ray
 import torch
-from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions, payload_of
+from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions, payload_of, wait_until
 
 from single_controller import (
     LocalWorkerGroup,
@@ -50,13 +49,6 @@ def exchange(group, version, sends=((), ()), copies=True):
     return group.exchange([Orders("a", version, copies=copies, send_weights=list(requests)) for requests in sends])
 
 
-def wait_for(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 def only_first(group, version=3):
     """Rank 0 has a version, and rank 1 asks for it. Returns the request."""
     group.load(version, version)
@@ -80,7 +72,7 @@ def test_hf_engine_gets_the_same_weights_bit_for_bit(config, dtype):
         first.weight_version = 7
         (_, report) = exchange(group, 7)
         exchange(group, 7, ([report.needs_weights], ()))
-        wait_for(lambda: second.weight_version == 7)
+        wait_until(lambda: second.weight_version == 7)
         own, copied = first.engine.model.state_dict(), second.engine.model.state_dict()
         assert own.keys() == copied.keys()
         assert all(
@@ -131,8 +123,8 @@ def test_copy_has_the_version_only_when_it_is_complete():
         with pytest.raises(RolloutError, match="no complete weights"):
             second.engine.generate([[1]], LONG, [0])
         gate.may_return.release()
-        wait_for(lambda: group.version_of_weights() == [3, 3])
-        wait_for(lambda: not exchange(group, 3)[0].sending_weights)
+        wait_until(lambda: group.version_of_weights() == [3, 3])
+        wait_until(lambda: not exchange(group, 3)[0].sending_weights)
         assert exchange(group, 3)[1].needs_weights is None
         assert not gate.called.acquire(blocking=False)
         prompts, seeds = [[5, 9, 2], [7]], [1, 2]
@@ -147,9 +139,9 @@ def test_repeated_order_begins_nothing():
             first, second = exchange(group, 3, ([request, request], ()))
             assert list(first.sending_weights) == [request.id] and second.needs_weights in (request, None)
         gate.may_return.release(9)
-        wait_for(lambda: group.version_of_weights() == [3, 3])
+        wait_until(lambda: group.version_of_weights() == [3, 3])
         assert gate.called._value == 2
-    wait_for(lambda: not any(thread.name.startswith("bucket of") for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name.startswith("bucket of") for thread in threading.enumerate()))
 
 
 @pytest.mark.parametrize("how", ["update", "pause", "loaded"])
@@ -172,7 +164,7 @@ def test_update_ends_a_copy(how, side, caplog):
                 _, report = exchange(group, 3, copies=False)
                 assert report.needs_weights is None
             group.load(4, 4)
-        wait_for(lambda: not exchange(group, 4)[0].sending_weights)
+        wait_until(lambda: not exchange(group, 4)[0].sending_weights)
         assert group.version_of_weights() == [4, 4] and not gate.called.acquire(blocking=False)
         for worker in workers_of(group):
             assert worker.engine.weight_version == 4
@@ -194,13 +186,13 @@ def test_copy_that_was_cut_off_is_begun_again(caplog):
 
         engine.read_raw = sleeps
         exchange(group, 3, ([request], ()))
-        wait_for(lambda: not exchange(group, 3)[0].sending_weights)
+        wait_until(lambda: not exchange(group, 3)[0].sending_weights)
         assert group.version_of_weights() == [3, None]
         assert "rollout rank 0 did not send its weights to rank 1: RolloutError: the engine sleeps" in caplog.text
         assert exchange(group, 3)[1].needs_weights == request
         engine.read_raw = read
         exchange(group, 3, ([request], ()))
-        wait_for(lambda: group.version_of_weights() == [3, 3])
+        wait_until(lambda: group.version_of_weights() == [3, 3])
 
 
 def test_weights_that_cannot_be_loaded_are_not_asked_for_again(caplog):
@@ -208,9 +200,11 @@ def test_weights_that_cannot_be_loaded_are_not_asked_for_again(caplog):
         request = only_first(group)
         workers_of(group)[1].engine.load_raw = lambda weights: 1 / 0
         exchange(group, 3, ([request], ()))
-        wait_for(lambda: exchange(group, 3)[1].needs_weights is None)
+        # The thread that receives buckets gives the version up before it logs why.
+        why = "could not be loaded: rollout rank 1: BigramEngine could not load weights of version 3"
+        wait_until(lambda: why in caplog.text)
+        assert exchange(group, 3)[1].needs_weights is None
         assert group.version_of_weights() == [3, None]
-        assert "could not be loaded: rollout rank 1: BigramEngine could not load weights of version 3" in caplog.text
         assert exchange(group, 4)[1].needs_weights.version == 4
         group.load(4, 4)
         assert group.version_of_weights() == [4, 4]
@@ -221,8 +215,9 @@ def test_engine_with_other_weights_is_refused(caplog):
         request = only_first(group)
         workers_of(group)[0].engine.model.bias.data = torch.zeros(31)
         exchange(group, 3, ([request], ()))
-        wait_for(lambda: not exchange(group, 3)[0].sending_weights)
-        assert group.version_of_weights() == [3, 0] and "nobody needs it any more" in caplog.text
+        wait_until(lambda: "nobody needs it any more" in caplog.text)  # logged once the sender has been refused
+        wait_until(lambda: not exchange(group, 3)[0].sending_weights)
+        assert group.version_of_weights() == [3, 0]
 
 
 # --- a stream ---------------------------------------------------------------------------------------------------------
@@ -267,10 +262,7 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
             found.extend((manager.weight_version, stream.take(60)) for _ in range(count))
 
         def take_until(condition):
-            deadline = time.monotonic() + 60
-            while not condition():
-                assert time.monotonic() < deadline
-                take()
+            wait_until(lambda: condition() or take(), 60)
 
         with RolloutStream(manager, prompts, SampleBuffer(B, update_interval=10_000)) as stream:
             for version, (flag, killed, deaths) in enumerate(rounds, 1):

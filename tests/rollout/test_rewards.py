@@ -14,19 +14,13 @@ import weakref
 
 import pytest
 import ray
+from rollout_helpers import wait_until
 
 from workers import RewardError, RewardRunner, Sample
 
 
 def group(prompt, count, tokens=2):
     return [Sample(prompt, sample, [prompt], [sample] * tokens) for sample in range(count)]
-
-
-def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def threads(name):
@@ -179,7 +173,7 @@ def test_plain_function_runs_in_the_callers_thread_or_in_one_of_its_own():
         assert not future.done()
         held.set()
         assert future.result(20) == [1.0]
-        wait_until(lambda: not threads("rewards-queue"))
+        wait_until(lambda: not threads("rewards-plain"))
 
 
 def test_function_that_turns_out_to_be_async_is_submitted_too():
@@ -313,20 +307,28 @@ def test_ctrl_c_interrupts_a_plain_function(interrupt_when):
     assert runner.compute(group(0, 2)) == [1.0, 1.0]
 
 
-def test_progress_is_logged(caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "done", "slowest"),
+    [("plain", 3, "row 3: prompt 1, sample 0, a completion of 7"), ("blocking", "[0-4]", "row"), ("async", 4, "row 3")],
+)
+def test_progress_is_logged(kind, done, slowest, caplog, monkeypatch):
+    """Whichever thread the function blocks."""
     monkeypatch.setattr("workers.rollout.rewards.reward_progress.LOG_SECONDS", 0.1)
-    logged = (
-        r"has been running for 0 s, for 5 completions: 4 are done; "
-        r"the slowest has been running for 0 s, row 3: prompt 1, sample 0, a completion of 7 tokens"
-    )
+    logged = rf"running for 0 s, for 5 completions: {done} are done; the slowest has been running for 0 s, {slowest}"
 
-    async def judge(prompt_ids, completion_ids):
+    def plain(prompt_ids, completion_ids):
         end = time.monotonic() + 10
         while len(completion_ids) == 7 and time.monotonic() < end and not re.search(logged, caplog.text):
-            await asyncio.sleep(0.01)
+            time.sleep(0.01)
         return 1.0
 
-    with RewardRunner(judge) as runner:
+    async def blocking(prompt_ids, completion_ids):
+        return plain(prompt_ids, completion_ids)
+
+    async def judge(prompt_ids, completion_ids):
+        return await asyncio.to_thread(plain, prompt_ids, completion_ids)
+
+    with RewardRunner({"plain": plain, "blocking": blocking, "async": judge}[kind]) as runner:
         runner.compute([*group(0, 3), *group(1, 1, tokens=7), *group(2, 1)])
     assert re.search(logged, caplog.text)
     wait_until(lambda: not threads("rewards-log"))

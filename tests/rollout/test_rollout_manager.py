@@ -5,6 +5,7 @@ import math
 import pickle
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -123,16 +124,13 @@ def test_rollout_data_row_by_row(one):
     assert len(lengths) > 2, "the completions were meant to be ragged"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_result_does_not_depend_on_the_number_of_workers(one, world_size):
-    with local(world_size) as group:
-        several = RolloutManager(group, HOW, length_reward, samples_per_prompt=3, seed=1).generate(PROMPTS)
-    same(RolloutManager(one, HOW, length_reward, samples_per_prompt=3, seed=1).generate(PROMPTS), several)
-
-
-def test_result_is_the_same_on_ray(one, on_ray):
-    data = RolloutManager(on_ray, HOW, length_reward, samples_per_prompt=3, seed=1).generate(PROMPTS)
-    same(RolloutManager(one, HOW, length_reward, samples_per_prompt=3, seed=1).generate(PROMPTS), data)
+@pytest.mark.parametrize("world_size", [2, 3, "ray"])
+def test_result_does_not_depend_on_the_number_of_workers_or_where_they_run(one, world_size, request):
+    other = request.getfixturevalue("on_ray") if world_size == "ray" else local(world_size)
+    options = {"samples_per_prompt": 3, "seed": 1}
+    with nullcontext(other) if world_size == "ray" else other as group:
+        several = RolloutManager(group, HOW, length_reward, **options).generate(PROMPTS)
+    same(RolloutManager(one, HOW, length_reward, **options).generate(PROMPTS), several)
 
 
 def test_seed_rollout_id_and_sample_give_different_draws(one):
@@ -286,24 +284,6 @@ def test_cancelled_reward_function_is_a_reward_error(echoes, is_async, batched, 
     assert "exception" not in caplog.text  # of the one that waited, which nobody asked for
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_reward_function_that_does_not_return_is_logged(echoes, is_async, caplog, monkeypatch):
-    monkeypatch.setattr("workers.rollout.rewards.reward_progress.LOG_SECONDS", 0.05, raising=False)
-    logged = "the reward function has been running for 0 s, for 3 completions"
-
-    def reward(prompt_ids, completion_ids):
-        end = time.monotonic() + 5
-        while logged not in caplog.text and time.monotonic() < end:
-            time.sleep(0.01)
-        return 1.0
-
-    async def later(prompt_ids, completion_ids):
-        return reward(prompt_ids, completion_ids)
-
-    RolloutManager(echoes, SamplingParams(2), later if is_async else reward, samples_per_prompt=3).generate([[1]])
-    assert logged in caplog.text
-
-
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "1.0", [1, 2]], ids=repr)
 def test_invalid_rewards_are_rejected(echoes, value):
     manager = RolloutManager(echoes, SamplingParams(2), lambda prompt, completion: value if prompt == [2] else True)
@@ -430,26 +410,17 @@ def test_async_rollouts_are_rewarded_one_at_a_time(echoes):
     assert all(len(future.result(timeout=20)) == 2 for future in futures)
 
 
-def test_weights_lost_by_offload_have_no_version(echoes):
-    manager = RolloutManager(echoes)
-    before = echoes.current_weight_version()
-    manager.offload()
-    assert echoes.current_weight_version() == [None, None]  # an EchoEngine does not declare that it keeps them
-    manager.onload()
+def test_offload_and_onload(echoes):
+    """An `EchoEngine` does not declare that it keeps its weights."""
+    manager, before = RolloutManager(echoes), echoes.current_weight_version()
+    for offload, onload in ((manager.offload, manager.onload), (echoes.offload, echoes.onload)):
+        offload()
+        assert echoes.is_asleep() == [True, True] and echoes.current_weight_version() == [None, None]
+        onload()
+        assert echoes.is_asleep() == [False, False]
     with pytest.raises(WeightVersionError, match="the rollout needs complete weights"):
         manager.generate([[1]])
     echoes.set_weight_version(before[0])
-
-
-def test_offload_and_onload(echoes):
-    manager = RolloutManager(echoes)
-    manager.offload()
-    assert echoes.is_asleep() == [True, True]
-    manager.onload()
-    assert echoes.is_asleep() == [False, False]
-    echoes.offload()
-    assert echoes.is_asleep() == [True, True]
-    echoes.onload()
 
 
 class Trainer(Worker):

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 from fake_server import FakeServer
-from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions
+from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions, wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import HTTPEngine, RayTrainGroup, SampleBuffer
@@ -138,10 +138,7 @@ def test_one_step_off_policy_generates_the_next_batch_meanwhile(group):
         for version in range(1, 5):
             update(stream, manager, version)
             data = stream.take(30)
-            deadline = time.monotonic() + 10
-            while stream.metrics()["buffer/ready"] < B:  # while this thread "trains"
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(lambda: stream.metrics()["buffer/ready"] >= B)  # while this thread "trains"
             assert data["weight_versions"].amax() == max(1, version - 1)
 
 
@@ -432,7 +429,5 @@ def test_update_in_which_a_worker_dies_is_repeated(ray_cluster, tmp_path):
                 found += data["group_ids"][::SAMPLES].tolist()
             assert found == list(range(4 * B))
             assert stream.metrics()["rollout/restarts"] == 1
-            deadline = time.monotonic() + 60
-            while group.execute_all_sync("version_of_weights") != [4, 4]:  # its replacement may still be starting
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            # Its replacement may still be starting.
+            wait_until(lambda: group.execute_all_sync("version_of_weights") == [4, 4], 60)

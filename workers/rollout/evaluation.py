@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -105,24 +106,16 @@ def _generated(
     seed: int,
 ) -> TensorDict:
     """Generate with another manager of the same workers, so that nothing of the given one changes."""
-    own = RolloutManager(
-        manager.group,
-        sampling_params,
-        samples_per_prompt=samples_per_prompt,
-        seed=mixed_seed(manager.seed, -1, seed),  # -1: rollouts mix in a rollout id
-        timeout=manager.timeout,
-    )
-    own.rewards = rewards
-    own.weight_version = manager.weight_version
-    if manager.refresh is not None:
-        refresh = manager.refresh
+    own = copy.copy(manager)
+    own.rewards, own.seed = rewards, mixed_seed(manager.seed, -1, seed)  # -1: rollouts mix in a rollout id
+    if (refresh := manager.refresh) is not None:
 
         def refresh_both() -> None:
             refresh()
             own.weight_version = manager.weight_version
 
         own.refresh = refresh_both
-    return own.generate(prompts, extras=extras)
+    return own.generate(prompts, extras=extras, sampling_params=sampling_params, samples_per_prompt=samples_per_prompt)
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:

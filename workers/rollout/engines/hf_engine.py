@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HFEngine(RequestEngine):
-    """An engine for tests, small models and machines without a GPU. Use vLLM or SGLang for large models.
+    """An engine for tests, small models and machines without a GPU. Use vLLM for large models.
 
     The model's ``generation_config``, including its stop tokens, is ignored: only `SamplingParams` count. The same
     prompt, seed and weights give the same completion on one kind of device, up to rounding: logits differ by about 1e-6

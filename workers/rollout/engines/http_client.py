@@ -1,23 +1,33 @@
-"""A small HTTP client on the standard library, for engines behind a server: JSON in and out, and streams of events.
+"""What `HTTPEngine` needs of HTTP, by httpx: JSON in and out, streams of events, and errors that say what to do.
 
 Each request has its own connection: a request that is sent twice would generate twice, so none may go out on a
 connection that the server is about to close. Only what the server has surely not begun is sent again: requests that it
 turned away as too many, and GET.
+
+Thread: "http-streams", a daemon, runs the event loop in which all streams of the process are read. It ends with the
+process. Lock: `_starting` protects its start; it is a leaf.
 """
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
+import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
+from workers.extras import require
 from workers.rollout.rollout_errors import RolloutError
+
+if TYPE_CHECKING:
+    import httpx
+else:
+    httpx = require("httpx", "http")
 
 CONNECT_SECONDS = 10.0
 """How long a connection may take to be made."""
@@ -30,6 +40,30 @@ BUSY = (429, 503)
 
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """A host that dies without a word is noticed after 30 s, also by a stream that waits for its next token."""
+
+T = TypeVar("T")
+
+_starting = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin a coroutine in the thread "http-streams"."""
+    global _loop
+    with _starting:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="http-streams", daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop)
+
+
+def _after_fork() -> None:
+    global _loop
+    _loop = None  # its thread is the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class ServerError(RolloutError):
@@ -63,12 +97,32 @@ class Server:
         self.url = url.rstrip("/")
         self.host = parts.hostname
         self.timeout = timeout
-        self._tls = parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
-        self._prefix = parts.path.rstrip("/")
-        self._headers = {"Accept": "application/json, text/event-stream"}
+        headers = {"Accept": "application/json, text/event-stream"}
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            headers["Authorization"] = f"Bearer {api_key}"
+        keepalive = [
+            (socket.IPPROTO_TCP, getattr(socket, name), seconds)
+            for name, seconds in KEEPALIVE.items()
+            if hasattr(socket, name)  # not all systems have them
+        ]
+        transport: dict[str, Any] = {
+            "verify": ssl.create_default_context(),  # the host's certificates, not httpx's
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            "socket_options": [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *keepalive],
+        }
+        # Proxies of the environment are not for servers of the cluster.
+        client: dict[str, Any] = {"base_url": self.url, "headers": headers, "trust_env": False}
+        self._client = httpx.Client(
+            **client,
+            transport=httpx.HTTPTransport(**transport),
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+        )
+        # No limit for a read: a request may wait long at a busy server. `HTTPEngine` looks for streams that are silent.
+        self._streams = httpx.AsyncClient(
+            **client,
+            transport=httpx.AsyncHTTPTransport(**transport),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        )
 
     def get(self, path: str) -> Any:
         """Return what the server answers: JSON as Python objects, anything else as text. A connection that fails is
@@ -78,11 +132,11 @@ class Server:
             ServerError: see the class.
         """
         try:
-            return self._exchange("GET", path, None)
+            return self._exchange("GET", path)
         except ServerError as error:
-            if error.status is not None or isinstance(error.__cause__, TimeoutError):
+            if error.status is not None or isinstance(error.__cause__, httpx.TimeoutException):
                 raise
-        return self._exchange("GET", path, None)
+        return self._exchange("GET", path)
 
     def post(self, path: str, body: Any = None, **query: str) -> Any:
         """Send JSON, and return what the server answers.
@@ -90,7 +144,7 @@ class Server:
         Raises:
             ServerError: see the class.
         """
-        return self._exchange("POST", f"{path}?{urlencode(query)}" if query else path, body)
+        return self._exchange("POST", path, body, query)
 
     def has(self, path: str) -> bool:
         """Whether the server answers a GET of this path with anything but "there is no such path".
@@ -106,169 +160,88 @@ class Server:
             return error.status not in (404, 405)
         return True
 
-    def stream(self, path: str, body: Any) -> Stream:
-        """Return the events that the server will send as an answer. Nothing is sent before they are asked for."""
-        return Stream(self, path, body)
-
-    def _exchange(self, method: str, path: str, body: Any) -> Any:
-        connection = self.connect(self.timeout)
-        try:
-            response = self.send(connection, method, path, body)
-            content = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self.broken(f"{method} {path}", error) from error
-        finally:
-            connection.close()
-        return json.loads(content) if _is_json(response) and content else content.decode(errors="replace")
-
-    def connect(self, timeout: float | None) -> http.client.HTTPConnection:
-        """Make a connection, whose reads and writes may take so many seconds each.
+    async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
+        """Send a request, and yield each event of the answer as Python objects until the server sends ``[DONE]``. Run
+        it with `run`; the server notices when that is cancelled.
 
         Raises:
-            ServerError: the server could not be reached.
+            ServerError: see the class.
         """
-        made = (
-            http.client.HTTPSConnection(
-                self.host, self._port, timeout=CONNECT_SECONDS, context=ssl.create_default_context()
-            )
-            if self._tls
-            else http.client.HTTPConnection(self.host, self._port, timeout=CONNECT_SECONDS)
-        )
-        try:
-            made.connect()
-        except OSError as error:
-            made.close()
-            raise ServerError(
-                f"cannot reach the server at {self.url}: {_told(error)}. Check the URL, that the server runs, and that "
-                f"this host ({socket.gethostname()}) may connect to it"
-            ) from error
-        made.sock.settimeout(timeout)
-        made.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, seconds in KEEPALIVE.items():
-            with suppress(AttributeError, OSError):  # not all systems have them
-                made.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
-        return made
-
-    def send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any
-    ) -> http.client.HTTPResponse:
-        """Send a request, and return the response once its header has come.
-
-        Raises:
-            ServerError: the server answered with an error.
-        """
-        headers: Mapping[str, str] = self._headers
-        data = None
-        if body is not None:
-            data, headers = json.dumps(body).encode(), {**headers, "Content-Type": "application/json"}
-        connection.request(method, self._prefix + quote(path, safe="/?&=%"), data, dict(headers))
-        response = connection.getresponse()
-        if response.status >= 300:
-            what = _message(response.read().decode(errors="replace"))
-            why = "; pass its key as api_key=" if response.status in (401, 403) else ""
-            raise ServerError(
-                f"the server at {self.url} answered {method} {path} with {response.status}: {what}{why}",
-                response.status,
-            )
-        return response
-
-    def broken(self, what: str, error: BaseException) -> ServerError:
-        """The error for a connection that failed after it was made."""
-        if isinstance(error, TimeoutError):
-            why = f"did not answer {what} within {self.timeout:g} s; it is overloaded or hangs: see its log"
-        else:
-            why = f"closed the connection during {what} ({_told(error)}); it has probably died: see its log"
-        return ServerError(f"the server at {self.url} {why}")
-
-
-class Stream:
-    """The events of one answer, in the format of server-sent events. Iterate in one thread; any thread may `close`."""
-
-    def __init__(self, server: Server, path: str, body: Any) -> None:
-        self._server = server
-        self._path = path
-        self._body = body
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        """Protects ``_socket``. It is a leaf."""
-        self._socket: socket.socket | None = None
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed.is_set()
-
-    def close(self) -> None:
-        """End the iteration now. The server notices that nobody listens."""
-        # First, so that the reading thread either finds this set before it sends, or has left a socket to shut down.
-        self._closed.set()
-        with self._lock:
-            if self._socket is not None:
-                with suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # unlike close(), this ends a read of another thread
-
-    def __iter__(self) -> Iterator[Any]:
-        """Send the request, and yield each event as Python objects until the server sends ``[DONE]``.
-
-        Raises:
-            ServerError: see the class. After `close` there are no errors.
-        """
-        waits = iter(RETRY_SECONDS)
-        while not self.closed:
+        for wait in (*RETRY_SECONDS, None):
             try:
-                yield from self._events()
+                async for event in self._events(path, body):
+                    yield event
                 return
             except ServerError as error:
-                wait = next(waits, None) if error.status in BUSY else None
-                if wait is None:
-                    if self.closed:
-                        return
+                if wait is None or error.status not in BUSY:
                     raise
-                self._closed.wait(wait)
+            await asyncio.sleep(wait)
 
-    def _events(self) -> Iterator[Any]:
-        # No limit for a read: a request may wait long at a busy server. `HTTPEngine` looks for streams that are silent.
-        connection = self._server.connect(None)
-        with self._lock:
-            self._socket = connection.sock
+    async def _events(self, path: str, body: Any) -> AsyncIterator[Any]:
+        what = f"POST {path}"
         try:
-            if self.closed:  # before there was a socket to shut down
-                return
-            response = self._server.send(connection, "POST", self._path, self._body)
-            rest = b""
-            while data := response.read1(1 << 16):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data:"):  # others are comments, which keep the connection alive
-                        event = line[5:].strip()
-                        if event == b"[DONE]":
-                            return
-                        yield self._checked(json.loads(event))
-            raise ConnectionError("it ended before the last event")
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            if not self.closed:
-                raise self._server.broken(f"POST {self._path}", error) from error
-        finally:
-            with self._lock:
-                # Before it is closed: `close` must not shut down another connection that got the same number.
-                self._socket = None
-            connection.close()
+            async with self._streams.stream("POST", path, json=body) as response:
+                if response.status_code >= 300:
+                    await response.aread()
+                    raise self._refused(what, response)
+                rest = b""
+                # Not `aiter_lines`, for which a line also ends at characters that JSON may contain.
+                async for data in response.aiter_bytes():
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data:"):  # others are comments, which keep the connection alive
+                            event = line[5:].strip()
+                            if event == b"[DONE]":
+                                return
+                            yield self._checked(what, json.loads(event))
+                raise ConnectionError("it ended before the last event")
+        except (OSError, httpx.HTTPError, ValueError) as error:
+            raise self.broken(what, error) from error
 
-    def _checked(self, event: Any) -> Any:
+    def _exchange(self, method: str, path: str, body: Any = None, query: Any = None) -> Any:
+        what = f"{method} {path}"
+        try:
+            response = self._client.request(method, path, json=body, params=query)
+            if response.status_code >= 300:
+                raise self._refused(what, response)
+            is_json = "json" in response.headers.get("Content-Type", "") and response.content
+            return response.json() if is_json else response.text
+        except (httpx.HTTPError, ValueError) as error:
+            raise self.broken(what, error) from error
+
+    def _refused(self, what: str, response: httpx.Response) -> ServerError:
+        status = response.status_code
+        why = "; pass its key as api_key=" if status in (401, 403) else ""
+        message = _message(response.text)
+        return ServerError(f"the server at {self.url} answered {what} with {status}: {message}{why}", status)
+
+    def broken(self, what: str, error: BaseException) -> ServerError:
+        """The error for a request that got no answer, or only a part of one."""
+        cause = error
+        while (inner := cause.__cause__ or cause.__context__) is not None and str(inner):
+            cause = inner  # what the system said; httpx's own exceptions may say less
+        told = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+            return ServerError(
+                f"cannot reach the server at {self.url}: {told}. Check the URL, that the server runs, and that "
+                f"this host ({socket.gethostname()}) may connect to it"
+            )
+        if isinstance(error, (TimeoutError, httpx.TimeoutException)):
+            why = f"did not answer {what} within {self.timeout:g} s; it is overloaded or hangs: see its log"
+        else:
+            why = f"closed the connection during {what} ({told}); it has probably died: see its log"
+        return ServerError(f"the server at {self.url} {why}")
+
+    def _checked(self, what: str, event: Any) -> Any:
         if isinstance(event, dict) and event.get("error"):
             error = event["error"]
             status = error.get("code") if isinstance(error, dict) else None
             raise ServerError(
-                f"the server at {self._server.url} failed in the middle of POST {self._path}: "
-                f"{_message(json.dumps(event))}",
+                f"the server at {self.url} failed in the middle of {what}: {_message(json.dumps(event))}",
                 # Not `status` itself: a request that has begun must not be sent again, whatever the server says.
                 500 if status in BUSY else status if isinstance(status, int) else None,
             )
         return event
-
-
-def _is_json(response: http.client.HTTPResponse) -> bool:
-    return "json" in (response.headers.get("Content-Type") or "")
 
 
 def _message(content: str) -> str:
@@ -281,7 +254,3 @@ def _message(content: str) -> str:
         if isinstance(found, dict) and found.get(key):
             found = found[key]
     return (found if isinstance(found, str) else json.dumps(found))[:2000]
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,44 +1,22 @@
 """What `HTTPEngine` says to a server, and how it reads the answers: one class for each kind of server.
 
-Endpoints and fields are those of vLLM 0.32.0 (``vllm/entrypoints``) and SGLang 0.5.23 (``sglang/srt/entrypoints``).
+Endpoints and fields are those of vLLM 0.32.0 (``vllm/entrypoints``).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from workers.rollout.engines.http_client import Server, ServerError, Stream
+from workers.rollout.engines.http_client import Server, ServerError
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
 DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1, which adds its endpoints for training"
 
-SGLANG_OPTIONS = {
-    "enable_deterministic_inference": "it ignores the seeds of requests",
-    "incremental_streaming_output": "each event repeats all tokens so far, which is slow for long completions",
-}
-
-logger = logging.getLogger(__name__)
-
-
-class Served(NamedTuple):
-    """What a server says about its model.
-
-    Attributes:
-        name: in requests.
-        folder: where the server read it from; it need not exist on this host.
-        positions: maximum number of tokens of a prompt and its completion.
-    """
-
-    name: str | None
-    folder: str | None
-    positions: int | None
-
 
 class Part(NamedTuple):
-    """What an event adds to a completion.
+    """What an event of a stream adds to a completion.
 
     Attributes:
         token_ids: the new tokens.
@@ -57,49 +35,40 @@ class Part(NamedTuple):
 class OpenAI:
     """A server with ``/v1/completions`` that takes and returns token ids, and has nothing for training.
 
+    Args:
+        server: where it is.
+        model: name of the model in requests; None for the first that the server has.
+
     Attributes:
-        path: of the requests for completions.
-        positional_seeds: whether a request for the rest of a completion draws, with the same seed, what the whole one
-            would have drawn.
-        own_stops: whether a request with stop tokens may also end at the model's own end tokens.
+        folder: where the server read the model from; it need not exist on this host.
+        positions: maximum number of tokens of a prompt and its completion; None if the server does not tell.
         coldest: the server raises lower temperatures to this one, except 0.
         pauses: whether the server has `pause` and `resume`.
         no_updates: why the server cannot take weights, and what to do; empty if it can.
         modes: how to change what the log-probabilities are.
+        name: of the dialect.
+
+    Raises:
+        ServerError: the server could not be reached, or refuses.
     """
 
-    path = "/v1/completions"
-    positional_seeds = False
-    own_stops = False
     coldest = 0.0
     pauses = False
-    no_updates = (
-        "an OpenAI-compatible server has no endpoint for weights; with dialect='vllm' or 'sglang' those of vLLM or "
-        "SGLang are used"
-    )
+    no_updates = "an OpenAI-compatible server has no endpoint for weights; with dialect='vllm' those of vLLM are used"
     modes = "look for an option of the server that changes what it returns"
+    name = "openai"
 
     def __init__(self, server: Server, model: str | None) -> None:
-        self.server = server
-        self.model = model
-
-    def start(self) -> Served:
-        """Ask what the server serves and can do.
-
-        Raises:
-            ServerError: the server could not be reached, or refuses.
-        """
-        listed = self.server.get("/v1/models")
-        cards = listed.get("data") if isinstance(listed, dict) else None
+        listed = server.get("/v1/models")
+        cards = {card["id"]: card for card in listed.get("data", ())} if isinstance(listed, dict) else {}
         if not cards:
-            raise ServerError(f"{self.server.url}/v1/models names no model: {listed!r:.300}")
-        names = [card["id"] for card in cards]
-        if self.model is None:
-            self.model = names[0]
-        if self.model not in names:
-            raise ServerError(f"the server at {self.server.url} has no model {self.model!r}; it has {', '.join(names)}")
-        card = cards[names.index(self.model)]
-        return Served(self.model, card.get("root"), card.get("max_model_len"))
+            raise ServerError(f"{server.url}/v1/models names no model: {listed!r:.300}")
+        self.server = server
+        self.model: str = next(iter(cards)) if model is None else model
+        if self.model not in cards:
+            raise ServerError(f"the server at {server.url} has no model {model!r}; it has {', '.join(cards)}")
+        self.folder: str | None = cards[self.model].get("root")
+        self.positions: int | None = cards[self.model].get("max_model_len")
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
         """The body of a request for a stream.
@@ -128,7 +97,7 @@ class OpenAI:
             **({"top_k": how.top_k} if how.top_k else {}),
         }
 
-    def stream(
+    async def parts(
         self,
         prompt: Sequence[int],
         how: SamplingParams,
@@ -136,26 +105,17 @@ class OpenAI:
         seed: int,
         top: int,
         fields: Mapping[str, Any],
-    ) -> Stream:
-        """A request for a stream; see `body`. ``fields`` are added to it."""
-        return self.server.stream(self.path, {**self.body(prompt, how, new_tokens, seed, top), **fields})
-
-    def part(self, event: Any, seen: int) -> Part:
-        """Read an event of a stream.
-
-        Args:
-            event: the event.
-            seen: how many tokens have come before.
-        """
-        if not event.get("choices"):
-            return Part([], [], [], None)  # numbers about the request
-        (choice,) = event["choices"]
-        found = choice.get("logprobs") or {}
-        token_ids = choice.get("token_ids")
-        if token_ids is None:
-            token_ids = [_token_of(token) for token in found.get("tokens") or ()]
-        top = [list(of.values()) for of in found.get("top_logprobs") or () if of is not None]
-        return Part(token_ids, found.get("token_logprobs") or [], top, choice.get("finish_reason"))
+    ) -> AsyncIterator[Part]:
+        """Generate; see `body`, to which ``fields`` are added, and `Server.events`."""
+        body = {**self.body(prompt, how, new_tokens, seed, top), **fields}
+        async for event in self.server.events("/v1/completions", body):
+            for choice in event.get("choices") or ():  # an event without has numbers about the request
+                found = choice.get("logprobs") or {}
+                token_ids = choice.get("token_ids")
+                if token_ids is None:
+                    token_ids = [_token_of(token) for token in found.get("tokens") or ()]
+                most_likely = [list(of.values()) for of in found.get("top_logprobs") or () if of is not None]
+                yield Part(token_ids, found.get("token_logprobs") or [], most_likely, choice.get("finish_reason"))
 
     def pause(self) -> None:
         """Have the server take no step."""
@@ -189,15 +149,11 @@ class OpenAI:
         """The error for something that the server cannot do."""
         return RolloutError(f"the server at {self.server.url} has no endpoint for {what}() (dialect {self.name!r})")
 
-    @property
-    def name(self) -> str:
-        """The name of the dialect."""
-        return next(name for name, dialect in DIALECTS.items() if type(self) is dialect)
-
 
 class VLLM(OpenAI):
     """vLLM's server. Everything but generating needs its development mode."""
 
+    name = "vllm"
     coldest = 0.01
     no_updates = ""
     modes = (
@@ -207,14 +163,13 @@ class VLLM(OpenAI):
         "(--logprobs-mode raw_logprobs is for temperature 1, processed_logprobs for top_p=1 and top_k=0)"
     )
 
-    def start(self) -> Served:
-        served = super().start()
+    def __init__(self, server: Server, model: str | None) -> None:
+        super().__init__(server, model)
         self.pauses = self.server.has("/is_paused")
         if not self.pauses:
             self.no_updates = f"its endpoints for weights are off; {DEV_MODE}"
         elif self.server.get("/is_paused")["is_paused"]:  # by an engine that was killed
             self.resume()
-        return served
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
         """See `OpenAI.body`. What is not sent would be taken from the model's generation_config.json."""
@@ -256,103 +211,7 @@ class VLLM(OpenAI):
         return _metric(self.server, "vllm:kv_cache_usage_perc")
 
 
-class SGLang(OpenAI):
-    """SGLang's server, by its own endpoint ``/generate``. This class has never spoken to a real one."""
-
-    path = "/generate"
-    positional_seeds = True  # what is drawn depends on the seed and the position, in deterministic mode
-    own_stops = True
-    pauses = True
-    no_updates = ""
-    modes = "start SGLang without the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB"
-
-    def start(self) -> Served:
-        info = self.server.get("/model_info")
-        listed = super().start()
-        options = self.server.get("/server_info")
-        for name, without in SGLANG_OPTIONS.items():
-            if options.get(name) is False:
-                logger.warning(
-                    "the server at %s runs without --%s: %s", self.server.url, name.replace("_", "-"), without
-                )
-        return Served(listed.name, info.get("model_path"), listed.positions)
-
-    def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
-        """See `OpenAI.body`. With ``ignore_eos`` SGLang ignores the stop tokens, too. Without it, it also stops at the
-        model's end tokens."""
-        return {
-            "input_ids": list(prompt),
-            "stream": True,
-            "return_logprob": True,
-            "top_logprobs_num": top,
-            "sampling_params": {
-                "max_new_tokens": new_tokens,
-                "temperature": how.temperature,
-                "top_p": how.top_p,
-                "top_k": how.top_k or -1,
-                "min_p": 0.0,
-                "frequency_penalty": 0.0,
-                "presence_penalty": 0.0,
-                "repetition_penalty": 1.0,
-                "stop_token_ids": list(how.stop_token_ids),
-                "ignore_eos": not how.stop_token_ids,
-                "no_stop_trim": True,
-                "skip_special_tokens": False,
-                "sampling_seed": seed,
-            },
-        }
-
-    def part(self, event: Any, seen: int) -> Part:
-        """See `OpenAI.part`. An event has all tokens so far, or, with --incremental-streaming-output, the new ones."""
-        about = event["meta_info"]
-        new = about["completion_tokens"] - seen
-        found = about.get("output_token_logprobs") or []
-        top = about.get("output_top_logprobs") or []
-        reason = about.get("finish_reason") or {}
-        if reason.get("type") == "abort" and reason.get("message") and reason.get("status_code"):
-            raise ServerError(f"the server ended the request: {reason['message']}", reason["status_code"])
-        return Part(
-            [token for _, token, *_ in found[len(found) - new :]],
-            [log_prob for log_prob, *_ in found[len(found) - new :]],
-            [[log_prob for log_prob, *_ in of] for of in top[len(top) - new :] if of],
-            reason.get("type"),
-        )
-
-    def pause(self) -> None:
-        """See `OpenAI.pause`. Requests keep their keys and values."""
-        self.server.post("/pause_generation", {"mode": "in_place"})
-
-    def resume(self) -> None:
-        self.server.post("/continue_generation", {})
-
-    def reload(self, folder: str, version: str) -> None:
-        # Requests of others go back to the queue: SGLang flushes its cache only when it holds nothing for any of them.
-        self.server.post("/pause_generation", {"mode": "retract"})
-        body = {"model_path": folder, "flush_cache": True, "weight_version": version}
-        answer = self.server.post("/update_weights_from_disk", body)
-        if not answer.get("success"):
-            raise ServerError(f"the server at {self.server.url} did not load the weights: {answer.get('message')}")
-
-    def version(self) -> str | None:
-        found: str | None = self.server.get("/model_info").get("weight_version")
-        return found
-
-    def sleep(self) -> None:
-        """See `OpenAI.sleep`. SGLang must run with --enable-memory-saver and --enable-weights-cpu-backup."""
-        # SGLang's scheduler dies if it has requests now. It aborts those of closed streams only after two seconds.
-        self.server.post("/pause_generation", {"mode": "abort"})
-        self.server.post("/release_memory_occupation", {})
-
-    def wake_up(self) -> None:
-        self.server.post("/resume_memory_occupation", {})
-        self.resume()
-
-    def cache_usage(self) -> float | None:
-        """See `EngineLoad.cache_usage`. It needs SGLang's --enable-metrics."""
-        return _metric(self.server, "sglang:token_usage")
-
-
-DIALECTS: dict[str, type[OpenAI]] = {"vllm": VLLM, "openai": OpenAI, "sglang": SGLang}
+DIALECTS: dict[str, type[OpenAI]] = {dialect.name: dialect for dialect in (VLLM, OpenAI)}
 
 
 def _token_of(token: str) -> int:

@@ -1,8 +1,7 @@
 """HTTPEngine: an engine that runs elsewhere, as a server that speaks HTTP.
 
-Threads: besides the engine's (see `workers.rollout.engines.request_engine`), each request at the server has one, which
-reads its stream. It puts what it has read into a queue, which the engine's thread empties in its steps. It ends with
-the stream: when the completion is complete, when the server closes the connection, or with `Stream.close`.
+Threads: the engine's (see `workers.rollout.engines.request_engine`), and one for the streams of all requests (see
+`http_client`). The latter puts what it has read into a queue, which the engine's thread empties in its steps.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ import os
 import queue
 import shutil
 import tempfile
-import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.extras import require
 from workers.rollout.engines.hf_model import check_tensor, meta_model, read_config, shapes_of
-from workers.rollout.engines.http_client import Server, ServerError, Stream
-from workers.rollout.engines.http_dialects import DIALECTS, OpenAI
+from workers.rollout.engines.http_client import Server, ServerError, run
+from workers.rollout.engines.http_dialects import DIALECTS, OpenAI, Part
 from workers.rollout.engines.http_log_probs import check, probe
 from workers.rollout.engines.request_engine import Request, RequestEngine
 from workers.rollout.engines.rollout_engine import EngineLoad, FinishReason, PauseMode, SamplingParams
@@ -45,40 +43,46 @@ ASK_SECONDS = 1.0
 """How old the server's weight version and load may be that the engine relies on."""
 
 UNKNOWN = (None, "default")
-"""What vLLM and SGLang call the weights that they began with."""
+"""What a server calls the weights that it began with; None if it does not tell."""
 
 INDEX = "model.safetensors.index.json"
 
 
+_Arrived = tuple["_Reader", "Part | Exception"]
+
+
 class _Reader:
-    """A request in progress at the server, and the thread that reads its stream.
+    """A request in progress at the server.
 
     Attributes:
-        before: how many of the request's tokens are not of this stream.
         heard: when the server last sent something.
+        closed: whether `close` was called, after which nothing that has come counts.
     """
 
-    def __init__(self, request: Request, stream: Stream, parts: queue.SimpleQueue[tuple[_Reader, Any]]) -> None:
+    def __init__(self, request: Request, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
         self.request = request
-        self.stream = stream
-        self.before = len(request.token_ids)
         self.heard = time.monotonic()
-        self._parts = parts
-        threading.Thread(target=self._read, name=f"stream of {request.id}", daemon=True).start()
+        self.closed = False
+        self._reading = run(self._read(parts, into))
 
-    def _read(self) -> None:
+    async def _read(self, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
         try:
-            for event in self.stream:
-                self._parts.put((self, event))
+            async for part in parts:
+                into.put((self, part))
         except Exception as error:
-            self._parts.put((self, error))
+            into.put((self, error))
+
+    def close(self) -> None:
+        """End the stream, from any thread. The server notices that nobody listens."""
+        self.closed = True
+        self._reading.cancel()
 
 
 class HTTPEngine(RequestEngine):
     """An engine behind a server that already runs. The server is started, and ended, by you.
 
-    Updates of the weights go through a folder that this worker and the server both see: vLLM's server must run with
-    ``VLLM_SERVER_DEV_MODE=1``, SGLang's needs nothing. Each rollout worker has a server of its own.
+    Updates of the weights go through a folder that this worker and the server both see, and vLLM's server must run with
+    ``VLLM_SERVER_DEV_MODE=1``. Each rollout worker has a server of its own.
 
     Requests are streams, and all of them run at the server at the same time. An update interrupts them; afterwards the
     engine asks for the rest of each completion. A request that was interrupted gets other tokens than it would have
@@ -86,8 +90,8 @@ class HTTPEngine(RequestEngine):
 
     Args:
         url: ``http://host:port`` of the server.
-        dialect: "vllm", "sglang", or "openai" for any other server with ``/v1/completions`` that takes and returns
-            token ids; that one cannot take weights.
+        dialect: "vllm", or "openai" for any other server with ``/v1/completions`` that takes and returns token ids,
+            which cannot take weights.
         model: name of the model in requests; by default the first that the server has.
         config: of the model: a Hugging Face config, the dict of one, a folder with ``config.json``, or a name on the
             hub. By default the folder that the server names, if it exists on this host. Needed for updates, and to
@@ -96,7 +100,7 @@ class HTTPEngine(RequestEngine):
             ``url`` is of this host. The files of an update are deleted when the server has read them.
         api_key: of the server.
         timeout: seconds that the server may take for an answer, and that a request may get no token.
-        max_running: how many requests may be at the server at once; each has a thread and a connection.
+        max_running: how many requests may be at the server at once; each has a connection.
         request_fields: further fields of each request, such as ``{"stream_interval": 8}``, by which vLLM sends eight
             tokens at a time.
         trust_remote_code: whether code that comes with the model may run, when the names of its weights are found.
@@ -136,9 +140,9 @@ class HTTPEngine(RequestEngine):
         self._dialect: OpenAI = DIALECTS[dialect](self._server, model)
         self._fields = dict(request_fields or {})
         self._trust = trust_remote_code
-        served = self._dialect.start()
-        if config is None and served.folder is not None and Path(served.folder, "config.json").is_file():
-            config = served.folder
+        folder = self._dialect.folder
+        if config is None and folder is not None and Path(folder, "config.json").is_file():
+            config = folder
         self._config = config
         fields = _fields_of(config, trust_remote_code)
         text = fields.get("text_config") or fields
@@ -149,7 +153,7 @@ class HTTPEngine(RequestEngine):
                 "as it ends vLLM's with --skip-tokenizer-init. Pass config=",
                 url,
             )
-        self.max_positions = served.positions or text.get("max_position_embeddings")
+        self.max_positions = self._dialect.positions or text.get("max_position_embeddings")
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         if weights_dir is None and self._server.host in ("localhost", "127.0.0.1", "::1"):
             self._weights_dir = Path(tempfile.gettempdir())
@@ -185,7 +189,7 @@ class HTTPEngine(RequestEngine):
         check(self._log_probs, self._dialect, sampling_params)
 
     def serve(self) -> None:
-        parts: queue.SimpleQueue[tuple[_Reader, Any]] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
         waiting = self._waiting
         waiting.clear()  # what a step that failed has left
         try:
@@ -199,25 +203,25 @@ class HTTPEngine(RequestEngine):
                 while waiting and len(self._readers) < self.max_running:
                     request = waiting.popleft()
                     if not request.ended:
-                        self._readers[request] = _Reader(request, self._stream_of(request), parts)
-                self._take(parts)
+                        self._readers[request] = _Reader(request, self._parts_of(request), arrived)
+                self._take(arrived)
         finally:
             for reader in list(self._readers.values()):
                 self._close(reader)
 
-    def _take(self, parts: queue.SimpleQueue[tuple[_Reader, Any]]) -> None:
+    def _take(self, arrived: queue.SimpleQueue[_Arrived]) -> None:
         """One step: record what has come."""
         wait = STEP_SECONDS
         for _ in range(2 * self.max_running):  # not for ever, so that others get their turn
             try:
-                reader, event = parts.get(timeout=wait) if wait else parts.get_nowait()
+                reader, part = arrived.get(timeout=wait) if wait else arrived.get_nowait()
             except queue.Empty:
                 break
             wait = 0.0
-            if self._readers.get(reader.request) is reader and not reader.stream.closed:
+            if self._readers.get(reader.request) is reader and not reader.closed:
                 reader.heard = time.monotonic()
                 try:
-                    self._add(reader, event)
+                    self._add(reader, part)
                 except Exception as error:
                     self._close(reader)
                     self._fail([reader.request], error)
@@ -228,12 +232,11 @@ class HTTPEngine(RequestEngine):
                 self._close(reader)
                 self._fail([reader.request], self._server.broken("a request for tokens", TimeoutError()))
 
-    def _add(self, reader: _Reader, event: Any) -> None:
-        """Record what one event has brought."""
-        if isinstance(event, Exception):
-            raise event
+    def _add(self, reader: _Reader, part: Part | Exception) -> None:
+        """Record what has come."""
+        if isinstance(part, Exception):
+            raise part
         request, how = reader.request, reader.request.sampling_params
-        part = self._dialect.part(event, len(request.token_ids) - reader.before)
         token_ids, log_probs = part.token_ids, part.log_probs
         if len(token_ids) != len(log_probs):
             raise RolloutError(
@@ -253,9 +256,7 @@ class HTTPEngine(RequestEngine):
             ended = "length"
         elif part.ended == "abort":  # somebody else told the server
             ended = "abort"
-        if ended is None and part.ended == "stop" and end and self._dialect.own_stops:
-            self._waiting.append(self._close(reader))  # the rest is still to come
-        elif ended is None and part.ended is not None:
+        if ended is None and part.ended is not None:
             raise RolloutError(
                 f"the server at {self.url} ended a completion after {len(request.token_ids) + end} of "
                 f"{how.max_new_tokens} tokens (finish_reason {part.ended!r}) at a token that is not in stop_token_ids. "
@@ -264,20 +265,20 @@ class HTTPEngine(RequestEngine):
         if ended is not None:
             del self._readers[request]
             if part.ended is None:  # the server would go on
-                reader.stream.close()
+                reader.close()
         self.record(request, token_ids[:end], log_probs[:end], ended)
 
-    def _stream_of(self, request: Request) -> Stream:
+    def _parts_of(self, request: Request) -> AsyncIterator[Part]:
         how, seed, done = request.sampling_params, request.seed, len(request.token_ids)
         if how.temperature == 0 and self._log_probs == "tempered":  # vLLM's LogProbs leaves temperature 0 alone
             how = replace(how, temperature=1.0, top_p=1.0, top_k=1)
-        if done and not self._dialect.positional_seeds:
+        if done:
             seed = mixed_seed(seed, done)  # the seed itself would repeat the first random numbers
         prompt = request.prompt + request.token_ids
-        return self._dialect.stream(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
+        return self._dialect.parts(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
 
     def _close(self, reader: _Reader) -> Request:
-        reader.stream.close()
+        reader.close()
         self._readers.pop(reader.request, None)
         return reader.request
 
@@ -308,7 +309,7 @@ class HTTPEngine(RequestEngine):
         """Close the streams of all requests, or of those that have ended. The engine's thread forgets them later."""
         for reader in list(self._readers.values()):
             if reader.request.ended or not ended:
-                reader.stream.close()
+                reader.close()
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """See `RolloutEngine.pause`. A server that can be paused is, for all its clients. With any other, requests are

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from workers.rollout.engines.http_client import run
 from workers.rollout.engines.http_dialects import OpenAI
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
-LogProbs = Literal["raw", "tempered", "processed"]
+Meaning = Literal["raw", "tempered", "processed"]
 """At temperature 1; at the sampling temperature, as engines promise; or at the sampling temperature after ``top_p`` and
 ``top_k``."""
 
 
-def probe(dialect: OpenAI, fields: Mapping[str, Any]) -> LogProbs:
+def probe(dialect: OpenAI, fields: Mapping[str, Any]) -> Meaning:
     """Find out what a server's log-probabilities are, from those of the two most likely tokens.
 
     Args:
@@ -52,18 +53,18 @@ def _best_two(dialect: OpenAI, fields: Mapping[str, Any], how: SamplingParams, t
     server = dialect.server
     found: list[float | None] = []
     tokens = 0
-    stream = dialect.stream([token], how, 1, 0, 2, fields)
-    timer = threading.Timer(server.timeout, stream.close)
-    timer.start()
+
+    async def read() -> None:
+        nonlocal tokens
+        async with asyncio.timeout(server.timeout):
+            async for part in dialect.parts([token], how, 1, 0, 2, fields):
+                tokens += len(part.token_ids)
+                found.extend(part.top[0] if part.top else [])
+
     try:
-        for event in stream:
-            part = dialect.part(event, tokens)
-            tokens += len(part.token_ids)
-            found += part.top[0] if part.top else []
-    finally:
-        timer.cancel()
-    if stream.closed:
-        raise server.broken("a request for one token", TimeoutError())
+        run(read()).result()
+    except TimeoutError as error:
+        raise server.broken("a request for one token", error) from error
     if tokens != 1 or len(found) < 2:
         raise RolloutError(
             f"the server at {server.url} returned {tokens} tokens and {len(found)} log-probabilities for a request "
@@ -73,7 +74,7 @@ def _best_two(dialect: OpenAI, fields: Mapping[str, Any], how: SamplingParams, t
     return first, second
 
 
-def check(log_probs: LogProbs, dialect: OpenAI, how: SamplingParams) -> None:
+def check(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) -> None:
     """Check that a server's log-probabilities would be those of `Completion`.
 
     Raises:

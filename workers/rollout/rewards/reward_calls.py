@@ -39,50 +39,54 @@ class RewardCall:
     row: int
     batched: bool
 
-    def made_by(self, function: RewardFunction) -> Any:
-        if not self.batched:
-            (one,) = self.samples
-            given = {name: values[one.prompt] for name, values in self.extras.items()}
-            return function(list(one.prompt_ids), list(one.completion_ids), **given)
-        given = {name: [values[one.prompt] for one in self.samples] for name, values in self.extras.items()}
+    def arguments(self) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """What the function is called with, by position and by keyword."""
         prompts = [list(one.prompt_ids) for one in self.samples]
-        return function(prompts, [list(one.completion_ids) for one in self.samples], **given)
+        completions = [list(one.completion_ids) for one in self.samples]
+        given = {name: [values[one.prompt] for one in self.samples] for name, values in self.extras.items()}
+        if self.batched:
+            return (prompts, completions), given
+        return (prompts[0], completions[0]), {name: values[0] for name, values in given.items()}
 
     def rewards(self, value: Any) -> list[float]:
-        """Return one finite number per sample."""
+        """Return one finite number per sample, from what the function returned.
+
+        Raises:
+            RewardError: it returned something else.
+        """
         if not self.batched:
-            return [_number(value, self.row, self.samples[0])]
+            return [self._number(value, 0)]
         values = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(values, (list, tuple)) or len(values) != len(self.samples):
             raise self.error(f"returned {str(values)[:200]} for {self.where()}; expected one number each")
-        return [_number(one, self.row + k, self.samples[k]) for k, one in enumerate(values)]
+        return [self._number(one, number) for number, one in enumerate(values)]
+
+    def _number(self, value: Any, number: int) -> float:
+        try:
+            reward = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            what = f"returned {value!r} for {self._which(number)}; expected a finite number"
+            raise self.error(what, number)
+        return reward
 
     def where(self) -> str:
-        return f"{len(self.samples)} samples" if self.batched else _which(self.row, self.samples[0])
+        return f"{len(self.samples)} samples" if self.batched else self._which(0)
+
+    def _which(self, number: int) -> str:
+        one = self.samples[number]
+        tokens = len(one.completion_ids)
+        return f"row {self.row + number}: prompt {one.prompt}, sample {one.sample}, a completion of {tokens} tokens"
 
     def raised(self, error: BaseException) -> RewardError:
         return self.error(f"raised {type(error).__name__}: {error} for {self.where()}")
 
-    def error(self, what: str) -> RewardError:
-        if self.batched:
-            return RewardError(f"the reward function {what}")
-        return _error(what, self.row, self.samples[0])
-
-
-def _number(value: Any, row: int, sample: Sample) -> float:
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise _error(f"returned {value!r} for {_which(row, sample)}; expected a finite number", row, sample)
-    return number
-
-
-def _error(what: str, row: int, sample: Sample) -> RewardError:
-    return RewardError(f"the reward function {what}", row=row, prompt=sample.prompt, sample=sample.sample)
-
-
-def _which(row: int, sample: Sample) -> str:
-    tokens = len(sample.completion_ids)
-    return f"row {row}: prompt {sample.prompt}, sample {sample.sample}, a completion of {tokens} tokens"
+    def error(self, what: str, number: int | None = None) -> RewardError:
+        """The error for the sample of this number; by default for all samples of the call."""
+        message = f"the reward function {what}"
+        if number is None and self.batched:
+            return RewardError(message)
+        number = number or 0
+        one = self.samples[number]
+        return RewardError(message, row=self.row + number, prompt=one.prompt, sample=one.sample)

@@ -1,5 +1,5 @@
-"""RewardProcesses: run a reward function in processes of its own, which can be killed. They are Ray actors, so they run
-on all hosts of the cluster, and end with the driver.
+"""RewardProcesses: processes that run a reward function and can be killed. They are Ray actors, so they run on all
+hosts of the cluster, and end with the driver.
 
 Everything here runs in the event loop of the `RewardRunner`, so nothing needs a lock. This process is connected to Ray.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
-import ray.exceptions
 
 from single_controller.ray.runtime import session
 
@@ -48,27 +46,12 @@ class RewardProcesses:
         self._idle: list[Any] = []
         self._session: str | None = None
 
-    @asynccontextmanager
-    async def process(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Inside, a process is reserved: call it as the reward function, and await the value. What the function raises
-        arrives as a `ray.exceptions.RayTaskError`. Any other exception that leaves the block kills the process: it
-        died, or it is busy with a value that nobody waits for.
+    async def take(self) -> Any:
+        """Reserve a process. Give it back with `give_back` when it has returned; otherwise kill it.
 
         Raises:
             ray.exceptions.RayError: the process cannot start; for example, the function's module is not available.
         """
-        process = await self._take()
-        try:
-            yield lambda *args, **given: process.call.remote(args, given)
-        except ray.exceptions.RayTaskError:
-            self._idle.append(process)
-            raise
-        except BaseException:
-            ray.kill(process)
-            raise
-        self._idle.append(process)
-
-    async def _take(self) -> Any:
         if self._session != session():
             self._session, self._idle = session(), []  # the actors of another connection to Ray have ended with it
         if self._idle:
@@ -78,6 +61,9 @@ class RewardProcesses:
         process = remote(_RewardProcess).remote(self._function)
         await process.ready.remote()
         return process
+
+    def give_back(self, process: Any) -> None:
+        self._idle.append(process)
 
     def close(self) -> None:
         """Kill the processes that are not in use."""

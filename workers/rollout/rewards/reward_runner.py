@@ -2,17 +2,18 @@
 
 An ``async`` function runs in an event loop, several calls at once. So do the calls of processes (`reward_processes`). A
 plain function without processes runs one call at a time: in the thread that calls `RewardRunner.compute`, where it may
-use signals and Ctrl-C interrupts it, or in a thread of the runner for `RewardRunner.submit`.
+use signals and Ctrl-C interrupts it, or, for `RewardRunner.submit`, in a thread that the event loop starts for each
+group, one group after another.
 
 Threads, all daemons, so that a reward function that hangs does not keep the process alive:
 
 - "rewards" runs the event loop. It ends with `RewardRunner.close`, or when the runner is garbage-collected: it refers
   to the runner only while rewards are being computed.
-- "rewards-queue" runs a plain function for `submit`, and ends when nothing is queued.
+- "rewards-plain" runs a plain function for one group, and ends with it.
 
 Locks: ``_turn`` is held by the thread that is in a plain function, as long as it is, because the function need not be
 thread-safe; whoever stops waiting for rewards does not release it. It comes before all other locks, because the
-function may call groups. ``_lock`` protects the fields below it; it is a leaf.
+function may call groups. ``_lock`` protects the event loop and ``_closed``; it is a leaf.
 """
 
 from __future__ import annotations
@@ -26,11 +27,9 @@ import math
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from single_controller.call.closing import Closing
 from workers.rollout.rewards.reward_calls import RewardCall, RewardFunction, Sample
@@ -45,6 +44,8 @@ CLOSE_SECONDS = 5.0
 
 REWARD_CONCURRENCY = 128
 """Default of ``RewardRunner(concurrency=)``."""
+
+T = TypeVar("T")
 
 
 class RewardRunner(Closing):
@@ -93,8 +94,8 @@ class RewardRunner(Closing):
         self.workers = workers
         self.timeout = timeout
         self.on_timeout = on_timeout
-        self._here = not workers and not _is_async(function)
-        if self._here and timeout is not None:
+        self._plain = not workers and not _is_async(function)
+        if self._plain and timeout is not None:
             raise ValueError(
                 f"reward_timeout={timeout!r}: a plain reward function cannot be interrupted in this process. Set "
                 "reward_workers to run it in processes, or make it an `async def`"
@@ -106,18 +107,16 @@ class RewardRunner(Closing):
     def _prepare(self) -> None:
         self._lock = threading.Lock()
         self._turn = threading.Lock()
+        self._plain_groups = asyncio.Lock()
         self._slots = asyncio.Semaphore(self.workers or self.concurrency or sys.maxsize)
         self._progress = RewardProgress()
         self._processes: RewardProcesses | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._queue: deque[tuple[Future[list[float]], list[RewardCall]]] = deque()
-        self._draining = False
         self._closed = False
-        self._timeouts = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_here")
+        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_plain")
         return {"function": _pickled(self.function), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,10 +150,9 @@ class RewardRunner(Closing):
             RewardError, RolloutError: see `check`.
         """
         self.check()
-        calls = self._calls(samples, extras or {}, first_row)
-        future = self._schedule(calls) if not self._here else self._enqueue(calls)
-        group = self._progress.begin(len(samples))
-        future.add_done_callback(lambda _: self._progress.end(group))
+        future = self._schedule(self._calls(samples, extras, first_row))
+        key = self._progress.begin(len(samples))
+        future.add_done_callback(lambda _: self._progress.end(key))
         return future
 
     def compute(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None = None) -> list[float]:
@@ -170,15 +168,19 @@ class RewardRunner(Closing):
             RolloutError: see `check`.
         """
         self.check()
-        progress = self._progress.begin(len(samples))
+        key = self._progress.begin(len(samples))
         future: Future[list[float]] | None = None
         try:
-            future = self._begin(self._calls(samples, extras or {}, 0))
-            return future.result()
+            calls = self._calls(samples, extras, 0)
+            rewards, calls, first = self._call_plain(calls) if self._plain else ([], calls, None)
+            if calls:
+                future = self._schedule(calls, rewards, first)
+                rewards = future.result()
+            return rewards
         except concurrent.futures.CancelledError:
             raise RewardError("the reward runner was closed") from None
         finally:
-            self._progress.end(progress)
+            self._progress.end(key)
             if future is not None:
                 future.cancel()  # after Ctrl-C
 
@@ -203,81 +205,51 @@ class RewardRunner(Closing):
     def metrics(self) -> dict[str, float]:
         """Return, and reset, what happened since the last call: ``rewards/timeouts``, the number of samples whose
         rewards are `on_timeout`; ``rewards/slowest_seconds``, the longest call of the function."""
-        with self._lock:
-            timeouts, self._timeouts = self._timeouts, 0
-        return {"rewards/timeouts": float(timeouts), "rewards/slowest_seconds": self._progress.take_slowest()}
+        return self._progress.metrics()
 
     def close(self) -> None:
         """Cancel all groups, and end threads and processes. A plain function that is running in a thread, and an
         ``async`` one that blocks its event loop, go on until they return."""
         with self._lock:
             self._closed = True
-            loop, queued = self._loop, list(self._queue)
-            self._queue.clear()
-        for future, _ in queued:
-            future.cancel()
-        if loop is not None and self._thread is not None and self._thread.is_alive():
+            loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None and thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), loop)
-            if threading.current_thread() is not self._thread:
-                self._thread.join(CLOSE_SECONDS)
+            if threading.current_thread() is not thread:
+                thread.join(CLOSE_SECONDS)
 
-    def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any], row: int) -> list[RewardCall]:
+    def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None, row: int) -> list[RewardCall]:
         if self.batched:
-            return [RewardCall(samples, extras, row, True)] if samples else []
-        return [RewardCall([sample], extras, row + k, False) for k, sample in enumerate(samples)]
+            return [RewardCall(samples, extras or {}, row, True)] if samples else []
+        return [RewardCall([sample], extras or {}, row + k, False) for k, sample in enumerate(samples)]
 
-    # --- a plain function in this process -------------------------------------------------------------------------
+    def _call_plain(self, calls: list[RewardCall]) -> tuple[list[float], list[RewardCall], Awaitable[Any] | None]:
+        """Call a plain function in this thread.
 
-    def _enqueue(self, calls: list[RewardCall]) -> Future[list[float]]:
-        future: Future[list[float]] = Future()
-        with self._lock:
-            self._queue.append((future, calls))
-            begin, self._draining = not self._draining, True
-        if begin:
-            threading.Thread(target=self._drain, name="rewards-queue", daemon=True).start()
-        return future
-
-    def _drain(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._draining = False
-                    return
-                future, calls = self._queue.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                self._begin(calls).add_done_callback(functools.partial(_copy_outcome, future))
-            except BaseException as error:  # sys.exit() in the function too, or the future would never end
-                future.set_exception(error)
-
-    def _begin(self, calls: list[RewardCall]) -> Future[list[float]]:
-        """Compute now if the function is a plain one in this process; else schedule."""
-        values: list[float] = []
-        with self._turn if self._here else nullcontext():
+        Returns:
+            The rewards. If the function turns out to be ``async``: those until then, the calls that are left, and what
+            the first of these has returned.
+        """
+        rewards: list[float] = []
+        with self._turn:
             for number, call in enumerate(calls):
-                if not self._here:  # found by another thread, while this one waited for its turn
-                    return self._schedule(calls[number:], values)
+                args, given = call.arguments()
                 with self._progress.running(call):
                     try:
-                        value = call.made_by(self.function)
+                        value = self.function(*args, **given)
                     except (Exception, asyncio.CancelledError) as error:  # the latter is not a subclass of the former
                         raise call.raised(error) from error
                 if inspect.isawaitable(value):
-                    # Only now is it known that the function is async. It may have begun some work.
-                    self._here = False
-                    return self._schedule(calls[number:], values, value)
-                values += call.rewards(value)
-        future: Future[list[float]] = Future()
-        future.set_result(values)
-        return future
+                    return rewards, calls[number:], value
+                rewards += call.rewards(value)
+        return rewards, [], None
 
     # --- in the event loop ----------------------------------------------------------------------------------------
 
     def _schedule(
-        self, calls: list[RewardCall], values: Sequence[float] = (), first: Awaitable[Any] | None = None
+        self, calls: list[RewardCall], rewards: Sequence[float] = (), first: Awaitable[Any] | None = None
     ) -> Future[list[float]]:
-        """Begin calls in the event loop. ``values`` are the rewards of those before; ``first`` has begun."""
+        """Begin calls in the event loop. ``rewards`` are those of the calls before; ``first`` has begun."""
         with self._lock:
             if self._closed:
                 raise RewardError("the reward runner is closed")
@@ -286,14 +258,17 @@ class RewardRunner(Closing):
                 self._thread = threading.Thread(target=_serve, args=(self._loop,), name="rewards", daemon=True)
                 self._thread.start()
                 weakref.finalize(self, _stop, self._loop)
-            return asyncio.run_coroutine_threadsafe(self._group(calls, values, first), self._loop)
+            return asyncio.run_coroutine_threadsafe(self._group(calls, rewards, first), self._loop)
 
     async def _group(
-        self, calls: list[RewardCall], values: Sequence[float], first: Awaitable[Any] | None
+        self, calls: list[RewardCall], rewards: Sequence[float], first: Awaitable[Any] | None
     ) -> list[float]:
+        if self._plain and first is None:
+            async with self._plain_groups:
+                rewards, calls, first = await _in_thread(functools.partial(self._call_plain, calls))
         tasks = [asyncio.ensure_future(self._rewards(call, first if call is calls[0] else None)) for call in calls]
         try:
-            return [*values, *itertools.chain(*await asyncio.gather(*tasks))]
+            return [*rewards, *itertools.chain(*await asyncio.gather(*tasks))]
         finally:
             for task in tasks:
                 task.cancel()  # the others, after one has failed
@@ -302,54 +277,62 @@ class RewardRunner(Closing):
         async with self._slots:
             try:
                 return call.rewards(await self._value(call, begun))
-            except _TimedOutError:
-                if self.on_timeout is not None:
-                    with self._lock:
-                        self._timeouts += len(call.samples)
-                    return [float(self.on_timeout)] * len(call.samples)
-                raise call.error(f"exceeded reward_timeout={self.timeout:g} s for {call.where()}") from None
-
-    async def _value(self, call: RewardCall, begun: Awaitable[Any] | None) -> Any:
-        """Call the function for this call, when it is its turn: it may do work before it is awaited."""
-        try:
-            if self.workers:
-                return await self._in_process(call)
-            with self._progress.running(call):
-                return await self._in_time(call.made_by(self.function) if begun is None else begun)
-        except (_TimedOutError, RewardError):
-            raise
-        except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # with its group; not raised by the function
+            except RewardError:
                 raise
-            raise call.raised(error) from error
+            except _TimedOutError:
+                if self.on_timeout is None:
+                    raise call.error(f"exceeded reward_timeout={self.timeout:g} s for {call.where()}") from None
+                self._progress.timed_out(call)
+                return [float(self.on_timeout)] * len(call.samples)
+            except (Exception, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # with its group; not raised by the function
+                    raise
+                raise call.raised(error) from error
 
-    async def _in_process(self, call: RewardCall) -> Any:
-        import ray.exceptions
+    async def _value(self, call: RewardCall, begun: Any) -> Any:
+        """Call the function, unless it has been called and returned ``begun``."""
+        if self.workers:
+            return await self._value_of_process(call)
+        with self._progress.running(call):
+            if begun is None:
+                args, given = call.arguments()
+                begun = self.function(*args, **given)
+            return await self._in_time(begun) if inspect.isawaitable(begun) else begun
+
+    async def _value_of_process(self, call: RewardCall) -> Any:
+        import ray
+        from ray.exceptions import RayError, RayTaskError
 
         from workers.rollout.rewards.reward_processes import RewardProcesses
 
         if self._processes is None:
             self._processes = RewardProcesses(_pickled(self.function))
-        started = False
         try:
-            async with self._processes.process() as process:
-                started = True
-                with self._progress.running(call):
-                    return await self._in_time(call.made_by(process))
-        except ray.exceptions.RayTaskError as error:
+            process = await self._processes.take()
+        except RayError as error:
+            raise RewardError(f"a process of reward_workers cannot start: {error}") from error
+        returned = False
+        try:
+            with self._progress.running(call):
+                value = await self._in_time(process.call.remote(*call.arguments()))
+            returned = True
+            return value
+        except RayTaskError as error:
+            returned = True
             cause = error.cause if isinstance(error.cause, Exception) else error
             cause.add_note(str(error))  # the traceback in the process
             raise cause from None
-        except ray.exceptions.RayError as error:
-            if not started:
-                raise RewardError(f"a process of reward_workers cannot start: {error}") from error
+        except RayError as error:
             raise call.error(f"lost its process for {call.where()}: {error}") from error
+        finally:
+            if returned:
+                self._processes.give_back(process)
+            else:
+                ray.kill(process)  # it has died, or is busy with a value that nobody waits for
 
-    async def _in_time(self, value: Any) -> Any:
-        if not inspect.isawaitable(value):
-            return value
-        task = asyncio.ensure_future(_value_of(value))
+    async def _in_time(self, value: Awaitable[Any]) -> Any:
+        task = asyncio.ensure_future(value)
         try:
             # Not `asyncio.timeout`, which waits for a function that ignores that it is cancelled.
             done, _ = await asyncio.wait({task}, timeout=self.timeout)
@@ -412,17 +395,19 @@ def _stop(loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-def _copy_outcome(to: Future[list[float]], of: Future[list[float]]) -> None:
-    if of.cancelled():
-        to.set_exception(RewardError("the reward runner was closed"))
-    elif (error := of.exception()) is not None:
-        to.set_exception(error)
-    else:
-        to.set_result(of.result())
+async def _in_thread(function: Callable[[], T]) -> T:
+    """As `asyncio.to_thread`, whose threads would keep the process alive until a function that hangs returns."""
+    future: Future[T] = Future()
 
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # sys.exit() in the function too, or the future would never end
+            future.set_exception(error)
 
-async def _value_of(value: Awaitable[Any]) -> Any:
-    return await value
+    future.set_running_or_notify_cancel()  # so that it cannot be cancelled
+    threading.Thread(target=run, name="rewards-plain", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def _is_async(function: Any) -> bool:

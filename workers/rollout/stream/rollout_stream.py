@@ -24,7 +24,7 @@ from workers.data.collate import collate_completions
 from workers.rollout.rollout_errors import RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
 from workers.rollout.stream.exchange import Report
-from workers.rollout.stream.router import Generated, Prompts, Router, load, store
+from workers.rollout.stream.router import GroupData, Prompts, Router, load, store
 from workers.rollout.stream.sample_buffer import SampleBuffer
 from workers.weight_sync.sync_protocol import TimeUpError
 
@@ -186,7 +186,7 @@ class RolloutStream(Closing):
                 refreshed = self._router.recovery.deaths
         with self._changed:
             self._changed.notify_all()  # the router may begin further groups
-        groups: list[Generated] = [load(one.payload) for one in taken]
+        groups: list[GroupData] = [load(one.payload) for one in taken]
         rows = [
             (group.prompt, completion, one.number)
             for one, group in zip(taken, groups, strict=True)

@@ -28,7 +28,7 @@ from single_controller import (
 from workers.data.collate import token_versions
 from workers.recovery.rollout_recovery import GroupRecovery
 from workers.rollout.engines.rollout_engine import Completion
-from workers.rollout.rewards.reward_runner import Sample
+from workers.rollout.rewards.reward_calls import Sample
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.rollout_manager import RolloutManager, checked_values, token_ids
 from workers.rollout.stream.exchange import Attempt, FinishedGroup, GroupRequest, Orders, Report
@@ -61,7 +61,7 @@ ROLLOUTS = 64
 """Of how many rollouts the prompts are kept. They can be asked for again."""
 
 
-class Generated(NamedTuple):
+class GroupData(NamedTuple):
     """What the buffer holds of a complete group, or of the partial completions of an interrupted one.
 
     Attributes:
@@ -167,7 +167,7 @@ class Router:
         more = worker.requests + self._manager.samples_per_prompt
         return not waiting and (not worker.running or more <= self._limit)
 
-    def _request(self, number: int, partial: Generated | None) -> GroupRequest:
+    def _request(self, number: int, partial: GroupData | None) -> GroupRequest:
         manager, (rollout_id, index) = self._manager, divmod(number, self._buffer.groups_per_batch)
         prompt = self._rollout(rollout_id)[0][index] if partial is None else partial.prompt
         completions = None if partial is None else partial.completions
@@ -319,7 +319,7 @@ class Router:
             raise finished.error
         self._losses.pop(number, None)
         completions = [replace(one, weight_versions=[*token_versions(one, version)]) for one in finished.completions]
-        group = Generated(list(request.prompt), completions)
+        group = GroupData(list(request.prompt), completions)
         tokens = sum(len(one.token_ids) for one in completions)
         if any(one.finish_reason == "abort" for one in completions):
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
@@ -333,7 +333,7 @@ class Router:
         future = self._manager.rewards.submit(samples, extras)
         future.add_done_callback(lambda done: self._rewarded(number, group, done))
 
-    def _rewarded(self, number: int, group: Generated, done: Future[list[float]]) -> None:
+    def _rewarded(self, number: int, group: GroupData, done: Future[list[float]]) -> None:
         """A callback of the rewards, in one of their threads."""
         try:
             self._put(number, group._replace(rewards=done.result()))
@@ -342,7 +342,7 @@ class Router:
         except BaseException as error:
             self._buffer.fail(error)
 
-    def _put(self, number: int, group: Generated) -> None:
+    def _put(self, number: int, group: GroupData) -> None:
         versions = [
             version for one in group.completions for version in one.weight_versions or () if version is not None
         ]
