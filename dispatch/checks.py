@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """Check a number of things.
+
+    Raises:
+        ValueError: the value is not an integer of at least ``least``.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is an integer >= {least}, got {value!r}")
+    return value
+
+
 def check_seconds(name: str, value: object) -> float:
     """Check a time limit.
 

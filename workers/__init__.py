@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from workers.train.args import TrainArgs, TrainArgsError, read_args
     from workers.train.checkpoints import CheckpointError
     from workers.train.hf_export import export_hf
-    from workers.train.role_placement import RolePlacement, place
     from workers.train.tracking import RunLog
     from workers.train.train_group import RayTrainGroup
     from workers.train.train_model import TrainModel
+    from workers.train.train_placement import RolePlacement, place
     from workers.train.train_worker import TrainWorker, own_rows
     from workers.weight_sync.sync_protocol import WeightSyncError
     from workers.weight_sync.weight_receiver import WeightReceiver
@@ -123,7 +123,7 @@ _HOMES = {
     "RequestEngine": "workers.rollout.engines.request_engine",
     "RewardError": "workers.rollout.rollout_errors",
     "RewardRunner": "workers.rollout.rewards.reward_runner",
-    "RolePlacement": "workers.train.role_placement",
+    "RolePlacement": "workers.train.train_placement",
     "RolloutDataError": "workers.data.rollout_data",
     "RolloutEngine": "workers.rollout.engines.rollout_engine",
     "RolloutError": "workers.rollout.rollout_errors",
@@ -148,7 +148,7 @@ _HOMES = {
     "export_hf": "workers.train.hf_export",
     "init_model_parallel_config": "workers.megatron.config",
     "own_rows": "workers.train.train_worker",
-    "place": "workers.train.role_placement",
+    "place": "workers.train.train_placement",
     "read_args": "workers.train.args",
     "register_advantage": "workers.algorithms.registry",
     "register_policy_loss": "workers.algorithms.registry",

@@ -15,15 +15,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from single_controller import Dispatch, register
-from workers import MegatronLMWorker, MegatronWorker, ParallelLlamaMLP, init_model_parallel_config, transformer_config
+from workers import MegatronLMWorker, ParallelLlamaMLP, init_model_parallel_config, transformer_config
 from workers.distributed import end_process_groups, process_groups
+from workers.megatron.cpu import CpuMegatronWorker
 
 AXES = ("dp", "cp", "tp", "pp")
 
 share_gloo_device()
 
 
-class Modes(MegatronWorker):
+class Modes(CpuMegatronWorker):
     """The four modes that use megatron's axes. Results contain the rank; each rank records what it received."""
 
     @register(Dispatch.MEGATRON_COMPUTE)
@@ -84,7 +85,7 @@ class InConstructor(Modes):
         return dist.get_backend(), self.layer.weight.device.type, torch.empty(1, device="cuda").device.type
 
 
-class Replaceable(Modes, MegatronWorker):
+class Replaceable(Modes):
     """Initializes megatron with the helper, so that ranks can be replaced."""
 
     def __init__(self, tp):

@@ -28,12 +28,12 @@ from workers.megatron.megatron_optimizer import (
     scalers,
 )
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
-from workers.weight_sync.shards import Shard
+from workers.weight_sync.weight_plan import Shard
 
 
 class MegatronTrainModel(TrainModel):
-    """See `TrainModel`. Megatron's model parallelism must be initialised in the process. Each dp rank gets rows of its
-    own; the tp and pp ranks of one dp rank get the same rows.
+    """A Llama or Qwen2 on megatron-core, whose model parallelism must be initialised in the process. Each dp rank gets
+    rows of its own; the tp and pp ranks of one dp rank get the same rows.
 
     With one pipeline stage per rank, micro-batches keep their own shapes, which the stages send to each other
     (``variable_seq_lengths``). With virtual pipeline parallelism all micro-batches are padded to the largest, because

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import optim
 from torch.distributed.checkpoint.api import CheckpointException
 
 from single_controller import (
@@ -421,3 +422,18 @@ class LastCheckpoint:
 def _latest_is_of(worker: Any, folder: str, names: set[str]) -> bool:
     note = Path(folder) / LATEST
     return note.exists() and json.loads(note.read_text())["folder"] in names
+
+
+_OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+@contextlib.contextmanager
+def own_settings(*optimizers: optim.Optimizer) -> Iterator[None]:
+    """Inside, states of optimizers are loaded; afterwards their groups have the settings that they had before, whatever
+    the checkpoint was written with."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    before = [{name: group[name] for name in _OPTIMIZER_SETTINGS if name in group} for group in groups]
+    yield
+    after = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, own in zip(after, before, strict=True):
+        group.update(own)

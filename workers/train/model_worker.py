@@ -317,7 +317,7 @@ class ModelWorker(TrainWorker):
     _versions: dict[str, int]
 
     def set_weight_version(self, version: int) -> None:
-        """See `TrainWorker.set_weight_version`. Kept weights are dropped: their versions are no longer known."""
+        """As in `TrainWorker`. Kept weights are dropped: their versions are no longer known."""
         super().set_weight_version(version)
         if "backup" in vars(self):
             self._versions.clear()

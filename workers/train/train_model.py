@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from workers.data.micro_batches import MicroBatch
-from workers.weight_sync.shards import Shard
+from workers.weight_sync.weight_plan import Shard
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from dispatch.checks import check_seconds
+from dispatch.checks import check_count, check_seconds
 from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.digest import combine
 from workers.weight_sync.pieces import Header, Packer, Payload
 from workers.weight_sync.receiver_calls import Receivers, Rollout
-from workers.weight_sync.shards import Shard
 from workers.weight_sync.sync_protocol import (
     UPDATE_SECONDS,
     Budget,
@@ -33,7 +32,7 @@ from workers.weight_sync.sync_protocol import (
     sync_error,
 )
 from workers.weight_sync.transports.weight_transport import Transport, Update
-from workers.weight_sync.weight_plan import Box, Held, Round, make_plan, volume
+from workers.weight_sync.weight_plan import Box, Held, Round, Shard, make_plan, volume
 
 TransportName = Literal["store", "group", "disk", "device"]
 
@@ -93,8 +92,7 @@ class WeightSender:
     ) -> None:
         if transport not in get_args(TransportName):
             raise ValueError(f"transport={transport!r}: use one of {', '.join(map(repr, get_args(TransportName)))}")
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected an integer of at least 1")
+        check_count("bucket_bytes", bucket_bytes)
         if (folder is not None) is not (transport == "disk"):
             raise ValueError(
                 f"transport={transport!r}, folder={folder!r}: 'disk' needs a folder; other transports do not use one"
@@ -109,8 +107,7 @@ class WeightSender:
                 f"delta=True with transport={transport!r} and double_buffer={double_buffer!r}: use another transport "
                 "than 'disk', whose files have whole tensors, and receivers that keep the version before"
             )
-        if not isinstance(full_every, int) or full_every < 0:
-            raise ValueError(f"full_every={full_every!r}: expected an integer of at least 0")
+        check_count("full_every", full_every, 0)
         self._timeout = min(check_seconds("timeout", timeout), _MAX_TIMEOUT)
         self._bucket_bytes = bucket_bytes
         self._process_group = process_group
