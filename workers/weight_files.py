@@ -67,8 +67,8 @@ class WeightFiles:
         self._tensors = tensors
         groups: list[list[str]] = []
         filled = 0
-        # The largest elements first: then all are aligned.
-        for tensor in sorted(tensors, key=lambda tensor: -tensors[tensor][1].itemsize):
+        # The order of the safetensors library. The largest elements come first: then all are aligned.
+        for tensor in sorted(tensors, key=lambda tensor: (-tensors[tensor][1].itemsize, tensor)):
             if not groups or filled + self._nbytes(tensor) > max_file_bytes:
                 groups.append([])
                 filled = 0

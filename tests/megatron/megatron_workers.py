@@ -104,6 +104,9 @@ class Replaceable(Modes):
 class Lab(Modes, MegatronLMWorker):
     """A process in which tests can initialize megatron repeatedly, with any sizes and any model."""
 
+    sizes = None
+    """The parallel sizes, if `train_model_workers.make` has set them."""
+
     def __init__(self):
         super(MegatronLMWorker, self).__init__()  # no model yet: see `become`
 
@@ -120,7 +123,7 @@ class Lab(Modes, MegatronLMWorker):
         A model, its buckets and its optimizer refer to each other and to process groups. Each process group has
         threads that wake a hundred times a second and end only when the garbage collector has freed all of them.
         """
-        self.model = self.layer = None
+        self.model = self.layer = self.sizes = self.kept_shards = None
         parallel_state.destroy_model_parallel()
         end_process_groups(process_groups())
         gc.collect()

@@ -92,12 +92,10 @@ def arguments(way, folder, **args):
     ("way", "options"),
     [
         (FSDP1, {}),
-        (FSDP2, {"balance_data": True}),
+        (FSDP2, {"balance_data": True, "gradient_checkpointing": True}),
         pytest.param(FSDP4, {"balance_data": True}, marks=four_of_fsdp),
         pytest.param(HSDP, {"loss_aggregation": "sequence"}, marks=four_of_fsdp),
-        (FSDP2, {"gradient_checkpointing": True}),
         (TP2, {}),
-        (PP2, {}),
         (TP2_DP2, {"balance_data": True, "use_distributed_optimizer": True}),
         (TP2_PP2, {"loss_aggregation": "sequence"}),
         pytest.param(TP2, {"gradient_checkpointing": True}, marks=rare),
@@ -200,8 +198,8 @@ def test_swapping_weights_keeps_the_optimizers_float32_precision(start, way, dat
     """Steps too small for a bf16 weight add up in the optimizer's float32 copy, with a reference model too."""
     found = {}
     for with_ref in (False, True):
-        group = start(way, with_ref, param_dtype="bf16", lr=1e-5)
-        for step in range(12):
+        group = start(way, with_ref, param_dtype="bf16", lr=2e-5)
+        for step in range(6):
             learn(group, step, data[:2])
         found[with_ref] = whole_weights(group)
     assert distance(found[True], found[False]) == 0.0
@@ -234,12 +232,12 @@ def test_old_log_probs_use_the_version_that_generated_each_token(start, way, dat
         group.worker_group.train(4, data.clone().set("weight_versions", versions * 0))
 
 
-@pytest.mark.parametrize("way", [FSDP2, pytest.param(TP2, marks=rare), PP2], ids=called)
+@pytest.mark.parametrize("way", [FSDP2, pytest.param(TP2, marks=rare), pytest.param(PP2, marks=rare)], ids=called)
 def test_critic_learns_the_expected_values(start, way, llama_folder, data, tmp_path):
     workers = start(way).worker_group
-    args = arguments(way, llama_folder, critic_lr=1e-2, gae_lambda=1.0, advantage_estimator="gae")
+    args = arguments(way, llama_folder, critic_lr=2e-2, gae_lambda=1.0, advantage_estimator="gae")
     workers.init({**args, "save_hf": str(tmp_path)}, "critic")
-    losses = [workers.train(step, data)[0]["value_loss"] for step in range(60)]
+    losses = [workers.train(step, data)[0]["value_loss"] for step in range(30)]
     assert losses[-1] < losses[0] / 3
     counts = data["loss_mask"] != 0
     values = workers.compute_values(data)
@@ -376,28 +374,30 @@ def test_invalid_rollout_data_is_rejected_and_changes_nothing(start, way, data):
     for change, message in WRONG:
         with pytest.raises(WorkerError, match=message):
             group.worker_group.train(0, change(data))
-    assert distance(whole_weights(group), before) == 0.0
 
-
-@ways(FSDP2, PP2)
-def test_invalid_rows_are_rejected_before_sending(start, way, data):
-    group = start(way)
+    # Rows that are on the driver are rejected before anything is sent.
     wrong = data.clone()
     wrong["rewards"][-2] = torch.nan
-
-    def sent():
-        return [call.method for call in group.worker_group.stats().calls].count("train")
-
-    before = sent()
+    calls = [call.method for call in group.worker_group.stats().calls]
     for given in (wrong, dict(wrong.items())):
         with pytest.raises(RolloutDataError, match=f"rewards of row {len(data) - 2} is not finite"):
             group.async_train(0, given)
-    assert sent() == before
+    assert [call.method for call in group.worker_group.stats().calls] == calls
     with pytest.raises(ray.exceptions.RayTaskError, match=r"rewards of row .* is not finite"):
         ray.get(group.async_train(0, ray.put(wrong)))
 
+    # Invalid rows of one rank are an error on all ranks, of which none waits for the others.
+    wrong = data.clone()
+    wrong["input_ids"][-1] = 77
+    for call in (group.worker_group.train, lambda _, rows: group.worker_group.compute_log_prob(rows)):
+        with pytest.raises(WorkerError, match=r"token ids from .* to 77, but vocab_size is 32"):
+            call(0, wrong)
+    assert group.worker_group.broken is None
+    assert distance(whole_weights(group), before) == 0.0
+    learn(group, 0, data)
 
-@ways(FSDP2, TP2, PP2, DP2)
+
+@pytest.mark.parametrize("way", [FSDP2, pytest.param(TP2, marks=rare), PP2, DP2], ids=called)
 def test_non_finite_gradient_changes_nothing(start, way, data):
     """The step is skipped: later steps are as if it had never happened."""
     group = start(way, lr_warmup_iters=3)
@@ -431,7 +431,7 @@ def test_resumed_run_uses_its_own_optimizer_settings(start, way, data, tmp_path)
     assert max(decay for *_, decay in found) == 0.25
 
 
-@ways(FSDP2, DP2)
+@ways(FSDP2)
 def test_checkpoint_weights_have_no_version(start, way, data, tmp_path):
     """They were trained after the rollout workers received them, so rows of that version are not compared with them."""
     group = start(way, save=str(tmp_path), keep_old_actor=True)
@@ -467,19 +467,7 @@ def test_rank_zero_checkpoint_failure_is_an_error_on_all_ranks(start, way, data,
     learn(group, 0, data)
 
 
-@ways(FSDP2, DP2)
-def test_invalid_rows_on_one_rank_are_an_error_on_all_ranks(start, way, data):
-    group = start(way)
-    wrong = data.clone()
-    wrong["input_ids"][-1] = 77
-    for call in (group.worker_group.train, lambda _, rows: group.worker_group.compute_log_prob(rows)):
-        with pytest.raises(WorkerError, match=r"token ids from .* to 77, but vocab_size is 32"):
-            call(0, wrong)
-    assert group.worker_group.broken is None
-    learn(group, 0, data)
-
-
-@ways(FSDP2, DP2)
+@pytest.mark.parametrize("way", [pytest.param(FSDP2, marks=rare), DP2], ids=called)  # FSDP: see test_actor_critic.py
 def test_references_instead_of_data(start, way, data):
     found = []
     plain = dict(data.items())
