@@ -235,9 +235,10 @@ def test_old_log_probs_use_the_version_that_generated_each_token(start, way, dat
 @pytest.mark.parametrize("way", [FSDP2, pytest.param(TP2, marks=rare), pytest.param(PP2, marks=rare)], ids=called)
 def test_critic_learns_the_expected_values(start, way, llama_folder, data, tmp_path):
     workers = start(way).worker_group
-    args = arguments(way, llama_folder, critic_lr=2e-2, gae_lambda=1.0, advantage_estimator="gae")
+    args = arguments(way, llama_folder, critic_lr=1e-2, gae_lambda=1.0, advantage_estimator="gae")
+    args |= {"ppo_epochs": 10, "value_clip": 0.0}
     workers.init({**args, "save_hf": str(tmp_path)}, "critic")
-    losses = [workers.train(step, data)[0]["value_loss"] for step in range(30)]
+    losses = [workers.train(step, data)[0]["value_loss"] for step in range(6)]
     assert losses[-1] < losses[0] / 3
     counts = data["loss_mask"] != 0
     values = workers.compute_values(data)
