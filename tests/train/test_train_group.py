@@ -19,8 +19,9 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from single_controller import GroupBrokenError, GroupClosedError, PlacementError, RayResourcePool, Worker, WorkerError
 from workers.train.args import TrainArgsError, read_args
-from workers.train.train_group import RayTrainGroup, worker_class
+from workers.train.train_group import RayTrainGroup
 from workers.train.train_placement import NOSET, place, train_environment
+from workers.train.train_worker import worker_class
 
 ROWS = {"x": np.arange(5)}
 

@@ -12,7 +12,7 @@ from workers.dtypes import dtype_of
 from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
 from workers.lora import LoraSettings
 from workers.train.args import TrainArgsError
-from workers.train.policy import PolicyTrainWorker
+from workers.train.policy_worker import PolicyTrainWorker
 
 
 class FSDPTrainWorker(PolicyTrainWorker):

@@ -11,7 +11,7 @@ from workers.device import every_backend
 from workers.megatron.megatron_model import MegatronTrainModel
 from workers.megatron.megatron_worker import MegatronWorker
 from workers.train.args import TrainArgsError
-from workers.train.policy import PolicyTrainWorker
+from workers.train.policy_worker import PolicyTrainWorker
 
 
 class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):

@@ -133,9 +133,3 @@ class WeightFolder(Message):
                 index = tuple(slice(*dim) for dim in spec.box)
                 read = opened[file].get_slice(spec.name)[index] if index else opened[file].get_tensor(spec.name)
                 receiver.take(key, Payload([spec], [read]))
-
-
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of the version that was written last; None if there is none."""
-    found = [path for path in Path(folder).glob("version-*") if _FINISHED.fullmatch(path.name)]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
