@@ -306,9 +306,9 @@ class MegatronTrainModel(TrainModel):
                         yield f"optimizer.{number}.{place}.{key}", value
 
     def counters(self) -> dict[str, Any]:
-        found = [scaler.state_dict() for scaler in scalers(self._optimizer)]
+        states = [scaler.state_dict() for scaler in scalers(self._optimizer)]
         return {
-            "scalers": [{name: float(value) for name, value in state.items()} for state in found],
+            "scalers": [{name: float(value) for name, value in state.items()} for state in states],
             # Optimizers other than torch's count a group's steps, not a parameter's.
             "steps": [int(group.get("step", 0)) for group in self._parameter_groups()],
         }

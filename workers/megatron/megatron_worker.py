@@ -151,9 +151,11 @@ class MegatronWorker(Worker):
             return super()._report()
         parallel_state: Any = sys.modules.get(PARALLEL_STATE)
         # Each initialisation makes a new group object of all model-parallel ranks; without one it is None.
-        found = parallel_state.get_model_parallel_group(check_initialized=False) if parallel_state is not None else None
-        if found is not self._reported and (found is None or parallel_state.is_initialized()):
-            self._reported = found
+        mp_group = (
+            parallel_state.get_model_parallel_group(check_initialized=False) if parallel_state is not None else None
+        )
+        if mp_group is not self._reported and (mp_group is None or parallel_state.is_initialized()):
+            self._reported = mp_group
             self._register(parallel_state)
         return super()._report()
 

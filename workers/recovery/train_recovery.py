@@ -117,10 +117,10 @@ def _continue_together(groups: Sequence[TrainGroup], lost: Collection[TrainGroup
         )
         begins = [group._continue(None) for group in groups]
         if len({begin[0] for begin in begins}) > 1:
-            found = ", ".join(f"{group.role}: {begin[0]}" for group, begin in zip(groups, begins, strict=True))
+            continuing = ", ".join(f"{group.role}: {begin[0]}" for group, begin in zip(groups, begins, strict=True))
             raise CheckpointError(
                 f"{names} have no common snapshot, and their checkpoints are of different rollouts; to continue with: "
-                f"{found}. Save both after the same rollouts, and create them again with ckpt_step"
+                f"{continuing}. Save both after the same rollouts, and create them again with ckpt_step"
             )
         return begins[0]
     (rollout_id, _), *_ = choices

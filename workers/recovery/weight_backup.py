@@ -167,15 +167,15 @@ class WeightBackup:
         return f"<WeightBackup of {', '.join(self.names) or 'nothing yet'}, {self.nbytes / 2**20:.1f} MiB>"
 
     def _known(self, name: str) -> Snapshot:
-        found = self._snapshots.get(name)
-        if found is None:
+        known = self._snapshots.get(name)
+        if known is None:
             close = difflib.get_close_matches(str(name), self._snapshots, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             existing = ", ".join(map(repr, self._snapshots)) or "none yet"
             raise BackupError(
                 f"there is no weight snapshot {name!r}; existing: {existing}{hint}. Call copy({name!r}) to take one"
             )
-        return found
+        return known
 
     def _live(self) -> dict[str, torch.Tensor]:
         return live_tensors(self._weights())

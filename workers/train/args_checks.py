@@ -214,12 +214,12 @@ def function_at(path: str, key: str) -> Callable[..., Any]:
     if not module:
         raise TrainArgsError(f"args.{key}={path!r}: expected a dotted path such as 'my_package.my_module.my_function'")
     try:
-        found = getattr(importlib.import_module(module), name)
+        target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise TrainArgsError(f"args.{key}={path!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise TrainArgsError(f"args.{key}={path!r} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
+    if not callable(target):
+        raise TrainArgsError(f"args.{key}={path!r} is a {type(target).__name__}, not a function")
+    function: Callable[..., Any] = target
     return function
 
 

@@ -389,14 +389,14 @@ def _merge(layouts: Sequence[Layout]) -> tuple[dict[str, Held], dict[str, tuple[
 
 def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverClass]:
     """Divide the receivers into classes."""
-    found: list[tuple[ReceiverInfo, list[int]]] = []
+    divided: list[tuple[ReceiverInfo, list[int]]] = []
     for number, info in enumerate(infos):
-        for first, members in found:
+        for first, members in divided:
             if (first.slices, first.dtypes) == (info.slices, info.dtypes):
                 members.append(number)
                 break
         else:
-            found.append((info, [number]))
+            divided.append((info, [number]))
     return [
         ReceiverClass(
             tuple(members),
@@ -404,7 +404,7 @@ def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverCl
             first.dtypes,
             base is not None and all(infos[member].base == base for member in members),
         )
-        for first, members in found
+        for first, members in divided
     ]
 
 
