@@ -64,8 +64,9 @@ def called(value):
     return "-".join(value) or "plain" if isinstance(value, dict) else None
 
 
-def ways(*of):
-    return pytest.mark.parametrize("way", of, ids=called)
+def ways(*of, rarely=()):
+    """Parametrize a test with ``way``; those of ``rarely`` only in `make test-all`."""
+    return pytest.mark.parametrize("way", [*of, *(pytest.param(way, marks=rare) for way in rarely)], ids=called)
 
 
 def other_rollout(model, seed):
@@ -122,7 +123,7 @@ def test_three_grpo_steps_match_a_plain_loop(start, way, options):
     assert distance(whole_weights(group), plain.weights()) < 1e-4
 
 
-@ways(FSDP2, TP2, PP2)
+@ways(FSDP2, PP2, rarely=[TP2])
 def test_tied_embeddings_and_biases(start, way, tmp_path):
     """A Qwen2; in a pipeline its first and last stage share a tensor and its gradient."""
     config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -141,7 +142,7 @@ def test_tied_embeddings_and_biases(start, way, tmp_path):
     assert distance(found, plain.weights()) < 1e-4
 
 
-@ways(FSDP2, TP2, PP2)
+@ways(FSDP2, PP2, rarely=[TP2])
 def test_several_epochs_over_one_rollout(start, way, data):
     """With all rows in each step, epochs match the reference: the ratio is to the policy before the first epoch."""
     group = start(way, ppo_epochs=3)
@@ -153,7 +154,7 @@ def test_several_epochs_over_one_rollout(start, way, data):
     assert distance(whole_weights(group), plain.weights()) < 1e-4
 
 
-@ways(FSDP2, TP2, PP2)
+@ways(FSDP2, TP2, rarely=[PP2])
 def test_no_number_is_read_per_micro_batch(start, way, data):
     """On CUDA each such read waits for all work on the device. How many there are in a step does not depend on how many
     micro-batches it has."""
@@ -206,7 +207,7 @@ def test_swapping_weights_keeps_the_optimizers_float32_precision(start, way, dat
     assert distance(found[True], small_llama().to(torch.bfloat16).state_dict()) > 0
 
 
-@ways(FSDP2, PP2, DP2)
+@ways(FSDP2, PP2, rarely=[DP2])
 def test_old_log_probs_use_the_version_that_generated_each_token(start, way, data):
     """Tokens of the last two weight versions are each compared with the weights that generated them."""
     group = start(way, keep_old_actor=True)
@@ -232,7 +233,7 @@ def test_old_log_probs_use_the_version_that_generated_each_token(start, way, dat
         group.worker_group.train(4, data.clone().set("weight_versions", versions * 0))
 
 
-@pytest.mark.parametrize("way", [FSDP2, pytest.param(TP2, marks=rare), pytest.param(PP2, marks=rare)], ids=called)
+@ways(FSDP2, rarely=[TP2, PP2])
 def test_critic_learns_the_expected_values(start, way, llama_folder, data, tmp_path):
     workers = start(way).worker_group
     args = arguments(way, llama_folder, critic_lr=1e-2, gae_lambda=1.0, advantage_estimator="gae")
@@ -398,7 +399,7 @@ def test_invalid_rollout_data_is_rejected_and_changes_nothing(start, way, data):
     learn(group, 0, data)
 
 
-@pytest.mark.parametrize("way", [FSDP2, pytest.param(TP2, marks=rare), PP2, DP2], ids=called)
+@ways(FSDP2, PP2, DP2, rarely=[TP2])
 def test_non_finite_gradient_changes_nothing(start, way, data):
     """The step is skipped: later steps are as if it had never happened."""
     group = start(way, lr_warmup_iters=3)
@@ -468,13 +469,14 @@ def test_rank_zero_checkpoint_failure_is_an_error_on_all_ranks(start, way, data,
     learn(group, 0, data)
 
 
-@pytest.mark.parametrize("way", [pytest.param(FSDP2, marks=rare), DP2], ids=called)  # FSDP: see test_actor_critic.py
+@ways(DP2, rarely=[FSDP2])  # FSDP: see test_actor_critic.py
 def test_references_instead_of_data(start, way, data):
-    found = []
+    group = start(way, lr=0.0)  # so that each step does the same
     plain = dict(data.items())
-    for given in (data, ray.put(data), [ray.put(data[:12]), ray.put(data[12:])], plain, ray.put(plain)):
-        group = start(way)
-        found.append({**learn(group, 0, given), "seconds": 0})
+    found = [
+        {**learn(group, 0, given), "seconds": 0}
+        for given in (data, ray.put(data), [ray.put(data[:12]), ray.put(data[12:])], plain, ray.put(plain))
+    ]
     assert all(other == found[0] for other in found)
 
 
