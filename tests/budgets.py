@@ -58,7 +58,6 @@ BUDGETS: dict[str, int] = {
     "tests/train/backends/test_megatron_group.py": 50,
     "tests/train/backends/test_replace_ranks.py": 60,
     "tests/train/backends/test_weights_reach_rollout.py": 220,
-    "tests/train/test_reference.py": 40,
     "tests/train/test_train_group.py": 120,
     "tests/train/test_weight_sync.py": 80,
     "tests/train/test_weight_sync_model.py": 60,
