@@ -334,8 +334,8 @@ def test_export_can_be_loaded_by_transformers(four, saved, tmp_path, config, par
     four.run(on_ranks.load_hf, folder)
     total = sum(parameter.nbytes for parameter in model.parameters())
     options = {"max_file_bytes": total // 5} if files == 6 else {}
-    (tmp_path / "unfinished").mkdir()
-    for old in ("model-00001-of-00009.safetensors", "unfinished/model.safetensors"):
+    (tmp_path / ".unfinished").mkdir()
+    for old in ("model-00001-of-00009.safetensors", ".unfinished/model.safetensors"):
         (tmp_path / old).write_bytes(b"of a run before")
     four.run(on_ranks.export, str(tmp_path), **options)
     assert len(list(tmp_path.glob("*.safetensors"))) == files

@@ -13,6 +13,8 @@ from workers.distributed import all_or_none, gathered
 from workers.lora import BASE_DIGEST
 from workers.train.checkpoints import CheckpointError
 from workers.weight_files import FILE_BYTES, INDEX, WeightFiles
+from workers.weight_sync.weight_plan import check_cover
+from workers.weight_sync.weight_sender import layout_of, merge_layouts
 
 if TYPE_CHECKING:
     import torch
@@ -43,23 +45,25 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = FI
     adapter = model.adapter_config
     what = f"the Hugging Face model could not be written to {str(folder)!r}"
     shards = [shard for shard in model.hf_shards() if shard.name != BASE_DIGEST]
-    held = gathered([(shard.name, shard.shape, shard.dtype, shard.box) for shard in shards])
-    tensors = {name: (shape, dtype) for of_rank in held for name, shape, dtype, _ in of_rank}
-    writer = {(name, box): at for at in reversed(range(len(held))) for name, _, _, box in held[at]}
-    # The files have other names until all ranks have written: an interrupted export must not pass for a model.
-    unfinished = folder / "unfinished"
     with all_or_none(CheckpointError, what):
+        layout = layout_of(shards)
+    # The files have other names until all ranks have written: an interrupted export must not pass for a model.
+    unfinished = folder / ".unfinished"
+    with all_or_none(CheckpointError, what):
+        held, tensors = merge_layouts(gathered(layout))
+        for name, parts in held.items():
+            check_cover(name, parts)
         files = WeightFiles(tensors, max_file_bytes if adapter is None else sys.maxsize)  # peft reads one file
         if not rank:
             unfinished.mkdir(parents=True, exist_ok=True)
-            for kind in ("model*", "unfinished/*", "adapter_model"):
+            for kind in ("model*", ".unfinished/*", "adapter_model"):
                 for old in folder.glob(f"{kind}.safetensors"):
                     old.unlink()
             for name in (INDEX, "adapter_config.json"):
                 (folder / name).unlink(missing_ok=True)
             files.create(unfinished)
     with all_or_none(CheckpointError, what):
-        mine = (shard for shard in shards if writer[shard.name, shard.box] == rank)
+        mine = (shard for shard in shards if held[shard.name].boxes[shard.box][0] == rank)
         files.write(unfinished, ((shard.name, shard.box, shard.read()) for shard in mine))
     with all_or_none(CheckpointError, what):
         if not rank:

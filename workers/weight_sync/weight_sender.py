@@ -232,7 +232,7 @@ class WeightSender:
         own: list[ReceiverInfo] = []
         try:
             shards = [one if isinstance(one, Shard) else Shard.whole(*one) for one in weights]
-            layout = _layout_of(shards)
+            layout = layout_of(shards)
             layout_id = hashlib.sha256(pickle.dumps(layout)).hexdigest()
             base = self._packer.base
             self._packer.begin(shards)
@@ -254,7 +254,7 @@ class WeightSender:
             if self._full_every and not self._updates % self._full_every:
                 base = None
             classes = _classes(infos, base)
-            held, update.tensors = _merge(layouts)
+            held, update.tensors = merge_layouts(layouts)
             for info in infos:
                 _check_names(info, held, update.version)
             made_from = [layout_id for _, layout_id, *_ in values], [one.slices for one in classes]
@@ -354,7 +354,12 @@ def _check_verify(verify: Verify) -> Verify:
     return verify
 
 
-def _layout_of(shards: Iterable[Shard]) -> Layout:
+def layout_of(shards: Iterable[Shard]) -> Layout:
+    """Return what a train rank has.
+
+    Raises:
+        WeightSyncError: shards of one tensor differ in its shape or dtype, or are not real numbers.
+    """
     layout: Layout = {}
     for shard in shards:
         shape, dtype, boxes = layout.setdefault(shard.name, (shard.shape, shard.dtype, []))
@@ -366,8 +371,15 @@ def _layout_of(shards: Iterable[Shard]) -> Layout:
     return layout
 
 
-def _merge(layouts: Sequence[Layout]) -> tuple[dict[str, Held], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Return what all train ranks have together, and the shape and dtype of each tensor."""
+def merge_layouts(layouts: Sequence[Layout]) -> tuple[dict[str, Held], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Return what all train ranks have together, and the shape and dtype of each tensor.
+
+    Args:
+        layouts: by rank.
+
+    Raises:
+        WeightSyncError: the shape or dtype of a tensor is another one on another rank.
+    """
     held: dict[str, Held] = {}
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     boxes: dict[str, dict[Box, list[int]]] = {}
