@@ -30,6 +30,9 @@ class RolloutLink:
             manager in this process whose own is None.
         timeout: seconds that each call to a manager that is a Ray actor may take, which may be busy in its constructor
             or in `generate`; and that the manager's stream may take to pause.
+
+    Raises:
+        WeightSyncError: by all methods that call a manager: see `call_manager`.
     """
 
     def __init__(self, manager: Any, refresh: Callable[[], Any], timeout: float) -> None:
@@ -39,11 +42,7 @@ class RolloutLink:
         self._receivers: list[Any] | None = None
 
     def introduce(self, tell: Callable[[Any], Any]) -> None:
-        """Tell the train workers about the manager. ``refresh`` is a function of this process and is not sent along.
-
-        Raises:
-            WeightSyncError: see `call_manager`.
-        """
+        """Tell the train workers about the manager. ``refresh`` is a function of this process and is not sent along."""
         manager = self.manager
         if getattr(manager, "refresh", None) == self._refresh:
             manager.refresh = None
@@ -60,11 +59,7 @@ class RolloutLink:
 
     @property
     def outdated(self) -> bool:
-        """Whether the rollout workers were replaced since the train workers were told.
-
-        Raises:
-            WeightSyncError: see `call_manager`.
-        """
+        """Whether the rollout workers were replaced since the train workers were told."""
         return self._actors() != self._receivers
 
     @property
@@ -98,11 +93,7 @@ class RolloutLink:
         return None if _is_actor(self.manager) else getattr(self.manager, "stream", None)
 
     def expect(self, version: int | None) -> None:
-        """Make the manager reject completions of other weight versions; None accepts any.
-
-        Raises:
-            WeightSyncError: see `call_manager`.
-        """
+        """Make the manager reject completions of other weight versions; None accepts any."""
         if not _is_actor(self.manager):
             self.manager.weight_version = version
         elif hasattr(self.manager, "set_weight_version"):  # optional for an actor of the user's own class
