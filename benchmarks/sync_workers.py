@@ -20,8 +20,7 @@ from workers import HFEngine, SamplingParams
 from workers.distributed import initialize_distributed
 from workers.rollout.engines.rollout_engine import RolloutEngine
 from workers.weight_sync import WeightReceiver, WeightSender
-from workers.weight_sync.shards import Shard
-from workers.weight_sync.weight_plan import Box
+from workers.weight_sync.weight_plan import Box, Shard
 
 Shapes = dict[str, tuple[int, ...]]
 

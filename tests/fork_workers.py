@@ -30,6 +30,7 @@ PRELOADED = (
     "ray._common.pydantic_compat",
     "single_controller.ray.rank.actor",
     "numpy",
+    "omegaconf",
     "tensordict",
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",

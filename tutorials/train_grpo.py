@@ -92,12 +92,17 @@ def main():
     began = time.monotonic()
     with place(args, standby=standby) as placement, RunLog(args.tensorboard_dir) as log:
         ranks = placement.actor.world_size - standby
-        actor = RayTrainGroup(args, 1, ranks, placement.actor, placement.share, standby=standby)
+        options = {"standby": standby}
+        if args.train_backend == "megatron" and not placement.actor.use_gpu:
+            from workers.megatron.cpu import CpuMegatronTrainWorker
+
+            options["actor_cls"] = CpuMegatronTrainWorker  # Megatron itself needs CUDA
+        actor = RayTrainGroup(args, 1, ranks, placement.actor, placement.share, **options)
         start = ray.get(actor.async_init(with_ref=bool(args.kl_loss_coef or args.kl_coef)))[0]
         groups = [actor]
         if placement.critic is not None:
             ranks = placement.critic.world_size - standby
-            critic = RayTrainGroup(args, 1, ranks, placement.critic, placement.share, role="critic", standby=standby)
+            critic = RayTrainGroup(args, 1, ranks, placement.critic, placement.share, role="critic", **options)
             other = ray.get(critic.async_init())[0]
             if other != start:
                 both = min(start, other) - 1

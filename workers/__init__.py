@@ -51,8 +51,8 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.train.args import read_args as read_args
     from workers.train.checkpoints import CheckpointError as CheckpointError
     from workers.train.hf_export import export_hf as export_hf
-    from workers.train.role_placement import RolePlacement as RolePlacement
-    from workers.train.role_placement import place as place
+    from workers.train.train_placement import RolePlacement as RolePlacement
+    from workers.train.train_placement import place as place
     from workers.train.tracking import RunLog as RunLog
     from workers.train.train_group import RayTrainGroup as RayTrainGroup
     from workers.train.train_model import TrainModel as TrainModel

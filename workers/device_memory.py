@@ -184,7 +184,7 @@ def _resume() -> int:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the distinct storages that can be offloaded."""
-    found: dict[int, torch.UntypedStorage] = {}
+    by_address: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.device.type == "cpu" and has_cuda():
@@ -192,8 +192,8 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
         if not storage.resizable():  # the memory of a numpy array, of a file, or of another process
             logger.debug("a tensor of shape %s does not own its memory and is not offloaded", tuple(tensor.shape))
             continue
-        found.setdefault(storage._cdata, storage)
-    return list(found.values())
+        by_address.setdefault(storage._cdata, storage)
+    return list(by_address.values())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

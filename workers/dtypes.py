@@ -29,8 +29,8 @@ def dtype_of(name: Any) -> torch.dtype:
 
     if isinstance(name, torch.dtype):
         return name
-    found = DTYPES.get(str(name).removeprefix("torch."))
-    if found is None:
+    torch_name = DTYPES.get(str(name).removeprefix("torch."))
+    if torch_name is None:
         raise ValueError(f"param_dtype={name!r}: expected one of {', '.join(DTYPES)}")
-    dtype: torch.dtype = getattr(torch, found)
+    dtype: torch.dtype = getattr(torch, torch_name)
     return dtype

@@ -115,7 +115,7 @@ def end_tokens(args: Any) -> list[int]:
         return []
     transformers = require("transformers", extra="hf")
     try:
-        found = transformers.GenerationConfig.from_pretrained(args.hf_checkpoint).eos_token_id
+        token_ids = transformers.GenerationConfig.from_pretrained(args.hf_checkpoint).eos_token_id
     except OSError:  # there is no generation_config
-        found = getattr(read_config(args).get_text_config(), "eos_token_id", None)
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+        token_ids = getattr(read_config(args).get_text_config(), "eos_token_id", None)
+    return [] if token_ids is None else [token_ids] if isinstance(token_ids, int) else list(token_ids)

@@ -15,15 +15,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from single_controller import Dispatch, register
-from workers import MegatronLMWorker, MegatronWorker, ParallelLlamaMLP, init_model_parallel_config, transformer_config
+from workers import MegatronLMWorker, ParallelLlamaMLP, init_model_parallel_config, transformer_config
 from workers.distributed import end_process_groups, process_groups
+from workers.megatron.cpu import CpuMegatronWorker
 
 AXES = ("dp", "cp", "tp", "pp")
 
 share_gloo_device()
 
 
-class Modes(MegatronWorker):
+class Modes(CpuMegatronWorker):
     """The four modes that use megatron's axes. Results contain the rank; each rank records what it received."""
 
     @register(Dispatch.MEGATRON_COMPUTE)
@@ -84,7 +85,7 @@ class InConstructor(Modes):
         return dist.get_backend(), self.layer.weight.device.type, torch.empty(1, device="cuda").device.type
 
 
-class Replaceable(Modes, MegatronWorker):
+class Replaceable(Modes):
     """Initializes megatron with the helper, so that ranks can be replaced."""
 
     def __init__(self, tp):
@@ -103,6 +104,9 @@ class Replaceable(Modes, MegatronWorker):
 class Lab(Modes, MegatronLMWorker):
     """A process in which tests can initialize megatron repeatedly, with any sizes and any model."""
 
+    sizes = None
+    """The parallel sizes, if `train_model_workers.make` has set them."""
+
     def __init__(self):
         super(MegatronLMWorker, self).__init__()  # no model yet: see `become`
 
@@ -119,7 +123,7 @@ class Lab(Modes, MegatronLMWorker):
         A model, its buckets and its optimizer refer to each other and to process groups. Each process group has
         threads that wake a hundred times a second and end only when the garbage collector has freed all of them.
         """
-        self.model = self.layer = None
+        self.model = self.layer = self.sizes = self.kept_shards = None
         parallel_state.destroy_model_parallel()
         end_process_groups(process_groups())
         gc.collect()

@@ -65,8 +65,9 @@ def test_importing_the_workers_does_not_change_torch(tmp_path):
         ]
         before = watched()
         import workers
-        from workers import MegatronWorker, ParallelLlamaMLP, init_model_parallel_config
-        class Mine(MegatronWorker):
+        from workers import ParallelLlamaMLP, init_model_parallel_config
+        from workers.megatron.cpu import CpuMegatronWorker
+        class Mine(CpuMegatronWorker):
             pass
         init_model_parallel_config({})
         print([a is b for a, b in zip(before, watched(), strict=True)].count(False))
@@ -130,8 +131,9 @@ def test_worker_without_a_group(tmp_path):
     done = python(
         """
         import torch
-        from workers import MegatronWorker, ParallelLlamaMLP, init_model_parallel_config
-        worker = MegatronWorker()
+        from workers import ParallelLlamaMLP, init_model_parallel_config
+        from workers.megatron.cpu import CpuMegatronWorker
+        worker = CpuMegatronWorker()
         device = worker.initialize_model_parallel(backend="nccl")
         layer = ParallelLlamaMLP({"hidden_size": 8, "intermediate_size": 24}, init_model_parallel_config({}))
         print(device, layer(torch.ones(2, 8, device="cuda")).shape, torch.distributed.get_backend())
@@ -140,6 +142,22 @@ def test_worker_without_a_group(tmp_path):
     )
     device = "cuda:0 torch.Size([2, 8]) nccl" if has_cuda() else "cpu torch.Size([2, 8]) gloo"
     assert done.stdout.strip() == device, done.stderr
+
+
+@pytest.mark.skipif("has_cuda()", reason="there is a CUDA device")
+def test_worker_needs_cuda_unless_the_cpu_is_asked_for(tmp_path):
+    done = python(
+        """
+        import sys
+        from workers import MegatronWorker
+        try:
+            MegatronWorker()
+        except Exception as error:
+            print(type(error).__name__, "CpuMegatronWorker" in str(error), "workers.megatron.cpu" in sys.modules)
+        """,
+        tmp_path,
+    )
+    assert done.stdout.split() == ["DeviceError", "True", "False"], done.stderr
 
 
 def has_cuda():

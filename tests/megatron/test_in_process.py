@@ -15,9 +15,9 @@ sys.path.insert(0, {here!r})
 import torch
 from lm_configs import LLAMA
 from single_controller import ClassWithInitArgs, LocalWorkerGroup
-from workers import MegatronLMWorker
+from workers.megatron.cpu import CpuMegatronLMWorker
 
-made = ClassWithInitArgs(MegatronLMWorker, LLAMA, None, {{"lr": 1e-2}}, micro_batch_size=2)
+made = ClassWithInitArgs(CpuMegatronLMWorker, LLAMA, None, {{"lr": 1e-2}}, micro_batch_size=2)
 ids = torch.arange(64).reshape(4, 16)
 for threads in (False, True):
     with LocalWorkerGroup(1, made, threads=threads) as group:

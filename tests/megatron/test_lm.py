@@ -1,4 +1,5 @@
-"""MegatronLMWorker on real processes, compared with the Hugging Face model in this process."""
+"""MegatronLMWorker on real processes, compared with the Hugging Face model in this process. Its model, a
+MegatronTrainModel, has more tests in test_train_model.py."""
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ BIASED_GELU = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, hidden_ac
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
-VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 
 pytestmark = pytest.mark.timeout(240)  # starting the shared processes counts towards the first test
 rare = pytest.mark.full("rare variants of Megatron models and layouts")
@@ -90,9 +90,8 @@ def check_weights(group, model, start, within=1e-4):
     assert (again(ids).logits - model(ids).logits).abs().max() < 1e-4
 
 
-def check_parity(group, config, parallel, options):
-    adam = {"lr": 1e-3, "clip_grad": 0.5, **options.get("optimizer", {})}
-    group.become(config, parallel, adam, micro_batch_size=2, overrides=options.get("overrides"))
+def check_parity(group, config, parallel):
+    group.become(config, parallel, {"lr": 1e-3, "clip_grad": 0.5}, micro_batch_size=2)
     model = dense(config)
     start = weights(model)
     group.load_hf_state_dict(start)
@@ -105,30 +104,22 @@ def check_parity(group, config, parallel, options):
 
 
 @pytest.mark.parametrize(
-    ("config", "parallel", "options"),
+    ("config", "parallel"),
     [
-        pytest.param(QWEN2_TIED, {**TP2, **PP2}, {}, id="Qwen2 with tied embeddings, tp2 pp2"),
-        pytest.param(BIASED_GELU, TP2, {}, id="biases, gelu, an explicit head size, dp2 tp2"),
-        pytest.param(LLAMA3_ROPE, PP4, {}, id="llama3 rope, pp4", marks=rare),
-        pytest.param(LLAMA, {**TP2, **PP2, "order": "pp-dp-tp-cp-ep"}, {}, id="another order of the axes", marks=rare),
-        pytest.param(LLAMA, TP2, {"optimizer": {"distributed": True}}, id="distributed optimizer", marks=rare),
-        pytest.param(
-            LLAMA,
-            VPP,
-            {"overrides": {"overlap_p2p_comm": True, "batch_p2p_comm": False}},
-            id="interleaved pipeline",
-            marks=rare,
-        ),
+        pytest.param(QWEN2_TIED, {**TP2, **PP2}, id="Qwen2 with tied embeddings, tp2 pp2"),
+        pytest.param(BIASED_GELU, TP2, id="biases, gelu, an explicit head size, dp2 tp2"),
+        pytest.param(LLAMA3_ROPE, PP4, id="llama3 rope, pp4", marks=rare),
+        pytest.param(LLAMA, {**TP2, **PP2, "order": "pp-dp-tp-cp-ep"}, id="another order of the axes", marks=rare),
     ],
 )
-def test_log_probs_and_three_adam_steps_match_hugging_face(four, config, parallel, options):
-    check_parity(four, config, parallel, options)
+def test_log_probs_and_three_adam_steps_match_hugging_face(four, config, parallel):
+    check_parity(four, config, parallel)
 
 
 @pytest.mark.full("Megatron on eight ranks")
 @pytest.mark.parametrize("config", [LLAMA, QWEN2_TIED], ids=["Llama", "Qwen2, tied"])
 def test_parity_at_dp2_tp2_pp2(eight, config):
-    check_parity(eight, config, {**TP2, **PP2}, {})
+    check_parity(eight, config, {**TP2, **PP2})
 
 
 @pytest.fixture(scope="module")
@@ -238,31 +229,6 @@ def test_invalid_batch_is_rejected_and_the_group_stays_usable(llama):
         with pytest.raises(WorkerError, match=message):
             call()
         assert group.compute_log_prob(tokens(2)).shape == (2, 11)
-
-
-def test_training_without_an_optimizer_is_rejected(four):
-    four.become(LLAMA, {**TP2, **PP2})
-    with pytest.raises(WorkerError, match="without an optimizer"):
-        four.train_step(tokens(2))
-
-
-def test_step_with_fewer_rows_than_dp_ranks(four):
-    four.become(LLAMA, TP2, {"lr": 1e-3}, micro_batch_size=2)
-    model = dense(LLAMA, seed=3)
-    start = weights(model)
-    four.load_hf_state_dict(start)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    ids = tokens(1)
-    assert (four.compute_log_prob(ids) - reference_log_probs(model, ids)).abs().max() < 1e-4
-    metrics = four.train_step(ids)
-    loss = -reference_log_probs(model, ids).mean()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    assert metrics[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    found = four.hf_state_dict()
-    assert max((found[name] - tensor).abs().max().item() for name, tensor in weights(model).items()) < 1e-4
-    assert any((found[name] != start[name]).any() for name in start)
 
 
 def test_model_in_bfloat16(four):

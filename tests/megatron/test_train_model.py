@@ -1,4 +1,7 @@
-"""MegatronTrainModel on four real processes, compared with the Hugging Face model in this one."""
+"""MegatronTrainModel on four real processes, compared with the Hugging Face model in this one.
+
+Tests of the same parallel sizes follow one another: `train_model_workers.make` then keeps megatron's process groups.
+"""
 
 import pytest
 import torch
@@ -156,14 +159,14 @@ def check_weights(four, model, within=1e-4):
 @pytest.mark.parametrize(
     ("config", "parallel", "options"),
     [
-        pytest.param(LLAMA, TP2, {}, id="dp2 tp2"),
-        pytest.param(TIED, PP2, {}, id="dp2 pp2, tied"),
-        pytest.param(QWEN2, {**TP2, **PP2}, {}, id="tp2 pp2, Qwen2"),
-        pytest.param(TIED, PP4, {}, id="pp4, tied"),
         pytest.param(LLAMA, {}, {"optimizer": {**ADAM, "distributed": True}}, id="dp4, distributed optimizer"),
         pytest.param(
             LLAMA, VPP, {"overrides": {"overlap_p2p_comm": True, "batch_p2p_comm": False}}, id="interleaved pipeline"
         ),
+        pytest.param(TIED, PP4, {}, id="pp4, tied"),
+        pytest.param(QWEN2, {**TP2, **PP2}, {}, id="tp2 pp2, Qwen2"),
+        pytest.param(LLAMA, TP2, {}, id="dp2 tp2"),
+        pytest.param(TIED, PP2, {}, id="dp2 pp2, tied"),
     ],
 )
 def test_log_probs_entropy_and_three_steps_match_hugging_face(four, saved, config, parallel, options):
@@ -174,18 +177,6 @@ def test_log_probs_entropy_and_three_steps_match_hugging_face(four, saved, confi
     found = joined(four.run(on_ranks.log_probs, data, 0.7), 7)
     assert (found - Reference(model, data, 0.7).log_probs).abs().max() < 1e-4
     steps(four, model, on_ranks.policy_loss)
-    check_weights(four, model)
-
-
-@pytest.mark.parametrize("parallel", [{**TP2, **PP2}, TP2], ids=["tp2 pp2", "dp2 tp2"])
-def test_critic_matches_a_token_classifier(four, saved, parallel):
-    model, folder = saved(LlamaConfig(**SIZES, tie_word_embeddings=True, num_labels=1), AutoModelForTokenClassification)
-    four.run(on_ranks.make, TIED, parallel, role="critic", optimizer=ADAM)
-    four.run(on_ranks.load_hf, folder)
-    data = batch()
-    found = joined(four.run(on_ranks.values, data), 7)
-    assert (found - Reference(model, data).values).abs().max() < 1e-4
-    steps(four, model, on_ranks.value_loss)
     check_weights(four, model)
 
 
@@ -205,11 +196,23 @@ def test_ranks_without_rows_run_fillers(four, saved, rows):
     assert reports[0] == {"loss": 0.0, "grad_norm": 0.0}
 
 
+@pytest.mark.parametrize("parallel", [TP2, {**TP2, **PP2}], ids=["dp2 tp2", "tp2 pp2"])
+def test_critic_matches_a_token_classifier(four, saved, parallel):
+    model, folder = saved(LlamaConfig(**SIZES, tie_word_embeddings=True, num_labels=1), AutoModelForTokenClassification)
+    four.run(on_ranks.make, TIED, parallel, role="critic", optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    data = batch()
+    found = joined(four.run(on_ranks.values, data), 7)
+    assert (found - Reference(model, data).values).abs().max() < 1e-4
+    steps(four, model, on_ranks.value_loss)
+    check_weights(four, model)
+
+
 @pytest.mark.parametrize(
     ("parallel", "options"),
     [
-        pytest.param(TP2, {"optimizer": {"distributed": True}}, id="dp2 tp2, bf16, distributed optimizer"),
         pytest.param({**TP2, **PP2}, {"optimizer": {}}, id="tp2 pp2, bf16"),
+        pytest.param(TP2, {"optimizer": {"distributed": True}}, id="dp2 tp2, bf16, distributed optimizer"),
     ],
 )
 def test_restored_weights_are_trained(four, saved, parallel, options):
@@ -257,10 +260,10 @@ def test_offloaded_model_continues_unchanged(four, saved, param_dtype, distribut
 @pytest.mark.parametrize(
     ("config", "before", "after", "distributed"),
     [
+        pytest.param(QWEN2, TP2, PP2, True, id="dp2 tp2 to dp2 pp2, distributed optimizer, Qwen2"),
         pytest.param(LLAMA, {**TP2, **PP2}, PP2, False, id="tp2 pp2 to dp2 pp2", marks=rare),
         pytest.param(TIED, PP4, TP2, False, id="pp4 to dp2 tp2, tied"),
         pytest.param(TIED, {}, {**TP2, **PP2}, False, id="dp4 to tp2 pp2, tied", marks=rare),
-        pytest.param(QWEN2, TP2, PP2, True, id="dp2 tp2 to dp2 pp2, distributed optimizer, Qwen2"),
         pytest.param(TIED, {**TP2, **PP2}, {}, True, id="tp2 pp2 to dp4, distributed optimizer, tied", marks=rare),
     ],
 )
@@ -299,6 +302,81 @@ def test_background_checkpoint_has_the_state_at_the_call(four, saved, tmp_path):
     assert all(torch.equal(found[name], weights[name]) for name in weights), "the optimizer has the same copies"
 
 
+def test_critic_starts_with_a_language_models_weights(four, saved):
+    model, folder = saved(LLAMA)
+    four.run(on_ranks.make, LLAMA, {**TP2, **PP2}, role="critic")
+    four.run(on_ranks.load_hf, folder)
+    found = merged(four.run(on_ranks.hf_weights))
+    assert found.keys() - dict(model.named_parameters()).keys() == {"score.weight", "score.bias"}
+    assert "lm_head.weight" not in found
+    assert torch.equal(found["model.norm.weight"], model.model.norm.weight)
+
+
+def test_exported_critic_is_a_token_classifier(four, saved, tmp_path):
+    model, folder = saved(LlamaConfig(**SIZES, tie_word_embeddings=True, num_labels=1), AutoModelForTokenClassification)
+    four.run(on_ranks.make, TIED, {**TP2, **PP2}, role="critic")
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.export, str(tmp_path))
+    again, info = AutoModelForTokenClassification.from_pretrained(tmp_path, output_loading_info=True)
+    ids = batch()["input_ids"]
+    assert not any(info.values())
+    assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel", "files"),
+    [(LLAMA, {**TP2, **PP2}, 1), (QWEN2, {**TP2, **PP2}, 6), (TIED, PP4, 1)],
+    ids=["tp2 pp2", "small files", "pp4, tied"],
+)
+def test_export_can_be_loaded_by_transformers(four, saved, tmp_path, config, parallel, files):
+    model, folder = saved(config)
+    four.run(on_ranks.make, config, parallel)
+    four.run(on_ranks.load_hf, folder)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    options = {"max_file_bytes": total // 5} if files == 6 else {}
+    (tmp_path / ".unfinished").mkdir()
+    for old in ("model-00001-of-00009.safetensors", ".unfinished/model.safetensors"):
+        (tmp_path / old).write_bytes(b"of a run before")
+    four.run(on_ranks.export, str(tmp_path), **options)
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and type(again) is type(model)
+    ids = batch()["input_ids"]
+    assert torch.equal(again.float()(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel", "empty"),
+    [
+        pytest.param(Qwen2Config(**{**HEADS, "vocab_size": 5}), {"tensor_model_parallel_size": 4}, 1, id="tp4"),
+        pytest.param(Qwen2Config(**HEADS, tie_word_embeddings=True), {**TP2, **PP2}, 0, id="tp2 pp2, tied"),
+        pytest.param(LlamaConfig(**HEADS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True), TP2, 0,
+                     id="dp2 tp2, all biases, tied"),
+    ],
+)  # fmt: skip
+def test_shards_are_the_whole_model(four, saved, config, parallel, empty):
+    """They are read on one rank after the other: no rank needs the others for it."""
+    model, folder = saved(config)
+    four.run(on_ranks.make, config, parallel, param_dtype="bf16")
+    four.run(on_ranks.load_hf, folder)
+    expected = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+    shards = [four.run(on_ranks.hf_shards, rank)[rank] for rank in range(4)]
+    assert_same(assembled(shards), expected)
+    assert_same(merged(four.run(on_ranks.hf_weights)), expected)
+    heads = [[begin[0] for name, _, begin, _ in rank if name == "lm_head.weight"] for rank in shards]
+    assert heads.count([]) == (empty or 4), "padding of the vocabulary is no shard"
+
+
+def test_bfloat16_export_records_its_dtype(four, saved, tmp_path):
+    model, folder = saved(TIED)
+    four.run(on_ranks.make, TIED, TP2, param_dtype="bf16")
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.export, str(tmp_path))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert again.dtype == torch.bfloat16 and AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert all(torch.equal(tensor, model.state_dict()[name].bfloat16()) for name, tensor in again.state_dict().items())
+
+
 def test_background_error_is_raised_by_the_next_wait(four, tmp_path):
     four.run(on_ranks.make, LLAMA, TP2)
     assert four.run(on_ranks.save_fails, str(tmp_path)) == [["", "the disk is full", ""]] * 4
@@ -313,28 +391,6 @@ def test_error_of_the_rank_that_completes_a_checkpoint_is_raised_on_all_ranks(fo
     assert all("could not be completed: rank 0: OSError: the disk is full" in error for error in errors), errors
     assert not (tmp_path / "latest.json").exists()
     four.run(on_ranks.save, str(tmp_path / "again"))  # the ranks are at the same step
-
-
-def test_weights_only_checkpoint_load(four, saved, tmp_path):
-    """As a reference model loads an actor's checkpoint."""
-    model, folder = saved(LLAMA)
-    four.run(on_ranks.make, LLAMA, TP2, optimizer=ADAM)
-    four.run(on_ranks.load_hf, folder)
-    four.run(on_ranks.save, str(tmp_path))
-    four.run(on_ranks.make, LLAMA, PP2)
-    four.run(on_ranks.load, str(tmp_path), optimizer=False)
-    check_weights(four, model, within=1e-9)
-
-
-def test_checkpoint_from_before_the_first_step(four, saved, tmp_path):
-    model, folder = saved(LLAMA)
-    four.run(on_ranks.make, LLAMA, TP2, optimizer=ADAM)
-    four.run(on_ranks.load_hf, folder)
-    four.run(on_ranks.save, str(tmp_path))
-    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
-    four.run(on_ranks.load, str(tmp_path))
-    steps(four, model, on_ranks.policy_loss, count=2)
-    check_weights(four, model)
 
 
 def test_missing_checkpoint_and_checkpoint_of_another_model(four, tmp_path):
@@ -352,100 +408,33 @@ def test_missing_checkpoint_and_checkpoint_of_another_model(four, tmp_path):
         four.run(on_ranks.load, str(tmp_path), optimizer=False)
 
 
-@pytest.mark.parametrize(
-    ("config", "parallel", "empty"),
-    [
-        pytest.param(Qwen2Config(**{**HEADS, "vocab_size": 5}), {"tensor_model_parallel_size": 4}, 1, id="tp4"),
-        pytest.param(LlamaConfig(**HEADS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True), TP2, 0,
-                     id="dp2 tp2, all biases, tied"),
-        pytest.param(Qwen2Config(**HEADS, tie_word_embeddings=True), {**TP2, **PP2}, 0, id="tp2 pp2, tied"),
-    ],
-)  # fmt: skip
-def test_shards_are_the_whole_model(four, saved, config, parallel, empty):
-    """They are read on one rank after the other: no rank needs the others for it."""
-    model, folder = saved(config)
-    four.run(on_ranks.make, config, parallel, param_dtype="bf16")
-    four.run(on_ranks.load_hf, folder)
-    expected = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
-    shards = [four.run(on_ranks.hf_shards, rank)[rank] for rank in range(4)]
-    assert_same(assembled(shards), expected)
-    assert_same(merged(four.run(on_ranks.hf_weights)), expected)
-    heads = [[begin[0] for name, _, begin, _ in rank if name == "lm_head.weight"] for rank in shards]
-    assert heads.count([]) == (empty or 4), "padding of the vocabulary is no shard"
-
-
-@pytest.mark.parametrize(
-    ("config", "parallel", "files"),
-    [(LLAMA, {**TP2, **PP2}, 2), (TIED, PP4, 4), (QWEN2, TP2, 1), (QWEN2, {**TP2, **PP2}, 6)],
-    ids=["tp2 pp2", "pp4, tied", "one file", "small files"],
-)
-def test_export_can_be_loaded_by_transformers(four, saved, tmp_path, config, parallel, files):
-    model, folder = saved(config)
-    four.run(on_ranks.make, config, parallel)
-    four.run(on_ranks.load_hf, folder)
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    options = {"max_file_bytes": total // 5} if files == 6 else {}
-    (tmp_path / "model-00001-of-00009.safetensors").write_bytes(b"of a run before")
-    four.run(on_ranks.export, str(tmp_path), **options)
-    assert len(list(tmp_path.glob("*.safetensors"))) == files
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()) and type(again) is type(model)
-    ids = batch()["input_ids"]
-    assert torch.equal(again.float()(ids).logits, model(ids).logits)
-
-
-def test_bfloat16_export_records_its_dtype(four, saved, tmp_path):
-    model, folder = saved(TIED)
-    four.run(on_ranks.make, TIED, TP2, param_dtype="bf16")
-    four.run(on_ranks.load_hf, folder)
-    four.run(on_ranks.export, str(tmp_path))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert again.dtype == torch.bfloat16 and AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
-    assert all(torch.equal(tensor, model.state_dict()[name].bfloat16()) for name, tensor in again.state_dict().items())
-
-
-def test_exported_critic_is_a_token_classifier(four, saved, tmp_path):
-    model, folder = saved(LlamaConfig(**SIZES, tie_word_embeddings=True, num_labels=1), AutoModelForTokenClassification)
-    four.run(on_ranks.make, TIED, {**TP2, **PP2}, role="critic")
-    four.run(on_ranks.load_hf, folder)
-    four.run(on_ranks.export, str(tmp_path))
-    again, info = AutoModelForTokenClassification.from_pretrained(tmp_path, output_loading_info=True)
-    ids = batch()["input_ids"]
-    assert not any(info.values())
-    assert torch.equal(again.eval()(ids).logits, model(ids).logits)
-
-
-def test_critic_starts_with_a_language_models_weights(four, saved):
-    model, folder = saved(LLAMA)
-    four.run(on_ranks.make, LLAMA, {**TP2, **PP2}, role="critic")
-    four.run(on_ranks.load_hf, folder)
-    found = merged(four.run(on_ranks.hf_weights))
-    assert found.keys() - dict(model.named_parameters()).keys() == {"score.weight", "score.bias"}
-    assert "lm_head.weight" not in found
-    assert torch.equal(found["model.norm.weight"], model.model.norm.weight)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        pytest.param(
-            lambda g: g.run(on_ranks.values, batch()),
-            r"values\(\) needs a model with the role 'critic'",
-            id="values",
-        ),
-        pytest.param(
-            lambda g: g.run(on_ranks.log_probs, {**batch(), "input_ids": batch()["input_ids"] + 131}),
-            "vocab_size is 131",
-            id="tokens",
-        ),
-        pytest.param(
-            lambda g: g.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 1.0, 1e-3),
-            "without an optimizer",
-            id="no optimizer",
-        ),
-    ],
-)
-def test_invalid_calls_are_rejected(four, call, message):
+def test_invalid_calls_are_rejected(four):
     four.run(on_ranks.make, LLAMA, TP2)
-    with pytest.raises(WorkerError, match=message):
-        call(four)
+    with pytest.raises(WorkerError, match=r"values\(\) needs a model with the role 'critic'"):
+        four.run(on_ranks.values, batch())
+    with pytest.raises(WorkerError, match="vocab_size is 131"):
+        four.run(on_ranks.log_probs, {**batch(), "input_ids": batch()["input_ids"] + 131})
+    with pytest.raises(WorkerError, match="without an optimizer"):
+        four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 1.0, 1e-3)
+
+
+def test_checkpoint_from_before_the_first_step(four, saved, tmp_path):
+    model, folder = saved(LLAMA)
+    four.run(on_ranks.make, LLAMA, TP2, optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.save, str(tmp_path))
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    four.run(on_ranks.load, str(tmp_path))
+    steps(four, model, on_ranks.policy_loss, count=2)
+    check_weights(four, model)
+
+
+def test_weights_only_checkpoint_load(four, saved, tmp_path):
+    """As a reference model loads an actor's checkpoint."""
+    model, folder = saved(LLAMA)
+    four.run(on_ranks.make, LLAMA, TP2, optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.save, str(tmp_path))
+    four.run(on_ranks.make, LLAMA, PP2)
+    four.run(on_ranks.load, str(tmp_path), optimizer=False)
+    check_weights(four, model, within=1e-9)

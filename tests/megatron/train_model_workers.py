@@ -16,9 +16,13 @@ from workers.train.hf_export import export_hf
 
 
 def make(worker, config, parallel, **options):
-    """A new model at new parallel sizes. Its shards are made here, once: they must follow every change."""
-    worker.tear_down()
-    worker.initialize_model_parallel(**parallel)
+    """A new model at these parallel sizes. Its shards are made here, once: they must follow every change."""
+    if worker.sizes == parallel:  # megatron's process groups cost most of the time
+        worker.model = worker.kept_shards = None
+    else:
+        worker.tear_down()
+        worker.initialize_model_parallel(**parallel)
+        worker.sizes = parallel
     worker.model = MegatronTrainModel(config, **{"max_tokens_per_micro_batch": 24, **options})
     worker.kept_shards = worker.model.hf_shards()
 

@@ -26,7 +26,7 @@ from workers.fsdp.fsdp_worker import FSDPTrainWorker
 from workers.recovery.weight_backup import live_tensors
 from workers.rollout.engines.rollout_engine import RolloutEngine
 from workers.weight_sync import WeightReceiver, WeightSender
-from workers.weight_sync.shards import Shard
+from workers.weight_sync.weight_plan import Shard
 
 FIRST_DIGIT, DIGITS = 16, 5
 """A prompt is its number in octal, in tokens from 16 to 23, after a token below 16."""

@@ -19,7 +19,7 @@ from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
 from workers.rollout.stream.rollout_stream import RolloutStream
-from workers.train.rollout_link import RolloutLink
+from workers.train.group_links import RolloutLink
 from workers.weight_sync import WeightSyncError
 
 B, SAMPLES = 4, 3

@@ -14,9 +14,9 @@ from workers.rollout.rollout_worker import RolloutWorker
 from workers.weight_sync import WeightSender
 from workers.weight_sync.digest import digest
 from workers.weight_sync.pieces import Payload, pieces_of
-from workers.weight_sync.shards import Shard
 from workers.weight_sync.sync_protocol import WeightSyncError
 from workers.weight_sync.transports.process_group import Invitation
+from workers.weight_sync.weight_plan import Shard
 
 SHAPES = {
     "model.embed_tokens.weight": (33, 7),

@@ -5,9 +5,8 @@ import torch
 
 from workers.weight_sync.arrivals import Arrivals
 from workers.weight_sync.pieces import Packer
-from workers.weight_sync.shards import Shard
 from workers.weight_sync.sync_protocol import ReceiverClass
-from workers.weight_sync.weight_plan import Piece, whole
+from workers.weight_sync.weight_plan import Piece, Shard, whole
 
 SHAPES = {"changed": (6, 5), "unchanged": (7,), "number": ()}
 

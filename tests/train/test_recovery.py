@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.recovery.replacing import START, Progress, _choose
 from workers.recovery.reshard import moves
 from workers.recovery.snapshot_choice import (
     REFERENCE,
@@ -16,6 +15,7 @@ from workers.recovery.snapshot_choice import (
     choose_recovery,
     is_covered_by_replicas,
 )
+from workers.recovery.train_recovery import START, Progress, _choose
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -119,16 +119,16 @@ def test_model_goes_on_bit_for_bit(ray_cluster, tmp_path, way, rank_dies):
     """Two ranks train three steps, the last one after their driver was killed, and possibly a rank too, which continues
     from memory. Weights and optimizer are those of a run that nobody disturbed."""
     from reference import small_llama
-    from train_helpers import begin, distance, learn, rollout, saved, whole_weights
+    from train_helpers import actor_class, begin, distance, learn, rollout, saved, whole_weights
 
     args = {**way, "hf_checkpoint": saved(small_llama(), tmp_path), "lr": 1e-2}
     (pid,) = killed(
         tmp_path,
         f"""
         from reference import small_llama
-        from train_helpers import learn, rollout
+        from train_helpers import actor_class, learn, rollout
         from workers.train.train_group import RayTrainGroup
-        group = RayTrainGroup({args!r}, 1, 2, detached=True, name_prefix="model_")
+        group = RayTrainGroup({args!r}, 1, 2, actor_cls=actor_class({args!r}), detached=True, name_prefix="model_")
         ray.get(group.async_init())
         for step in range(2):
             learn(group, step, rollout(small_llama(), seed=step))
@@ -144,7 +144,7 @@ def test_model_goes_on_bit_for_bit(ray_cluster, tmp_path, way, rank_dies):
         for step in range(group.next_rollout_id, 3):
             learn(group, step, rollout(small_llama(), seed=step))
         found.append(whole_weights(group))
-    with RayTrainGroup(args, 1, 2) as group:
+    with RayTrainGroup(args, 1, 2, actor_cls=actor_class(args)) as group:
         begin(group, args)
         for step in range(3):
             learn(group, step, rollout(small_llama(), seed=step))

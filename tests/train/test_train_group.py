@@ -19,9 +19,9 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from single_controller import GroupBrokenError, GroupClosedError, PlacementError, RayResourcePool, Worker, WorkerError
 from workers.train.args import TrainArgsError, read_args
-from workers.train.environment import NOSET, train_environment
-from workers.train.role_placement import place
-from workers.train.train_group import RayTrainGroup, worker_class
+from workers.train.train_group import RayTrainGroup
+from workers.train.train_placement import NOSET, place, train_environment
+from workers.train.train_worker import worker_class
 
 ROWS = {"x": np.arange(5)}
 
@@ -74,8 +74,8 @@ def test_class_must_be_a_train_worker(ray_cluster, cls, message):
     ("make", "error", "message"),
     [
         (lambda: group_of({"clip_gradd": 1}), TrainArgsError, "did you mean 'clip_grad'"),
-        (lambda: group_of(ranks=0), ValueError, "num_gpus_per_node=0: expected an integer of at least 1"),
-        (lambda: RayTrainGroup({}, 1.5, 1, actor_cls=Plain), ValueError, "num_nodes=1.5"),
+        (lambda: group_of(ranks=0), ValueError, "num_gpus_per_node is an integer >= 1, got 0"),
+        (lambda: RayTrainGroup({}, 1.5, 1, actor_cls=Plain), ValueError, "num_nodes is an integer >= 1, got 1.5"),
         (lambda: group_of(share=1.5), ValueError, "num_gpus_per_actor=1.5: expected a share"),
         (lambda: group_of(role="judge"), ValueError, "role='judge': expected one of 'actor', 'critic'"),
         (lambda: group_of(num_resources_per_node=2), ValueError, "Pass resources= with it, and do not pass pg"),
@@ -241,7 +241,7 @@ def test_logical_gpus_shares_and_initial_environment():
         import ray
         from plain_train_workers import Plain
         from workers.train.train_group import RayTrainGroup
-        from workers.train.role_placement import place
+        from workers.train.train_placement import place
         ray.init("local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False)
         args = {"train_env_vars": {"LD_PRELOAD": "libm.so.6", "LATER": "1"}}
         with RayTrainGroup(args, 1, 2, None, 0.4, actor_cls=Plain) as one:

@@ -23,7 +23,6 @@ from sync_workers import FROZEN, SHAPES, model
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup, WorkerError, colocate
 from workers.weight_sync import WeightSender, WeightSyncError
-from workers.weight_sync.transports.disk import latest
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -251,7 +250,6 @@ def test_disk_keeps_the_last_two_versions_readable_by_safetensors(train, rollout
         train.update(version, held)
     folder = tmp_path / "sync"
     assert sorted(path.name for path in folder.iterdir()) == ["version-8", "version-9"]
-    assert latest(folder) == folder / "version-9"
     index = json.loads((folder / "version-9" / "model.safetensors.index.json").read_text())
     found = {}
     for name, file in index["weight_map"].items():
@@ -307,13 +305,13 @@ def test_invalid_options_are_rejected(rollouts):
         ({"transport": "post"}, "use one of 'store', 'group', 'disk', 'device'"),
         ({"transport": "disk"}, "needs a folder"),
         ({"folder": "/tmp/x"}, "needs a folder; other transports do not use one"),
-        ({"bucket_bytes": 0}, "at least 1"),
+        ({"bucket_bytes": 0}, "bucket_bytes is an integer >= 1, got 0"),
         ({"timeout": -1}, "timeout"),
         ({"neighbour": object()}, "'device'"),
         ({"verify": "all"}, "use one of 'fingerprint', 'full', 'none'"),
         ({"transport": "disk", "folder": "/tmp/x", "delta": True}, "use another transport than 'disk'"),
         ({"delta": True, "double_buffer": False}, "receivers that keep the version before"),
-        ({"full_every": -1}, "at least 0"),
+        ({"full_every": -1}, "full_every is an integer >= 0, got -1"),
     ):
         with pytest.raises(ValueError, match=says):
             WeightSender(**bad)

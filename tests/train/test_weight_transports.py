@@ -19,7 +19,7 @@ from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 from single_controller.call.executor import Executor
 from single_controller.call.worker import RankInfo
 from workers.rollout.rollout_worker import RolloutWorker
-from workers.train.rollout_link import RolloutLink
+from workers.train.group_links import RolloutLink
 from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError
 from workers.weight_sync.receiver_calls import Receivers, receiver_groups
 from workers.weight_sync.sync_protocol import Budget

@@ -27,6 +27,15 @@ def rollout(model, prompts=6, samples=4, tokens=10, seed=0):
     return TensorDict(data, batch_size=[len(data["input_ids"])])
 
 
+def actor_class(args):
+    """The ``actor_cls`` of a group: Megatron's for the CPU, or the backend's own."""
+    if args["train_backend"] != "megatron":
+        return None
+    from workers.megatron.cpu import CpuMegatronTrainWorker
+
+    return CpuMegatronTrainWorker
+
+
 def begin(group: RayTrainGroup, args, with_ref=False):
     """Initialize the group again with another configuration."""
     return ray.get(group.async_init(args, with_ref=with_ref))
@@ -136,6 +145,7 @@ def saved(model, folder):
 
 __all__ = [
     "HostReads",
+    "actor_class",
     "begin",
     "distance",
     "gradients",

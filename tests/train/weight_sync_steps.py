@@ -21,9 +21,9 @@ from workers.weight_sync import sync_protocol as protocol
 from workers.weight_sync import weight_receiver as receiver
 from workers.weight_sync import weight_sender as sender
 from workers.weight_sync.receiver_calls import Receivers
-from workers.weight_sync.shards import Shard
 from workers.weight_sync.transports import process_group
 from workers.weight_sync.transports import weight_transport as sending
+from workers.weight_sync.weight_plan import Shard
 from workers.weight_sync.weight_receiver import WeightReceiver
 
 SENDERS, RECEIVERS = 2, 3

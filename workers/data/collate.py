@@ -89,8 +89,8 @@ def with_fingerprints(
         worker: see `token_versions`.
         before: those of the completion that this one continues.
     """
-    found = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
-    return replace(completion, fingerprints={**(before or {}), **found} or None)
+    of_worker = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
+    return replace(completion, fingerprints={**(before or {}), **of_worker} or None)
 
 
 def token_versions(completion: Completion, worker: int | None) -> list[int]:

@@ -76,10 +76,10 @@ def build(
             if folder is None:
                 model = kind.from_config(hf_config, **options)
             else:
-                model, found = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
+                model, loading = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
                 # A critic's head may be missing.
                 own = model.base_model_prefix if role == "critic" else ""
-                if missing := sorted(name for name in found["missing_keys"] if name.startswith(own)):
+                if missing := sorted(name for name in loading["missing_keys"] if name.startswith(own)):
                     raise ValueError(
                         f"{folder!r} lacks {len(missing)} of the model's weights, such as {missing[0]!r}: its files "
                         "are incomplete or do not match its config"

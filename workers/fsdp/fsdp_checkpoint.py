@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from workers.distributed import new_cpu_group
-from workers.train.optimizer_settings import own_settings
+from workers.train.checkpoints import own_settings
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)  # not strict: frozen parameters are missing
 

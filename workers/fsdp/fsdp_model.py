@@ -24,7 +24,7 @@ from workers.fsdp.fsdp_build import build, mesh_of, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
-from workers.weight_sync.shards import Shard
+from workers.weight_sync.weight_plan import Shard
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class FSDPOptions:
 
 
 class FSDPTrainModel(TrainModel):
-    """See `TrainModel`. Every rank is a data-parallel rank.
+    """A Hugging Face model, sharded by FSDP2. Every rank is a data-parallel rank.
 
     torch.distributed must be initialized; on CUDA, with a backend for the CPU as well (``"cpu:gloo,cuda:nccl"``).
 
@@ -125,11 +125,9 @@ class FSDPTrainModel(TrainModel):
     # --- running ----------------------------------------------------------------------------------------
 
     def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor:
-        """See `TrainModel`."""
         return self._every_token(data, lambda part: _present(self._outputs(part, temperature, False).log_probs))
 
     def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """See `TrainModel`."""
         return self._every_token(data, lambda part: _present(self._outputs(part, 1.0, False).values))
 
     @torch.no_grad()
@@ -152,7 +150,6 @@ class FSDPTrainModel(TrainModel):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> StepReport:
-        """See `TrainModel`."""
         self.module.train()
         self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
         reports: list[dict[str, torch.Tensor]] = []
@@ -217,7 +214,6 @@ class FSDPTrainModel(TrainModel):
     # --- weights ----------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainModel`."""
         self._reshard()
         saved = self.module.state_dict().keys()
         for name, parameter in self.module.named_parameters():
@@ -228,10 +224,9 @@ class FSDPTrainModel(TrainModel):
                 yield name, buffer
 
     def weights_changed(self) -> None:
-        """See `TrainModel`: there are no copies."""
+        pass  # there are no copies
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainModel`."""
         yield from self.weights()
         saved = self.module.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name not in saved)
@@ -246,7 +241,6 @@ class FSDPTrainModel(TrainModel):
                 yield f"optimizer.{key}.{name}", _local(value)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """See `TrainModel`."""
         for _, tensor in self.weights():
             yield tensor
         yield from (_local(parameter.detach()) for parameter in self.module.parameters() if not parameter.requires_grad)
@@ -256,7 +250,7 @@ class FSDPTrainModel(TrainModel):
                     yield _local(value)
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainModel`: rank 0 yields all pairs."""
+        """Rank 0 yields all pairs."""
         for name, value, dtype in self._sent():
             if name == BASE_DIGEST:
                 continue
@@ -265,7 +259,7 @@ class FSDPTrainModel(TrainModel):
                 yield name, whole.to(dtype)
 
     def hf_shards(self) -> list[Shard]:
-        """See `TrainModel`: a rank has its chunk of every parameter, and all of every buffer. With ``cpu_offload``,
+        """A rank has its chunk of every parameter, and all of every buffer. With ``cpu_offload``,
         ``read`` returns tensors in host memory. With an adapter, there is its `BASE_DIGEST` as well."""
         shards = [local_shard(*sent) for sent in self._sent()]
         return [shard for shard in shards if 0 not in shard.size]
@@ -288,19 +282,18 @@ class FSDPTrainModel(TrainModel):
     # --- files ------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, *, background: bool) -> None:
-        """See `TrainModel`."""
         self._reshard()
         self._checkpoints.save(folder, background=background)
 
     def wait_for_save(self) -> None:
-        """See `TrainModel`."""
         self._checkpoints.wait()
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """See `TrainModel`.
+        """As in `TrainModel`.
 
         Raises:
-            ValueError: the checkpoint has an adapter of another base model.
+            FileNotFoundError: there is no such checkpoint.
+            ValueError: it has an adapter of another base model.
         """
         self._reshard()
         base = self._base_digest
@@ -316,7 +309,7 @@ class FSDPTrainModel(TrainModel):
         return int(getattr(self.module, BASE_DIGEST)) if self.options.lora is not None else None
 
     def load_hf(self, folder: str) -> None:
-        """See `TrainModel`.
+        """As in `TrainModel`.
 
         Raises:
             ValueError: only an adapter is trained.

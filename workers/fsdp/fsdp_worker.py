@@ -12,11 +12,11 @@ from workers.dtypes import dtype_of
 from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
 from workers.lora import LoraSettings
 from workers.train.args import TrainArgsError
-from workers.train.policy import PolicyTrainWorker
+from workers.train.policy_worker import PolicyTrainWorker
 
 
 class FSDPTrainWorker(PolicyTrainWorker):
-    """See `TrainWorker`. Every rank is a data-parallel rank. The model is sharded over all of them, or over
+    """One rank of FSDP2 training. Every rank is a data-parallel rank. The model is sharded over all of them, or over
     groups of ``args.fsdp_shard_size`` ranks with one replica each (HSDP)."""
 
     @classmethod
@@ -50,7 +50,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
         return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
 
     def make_empty_model(self, hf_config: Any) -> FSDPTrainModel:
-        """See `ModelWorker.make_empty_model`. The base of an adapter is in no snapshot, and is read again."""
+        """As in `ModelWorker`. The base of an adapter is in no snapshot, and is read again."""
         return self.make_model(hf_config, empty=not self.args.lora_rank)
 
     reshards = True
@@ -61,18 +61,16 @@ class FSDPTrainWorker(PolicyTrainWorker):
 
     @property
     def shard(self) -> int:
-        """See `ModelWorker.shard`: ranks of different replicas have the same one, with HSDP."""
-        return self.rank % self.shards
+        return self.rank % self.shards  # with HSDP, ranks of different replicas have the same one
 
     @property
     def dp_replica(self) -> tuple[int, int]:
-        """See `Worker.dp_replica`: without HSDP each rank can leave alone."""
+        # Without HSDP each rank can leave alone.
         size = (self.args.fsdp_shard_size if "args" in vars(self) else None) or 1
         return self.rank // size, self.world_size // size
 
     @property
     def dp_group(self) -> Any:
-        """See `ModelWorker.dp_group`: all ranks."""
         return dist.group.WORLD
 
     def get_parallel_config(self) -> dict[str, int]:

@@ -170,10 +170,10 @@ def padded_vocab_size(hf_config: Any) -> int:
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
     """rope_theta, rope_type and the parameters of that type, from configs of transformers 4 and 5."""
-    found = getattr(hf_config, "rope_parameters", None)
-    if not found:
-        found = {"rope_theta": hf_config.rope_theta, **(getattr(hf_config, "rope_scaling", None) or {})}
-    return {"rope_type": "default", **found}
+    rope = getattr(hf_config, "rope_parameters", None)
+    if not rope:
+        rope = {"rope_theta": hf_config.rope_theta, **(getattr(hf_config, "rope_scaling", None) or {})}
+    return {"rope_type": "default", **rope}
 
 
 def activation(name: str) -> Callable[..., Any]:

@@ -1,12 +1,12 @@
-"""Everything that Megatron needs to run on a machine without CUDA.
+"""Megatron on a machine without CUDA, for tests and demos. Nothing else in the library imports this module.
 
 Megatron asks `torch.cuda` for the current device and for random states, and has ``device="cuda"`` in its schedules and
-its optimizer. Without CUDA, `install` makes those functions answer for the CPU, once in the process, and
-`rewrite_thread` enters a mode on the calling thread in which "cuda" means "cpu". Megatron's sources are not changed.
-With CUDA, both do nothing.
+its optimizer. In a worker of one of the classes below, those functions answer for the CPU where there is no CUDA: they
+are patched once in the process, and each thread that runs the worker's methods enters a mode in which "cuda" means
+"cpu". Megatron's sources are not changed. With CUDA, the classes are those that they extend.
 
-This module starts no thread and has no lock: `install` runs while a worker is constructed, before other threads run its
-methods, and `_thread` is local to each thread.
+This module starts no thread and has no lock: the patches are made while a worker is constructed, before other threads
+run its methods, and `_thread` is local to each thread.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from workers.device import has_cuda
+from workers.extras import require
+from workers.megatron.lm_worker import MegatronLMWorker
+from workers.megatron.megatron_train_worker import MegatronTrainWorker
+from workers.megatron.megatron_worker import MegatronWorker
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +39,36 @@ _WARNINGS_ABOUT_GPUS = (
 """Beginnings of megatron's warnings that only concern GPUs."""
 
 
-@cache
-def quiet() -> None:
-    """Without CUDA, filter megatron's warnings about GPUs. Call it before importing megatron, which emits most of
-    them."""
-    if not has_cuda():
-        for about_gpus in _WARNINGS_ABOUT_GPUS:
-            warnings.filterwarnings("ignore", message=about_gpus)
+class CpuMegatronWorker(MegatronWorker):
+    """A `MegatronWorker` that also runs without CUDA: "cuda" means the CPU and "nccl" means gloo in its methods, so
+    code written for GPUs runs unchanged. To use it with a class that is a `MegatronWorker` already, put it first among
+    the bases."""
+
+    needs_cuda = False
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        if not has_cuda():
+            for about_gpus in _WARNINGS_ABOUT_GPUS:  # megatron emits most of them when it is imported
+                warnings.filterwarnings("ignore", message=about_gpus)
+            require("megatron.core", extra="megatron")
+            rewrite_thread()
+        return super().__new__(cls, *args, **kwargs)
+
+    def _prepare_thread(self) -> None:
+        rewrite_thread()
+        super()._prepare_thread()
+
+
+class CpuMegatronLMWorker(CpuMegatronWorker, MegatronLMWorker):
+    """A `MegatronLMWorker` that also runs without CUDA."""
+
+
+class CpuMegatronTrainWorker(CpuMegatronWorker, MegatronTrainWorker):
+    """A `MegatronTrainWorker` that also runs without CUDA, for `RayTrainGroup`'s ``actor_cls``."""
 
 
 @cache
-def install() -> bool:
+def _install() -> bool:
     """Patch `torch.cuda` and megatron's random states for the CPU, once per process.
 
     Returns:
@@ -76,12 +99,12 @@ def install() -> bool:
 
 
 def rewrite_thread() -> None:
-    """From now on, "cuda" means "cpu" in the torch functions that this thread calls; includes `install`.
+    """From now on, "cuda" means "cpu" in the torch functions that this thread calls; patches the process too.
 
     torch's function modes are per thread, so every thread that runs a worker's methods calls this. The mode is never
     exited: it ends with the thread.
     """
-    if getattr(_thread, "rewritten", False) or not install():
+    if getattr(_thread, "rewritten", False) or not _install():
         return
     _thread.rewritten = True
     _thread.mode = _mode_class()()

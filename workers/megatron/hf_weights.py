@@ -19,7 +19,7 @@ from torch import nn
 from workers.extras import require
 from workers.megatron.config import check_names, has_qkv_bias, head_dim, key_value_heads, tied
 from workers.megatron.gpt import ValueHead
-from workers.weight_sync.shards import Shard
+from workers.weight_sync.weight_plan import Shard
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE, SCORE_BIAS = "score.weight", "score.bias"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dispatch.checks import check_count
 from single_controller import Dispatch, register
 from workers.extras import require
 from workers.megatron.megatron_worker import MegatronWorker
@@ -58,8 +59,7 @@ class MegatronLMWorker(MegatronWorker):
         from workers.megatron.megatron_model import MegatronTrainModel
         from workers.megatron.megatron_optimizer import AdamOptions
 
-        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={micro_batch_size!r} must be an integer of at least 1")
+        check_count("micro_batch_size", micro_batch_size)
         self.initialize_model_parallel(**dict(parallel or {}))
         self.micro_batch_size = micro_batch_size
         self.lr = AdamOptions.of(optimizer).lr

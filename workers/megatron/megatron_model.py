@@ -28,12 +28,12 @@ from workers.megatron.megatron_optimizer import (
     scalers,
 )
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
-from workers.weight_sync.shards import Shard
+from workers.weight_sync.weight_plan import Shard
 
 
 class MegatronTrainModel(TrainModel):
-    """See `TrainModel`. Megatron's model parallelism must be initialised in the process. Each dp rank gets rows of its
-    own; the tp and pp ranks of one dp rank get the same rows.
+    """A Llama or Qwen2 on megatron-core, whose model parallelism must be initialised in the process. Each dp rank gets
+    rows of its own; the tp and pp ranks of one dp rank get the same rows.
 
     With one pipeline stage per rank, micro-batches keep their own shapes, which the stages send to each other
     (``variable_seq_lengths``). With virtual pipeline parallelism all micro-batches are padded to the largest, because
@@ -306,9 +306,9 @@ class MegatronTrainModel(TrainModel):
                         yield f"optimizer.{number}.{place}.{key}", value
 
     def counters(self) -> dict[str, Any]:
-        found = [scaler.state_dict() for scaler in scalers(self._optimizer)]
+        states = [scaler.state_dict() for scaler in scalers(self._optimizer)]
         return {
-            "scalers": [{name: float(value) for name, value in state.items()} for state in found],
+            "scalers": [{name: float(value) for name, value in state.items()} for state in states],
             # Optimizers other than torch's count a group's steps, not a parameter's.
             "steps": [int(group.get("step", 0)) for group in self._parameter_groups()],
         }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from workers.megatron.config import check_names
-from workers.train.optimizer_settings import own_settings
+from workers.train.checkpoints import own_settings
 
 
 @dataclass(frozen=True)

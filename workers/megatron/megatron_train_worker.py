@@ -11,12 +11,12 @@ from workers.device import every_backend
 from workers.megatron.megatron_model import MegatronTrainModel
 from workers.megatron.megatron_worker import MegatronWorker
 from workers.train.args import TrainArgsError
-from workers.train.policy import PolicyTrainWorker
+from workers.train.policy_worker import PolicyTrainWorker
 
 
 class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
-    """See `TrainWorker`. ``args.tensor_model_parallel_size`` and ``args.pipeline_model_parallel_size`` set tp and pp;
-    the remaining factor of the number of ranks is dp."""
+    """One rank of training on megatron-core. ``args.tensor_model_parallel_size`` and
+    ``args.pipeline_model_parallel_size`` set tp and pp; the remaining factor of the number of ranks is dp."""
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
@@ -87,7 +87,7 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
 
     @property
     def shards(self) -> int:
-        """See `ModelWorker.shards`: the dp ranks have the same state, unless they share that of the optimizer."""
+        """As in `ModelWorker`. The dp ranks have the same state, unless they share that of the optimizer."""
         model_parallel: int = self.args.tensor_model_parallel_size * self.args.pipeline_model_parallel_size
         return self.world_size if self.args.use_distributed_optimizer else model_parallel
 

@@ -1,6 +1,6 @@
-"""MegatronWorker: a worker that reports megatron's layout, on CUDA with nccl and on CPU with gloo.
+"""MegatronWorker: a worker that reports megatron's layout, on CUDA with nccl.
 
-Megatron has never been run on CUDA by this project; the CPU path is tested.
+Megatron has never been run on CUDA by this project. The tests run it on the CPU: see `workers.megatron.cpu`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from single_controller import Worker
+from workers.device import DeviceError, device, has_cuda, take_device, use_device
 from workers.device import backend as default_backend
-from workers.device import device, take_device, use_device
 from workers.distributed import initialize_distributed
 from workers.extras import require
-from workers.megatron import cpu
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +37,15 @@ class MegatronWorker(Worker):
     with `initialize_model_parallel`, or with ``torch.distributed.init_process_group()`` and
     ``parallel_state.initialize_model_parallel(...)``, in the constructor or in any later method.
 
-    Without CUDA, "cuda" means the CPU and "nccl" means gloo in the worker's methods, so code written for GPUs runs
-    (see `workers.megatron.cpu`).
+    Megatron needs CUDA. To test your worker without it, derive it from `workers.megatron.cpu.CpuMegatronWorker`.
 
     Raises:
         ImportError: megatron-core is not installed.
+        DeviceError: this process has no CUDA device.
     """
+
+    needs_cuda: ClassVar[bool] = True
+    """Whether a worker of this class is refused where there is no CUDA."""
 
     _reported: object
     _taken: torch.device | None
@@ -51,9 +53,13 @@ class MegatronWorker(Worker):
     """The arguments of `initialize_model_parallel`, for the next membership."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        cpu.quiet()
         require("megatron.core", extra="megatron")
-        cpu.rewrite_thread()
+        if cls.needs_cuda and not has_cuda():
+            raise DeviceError(
+                f"{cls.__name__}: megatron needs CUDA, and this process has no CUDA device. For tests and demos on the "
+                "CPU, use the classes of workers.megatron.cpu: derive yours from CpuMegatronWorker, or pass "
+                "actor_cls=CpuMegatronTrainWorker to RayTrainGroup"
+            )
         self = super().__new__(cls, *args, **kwargs)
         self._reported = None
         self._taken = None
@@ -61,7 +67,7 @@ class MegatronWorker(Worker):
 
     @cached_property  # a subclass may set its own
     def device(self) -> torch.device:
-        """The device of this rank: its CUDA device, or the CPU without CUDA."""
+        """The device of this rank."""
         return device(self.local_rank, self.device_ids)
 
     def register_layout(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
@@ -133,7 +139,6 @@ class MegatronWorker(Worker):
             self.initialize_model_parallel(**self._parallel)
 
     def _prepare_thread(self) -> None:
-        cpu.rewrite_thread()
         use_device(self._taken)
 
     def _leave_process(self) -> None:
@@ -146,9 +151,11 @@ class MegatronWorker(Worker):
             return super()._report()
         parallel_state: Any = sys.modules.get(PARALLEL_STATE)
         # Each initialisation makes a new group object of all model-parallel ranks; without one it is None.
-        found = parallel_state.get_model_parallel_group(check_initialized=False) if parallel_state is not None else None
-        if found is not self._reported and (found is None or parallel_state.is_initialized()):
-            self._reported = found
+        mp_group = (
+            parallel_state.get_model_parallel_group(check_initialized=False) if parallel_state is not None else None
+        )
+        if mp_group is not self._reported and (mp_group is None or parallel_state.is_initialized()):
+            self._reported = mp_group
             self._register(parallel_state)
         return super()._report()
 

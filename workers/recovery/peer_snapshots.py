@@ -285,12 +285,12 @@ class PeerSnapshots:
         with self._lock:
             headers = [(owner, block.header) for owner, blocks in self._held.items() for block in blocks.values()]
         headers += [(owner, header) for header in self._headers.values() for owner in header["owners"]]
-        found: dict[int, dict[int, Taken]] = {}
+        by_owner: dict[int, dict[int, Taken]] = {}
         for owner, header in headers:
             if usable(tuple(header["shard"])):
                 taken = Taken(header["about"].get("rollout_id", -1), header["ranks"])
-                found.setdefault(owner, {})[header["number"]] = taken
-        return found
+                by_owner.setdefault(owner, {})[header["number"]] = taken
+        return by_owner
 
     def restore(
         self,

@@ -74,15 +74,15 @@ def choose_recovery(
 def _sources(versions: Sequence[Versions], owners: Collection[int], number: int) -> tuple[int, ...] | None:
     """Return a rank for each owner, the owner itself if possible, else one that is a source for few others."""
     used = [0] * len(versions)
-    found = []
+    sources = []
     for owner in owners:
         have = [rank for rank, held in enumerate(versions) if _has(held, owner, number, len(owners))]
         if not have:
             return None
         source = owner if owner in have else min(have, key=lambda rank: (used[rank], rank))
         used[source] += source != owner
-        found.append(source)
-    return tuple(found)
+        sources.append(source)
+    return tuple(sources)
 
 
 def _has(held: Versions, owner: int, number: int, ranks: int) -> bool:

@@ -72,6 +72,10 @@ class WeightBackup:
         weights: returns (name, live tensor) pairs with unique names; called for each operation. Under FSDP these are
             the local shards, as plain tensors.
         after: called after `restore`, for example `TrainModel.weights_changed`.
+
+    Raises:
+        BackupError: by all methods: there is no such snapshot, or the weights are offloaded, or have other names,
+            shapes or dtypes than it has. Nothing was written.
     """
 
     def __init__(
@@ -93,48 +97,28 @@ class WeightBackup:
         return sum(one.memory.numel() for one in (*self._snapshots.values(), *self._spares))
 
     def copy(self, name: str) -> None:
-        """Take a snapshot of the live weights. It replaces one of the same name and reuses its memory.
-
-        Raises:
-            BackupError: the weights are offloaded.
-        """
+        """Take a snapshot of the live weights. It replaces one of the same name and reuses its memory."""
         self._snapshots[name] = take_snapshot(self._live(), self._snapshots.get(name))
 
     def restore(self, name: str) -> None:
-        """Write a snapshot into the live weights.
-
-        Raises:
-            BackupError: there is no such snapshot, or the weights are offloaded or have other names, shapes or dtypes.
-        """
+        """Write a snapshot into the live weights."""
         self._write(self._known(name), name)
         if self._after is not None:
             self._after()
 
     def clone(self, source: str, target: str) -> None:
-        """Copy a snapshot to another name, without the live weights.
-
-        Raises:
-            BackupError: there is no snapshot ``source``.
-        """
+        """Copy a snapshot to another name, without the live weights."""
         known = self._known(source)
         if source != target:
             self._snapshots[target] = take_snapshot(known.parts, self._snapshots.get(target))
 
     def drop(self, name: str) -> None:
-        """Delete a snapshot.
-
-        Raises:
-            BackupError: there is no such snapshot.
-        """
+        """Delete a snapshot."""
         self._known(name)
         del self._snapshots[name]
 
     def snapshot(self, name: str) -> Snapshot:
-        """Return a snapshot. It is not a copy: later operations of that name write to it.
-
-        Raises:
-            BackupError: there is no such snapshot.
-        """
+        """Return a snapshot. It is not a copy: later operations of that name write to it."""
         return self._known(name)
 
     def put(self, name: str, snapshot: Snapshot) -> None:
@@ -146,11 +130,7 @@ class WeightBackup:
         """Swap a snapshot into the live weights inside the context, and restore the previous weights afterwards.
 
         The previous weights are copied; the memory for that copy is kept for the next use. Contexts nest. Take no
-        optimizer step inside: the optimizer's float32 copies of bf16 weights are not swapped.
-
-        Raises:
-            BackupError: as `restore`.
-        """
+        optimizer step inside: the optimizer's float32 copies of bf16 weights are not swapped."""
         known = self._known(name)
         before = take_snapshot(self._live(), self._spares.pop() if self._spares else None)
         try:
@@ -167,15 +147,15 @@ class WeightBackup:
         return f"<WeightBackup of {', '.join(self.names) or 'nothing yet'}, {self.nbytes / 2**20:.1f} MiB>"
 
     def _known(self, name: str) -> Snapshot:
-        found = self._snapshots.get(name)
-        if found is None:
+        known = self._snapshots.get(name)
+        if known is None:
             close = difflib.get_close_matches(str(name), self._snapshots, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             existing = ", ".join(map(repr, self._snapshots)) or "none yet"
             raise BackupError(
                 f"there is no weight snapshot {name!r}; existing: {existing}{hint}. Call copy({name!r}) to take one"
             )
-        return found
+        return known
 
     def _live(self) -> dict[str, torch.Tensor]:
         return live_tensors(self._weights())

@@ -155,8 +155,7 @@ def _check_exports(args: Any) -> None:
     """An export into a checkpoint's folder would mix with it, and be deleted with it."""
     from workers.train.checkpoints import folder_of
 
-    for role in ROLES:
-        save = role_args(args, role).save
+    for save in (args.save, critic_folder(args, "save")):
         for name in ("save_hf", "critic_save_hf"):
             if save and args[name] and Path(args[name].format(rollout_id=0)).is_relative_to(Path(save, folder_of(0))):
                 raise TrainArgsError(f"args.{name}={args[name]!r} is a checkpoint's folder in save; choose another")
@@ -215,12 +214,12 @@ def function_at(path: str, key: str) -> Callable[..., Any]:
     if not module:
         raise TrainArgsError(f"args.{key}={path!r}: expected a dotted path such as 'my_package.my_module.my_function'")
     try:
-        found = getattr(importlib.import_module(module), name)
+        target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise TrainArgsError(f"args.{key}={path!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise TrainArgsError(f"args.{key}={path!r} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
+    if not callable(target):
+        raise TrainArgsError(f"args.{key}={path!r} is a {type(target).__name__}, not a function")
+    function: Callable[..., Any] = target
     return function
 
 
@@ -241,19 +240,21 @@ def role_args(args: Any, role: str) -> Any:
         args: what `read_args` returned.
         role: "actor" or "critic".
     """
-    from omegaconf import OmegaConf
-
-    seen = OmegaConf.create(args)
-    if role == "critic":
-        with_struct_off = seen.copy()
-        for own, general in (("critic_load", "load"), ("critic_save", "save"), ("critic_save_hf", "save_hf")):
-            beside = None if args[general] is None else f"{args[general]}/critic"
-            with_struct_off[general] = beside if args[own] is None else args[own]
-        with_struct_off.lr = args.lr if args.critic_lr is None else args.critic_lr
-        with_struct_off.lr_warmup_iters = args.critic_lr_warmup_iters
-        with_struct_off.lora_rank = 0  # its head is random, so an adapter alone would not do
-        return with_struct_off
+    if role == "actor":
+        return args
+    seen = args.copy()
+    for name in ("load", "save", "save_hf"):
+        seen[name] = critic_folder(args, name)
+    seen.lr = args.lr if args.critic_lr is None else args.critic_lr
+    seen.lr_warmup_iters = args.critic_lr_warmup_iters
+    seen.lora_rank = 0  # its head is random, so an adapter alone would not do
     return seen
+
+
+def critic_folder(args: Any, name: str) -> str | None:
+    """Return the critic's ``load``, ``save`` or ``save_hf``: by default a folder in the actor's."""
+    own, general = args[f"critic_{name}"], args[name]
+    return f"{general}/critic" if own is None and general is not None else own
 
 
 def actor_size(args: Any) -> tuple[int, int]:

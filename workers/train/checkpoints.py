@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import optim
 from torch.distributed.checkpoint.api import CheckpointException
 
 from single_controller import (
@@ -136,14 +137,14 @@ class RolloutCheckpoints:
         Raises:
             CheckpointError: the JSON file cannot be read, or there is no checkpoint of that step.
         """
-        found: list[Any] = [None]
+        note: list[Any] = [None]
         if self._load is not None and not self._rank:
             try:
-                found = [self._read(self._load)]
+                note = [self._read(self._load)]
             except (OSError, ValueError) as error:
-                found = [str(error)]
-        dist.broadcast_object_list(found, src=0)
-        if found[0] is None or self._load is None:
+                note = [str(error)]
+        dist.broadcast_object_list(note, src=0)
+        if note[0] is None or self._load is None:
             if self._load is not None and not self._rank:
                 logger.warning("load=%s has no complete checkpoint; the run starts with rollout 0", self._load)
             elif self._save is not None and not self._rank and (self._save / LATEST).exists():
@@ -155,11 +156,9 @@ class RolloutCheckpoints:
                     "" if self._keep is None else " or deletes",
                 )
             return None
-        if isinstance(found[0], str):
-            raise CheckpointError(
-                f"cannot determine which checkpoint to load from load={str(self._load)!r}: {found[0]}"
-            )
-        self._found = Position(**{**found[0], "folder": self._load / found[0]["folder"]})
+        if isinstance(note[0], str):
+            raise CheckpointError(f"cannot determine which checkpoint to load from load={str(self._load)!r}: {note[0]}")
+        self._found = Position(**{**note[0], "folder": self._load / note[0]["folder"]})
         return self._found
 
     def driver_state(self) -> bytes | None:
@@ -421,3 +420,18 @@ class LastCheckpoint:
 def _latest_is_of(worker: Any, folder: str, names: set[str]) -> bool:
     note = Path(folder) / LATEST
     return note.exists() and json.loads(note.read_text())["folder"] in names
+
+
+_OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+@contextlib.contextmanager
+def own_settings(*optimizers: optim.Optimizer) -> Iterator[None]:
+    """Inside, states of optimizers are loaded; afterwards their groups have the settings that they had before, whatever
+    the checkpoint was written with."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    before = [{name: group[name] for name in _OPTIMIZER_SETTINGS if name in group} for group in groups]
+    yield
+    after = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, own in zip(after, before, strict=True):
+        group.update(own)

@@ -172,14 +172,14 @@ class ModelWorker(TrainWorker):
                 self.backup.drop("actor")
             else:
                 self.backup.copy("ref")
-        found = self.checkpoints.find()
-        if found is not None:
-            self.model.load(found.folder, optimizer=not self.args.no_load_optim)
+        position = self.checkpoints.find()
+        if position is not None:
+            self.model.load(position.folder, optimizer=not self.args.no_load_optim)
             if not self.args.no_load_optim:
-                self.optimizer_step = found.optimizer_step
-            self.weight_version = found.weight_version
+                self.optimizer_step = position.optimizer_step
+            self.weight_version = position.weight_version
         self._versions = {}
-        if self._keeps_versions and found is None:  # a checkpoint's weights are newer than its weight version
+        if self._keeps_versions and position is None:  # a checkpoint's weights are newer than its weight version
             self._keep_version(self.weight_version)
         self.clear_memory()
         if self.args.peer_snapshot_interval and self.world_size == 1:
@@ -189,8 +189,8 @@ class ModelWorker(TrainWorker):
             self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards))
             if with_ref:
                 self._peers.set_reference(self.backup.snapshot("ref"))
-            self._snapshot(-1 if found is None else found.rollout_id)
-        return 0 if found is None else found.rollout_id + 1
+            self._snapshot(-1 if position is None else position.rollout_id)
+        return 0 if position is None else position.rollout_id + 1
 
     def _build(self, make_model: Callable[[Any], TrainModel]) -> None:
         with rank_by_rank(self):
@@ -317,7 +317,7 @@ class ModelWorker(TrainWorker):
     _versions: dict[str, int]
 
     def set_weight_version(self, version: int) -> None:
-        """See `TrainWorker.set_weight_version`. Kept weights are dropped: their versions are no longer known."""
+        """As in `TrainWorker`. Kept weights are dropped: their versions are no longer known."""
         super().set_weight_version(version)
         if "backup" in vars(self):
             self._versions.clear()

@@ -7,8 +7,6 @@ ranks. On a rank, `PolicyTrainWorker.train` takes it from there.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import math
 import pickle
@@ -18,6 +16,7 @@ from typing import Any, Literal, Self
 
 import ray
 
+from dispatch.checks import check_count
 from single_controller import (
     GroupClosedError,
     RayClassWithInitArgs,
@@ -26,17 +25,14 @@ from single_controller import (
     SingleControllerError,
 )
 from single_controller.ray.attach import remove_placement_groups
-from workers.recovery.replacing import Progress, replace_ranks
 from workers.recovery.snapshot_choice import Recovery
-from workers.recovery.train_handover import common_position, find_left, leave
+from workers.recovery.train_recovery import Progress, common_position, find_left, leave, replace_ranks
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
 from workers.train.checkpoints import LastCheckpoint
-from workers.train.environment import train_environment
-from workers.train.role_placement import cluster_has_gpus, first_slots, share_of_slot
-from workers.train.rollout_link import RolloutLink
-from workers.train.shared_rollout import SharedRollout
-from workers.train.train_worker import TrainWorker
+from workers.train.group_links import RolloutLink, SharedRollout
+from workers.train.train_placement import cluster_has_gpus, first_slots, share_of_slot, train_environment
+from workers.train.train_worker import TrainWorker, takes_version, worker_class
 from workers.weight_sync import SyncReport, WeightSyncError
 from workers.weight_sync.sync_protocol import TimeUpError
 
@@ -104,14 +100,13 @@ class RayTrainGroup:
             raise ValueError(f"role={role!r}: expected one of {', '.join(map(repr, ROLES))}")
         self.args, self.role = read_args(args), role
         self.weight_version = 0
-        self._ranks = _count("num_nodes", num_nodes) * _count("num_gpus_per_node", num_gpus_per_node)
+        self._ranks = check_count("num_nodes", num_nodes) * check_count("num_gpus_per_node", num_gpus_per_node)
         if not 0 < num_gpus_per_actor <= 1:
             raise ValueError(
                 f"num_gpus_per_actor={num_gpus_per_actor!r}: expected a share of a slot, above 0 and at most 1"
             )
         self._share = num_gpus_per_actor
-        if not isinstance(standby, int) or isinstance(standby, bool) or standby < 0:
-            raise ValueError(f"standby={standby!r}: expected an integer of at least 0")
+        check_count("standby", standby, 0)
         if on_death not in ("replace", "shrink"):
             raise ValueError(f"on_death={on_death!r}: expected 'replace' or 'shrink'")
         self._standby, self._on_death = standby, on_death
@@ -693,42 +688,3 @@ class RayTrainGroup:
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
         return f"<RayTrainGroup of {self.world_size}: {self.role}, {state}>"
-
-
-def _count(name: str, number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name}={number!r}: expected an integer of at least 1")
-    return number
-
-
-BACKENDS = {
-    "fsdp": ("workers.fsdp.fsdp_worker", "FSDPTrainWorker"),
-    "megatron": ("workers.megatron.megatron_train_worker", "MegatronTrainWorker"),
-}
-"""``args.train_backend`` -> module and worker class. Imported only when used: their libraries are heavy."""
-
-
-def worker_class(backend: str, actor_cls: Any = None) -> type[TrainWorker]:
-    """Return the worker class of a backend, or the user's own.
-
-    Raises:
-        TypeError: ``actor_cls`` is not a `TrainWorker`, or lacks one of its methods.
-    """
-    if actor_cls is None:
-        module, name = BACKENDS[backend]
-        actor_cls = getattr(importlib.import_module(module), name)
-    if not isinstance(actor_cls, type) or not issubclass(actor_cls, TrainWorker):
-        raise TypeError(f"actor_cls must be a subclass of TrainWorker, got {actor_cls!r}")
-    if inspect.isabstract(actor_cls):
-        missing = ", ".join(sorted(actor_cls.__abstractmethods__))
-        raise TypeError(f"actor_cls {actor_cls.__name__} does not implement {missing}, which TrainWorker requires")
-    return actor_cls
-
-
-def takes_version(cls: type[TrainWorker]) -> bool:
-    """Whether ``update_weights`` of a class takes the version."""
-    try:
-        inspect.signature(cls.update_weights).bind(None, 1)
-    except TypeError:
-        return False
-    return True

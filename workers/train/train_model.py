@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from workers.data.micro_batches import MicroBatch
-from workers.weight_sync.shards import Shard
+from workers.weight_sync.weight_plan import Shard
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class TrainModel(ABC):
         """Yield (name as in the Hugging Face model's ``state_dict()``, whole tensor), in parameter dtype, on the
         device: each pair on exactly one rank. Every rank must exhaust the iterator. A tied output layer is yielded
         once, as the embedding. With an adapter, only its tensors are yielded, under their names in peft's adapter
-        files. For export."""
+        files."""
 
     def hf_shards(self) -> list[Shard]:
         """Return this rank's parts of the tensors that `hf_weights` yields, in parameter dtype, and with an adapter of
-        `workers.lora.BASE_DIGEST`. For weight sync; not a collective.
+        `workers.lora.BASE_DIGEST`. For weight sync and exports; not a collective.
 
         Every element of every tensor is in the shard of at least one rank. The boxes of two ranks of one tensor are
         identical or disjoint: each rank that has a replica returns it, with the same values. ``Shard.read`` gathers

@@ -1,7 +1,10 @@
-"""TrainWorker: the abstract worker of one training rank, with the methods that its group calls."""
+"""TrainWorker: the abstract worker of one training rank, with the methods that its group calls; and `worker_class`, the
+class of each backend."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -249,3 +252,36 @@ class TrainWorker(Worker, ABC):
     def get_master_addr_and_port(self) -> tuple[str, int]:
         """Return the rendezvous address of the ranks, which rank 0 chose."""
         return self.master_addr, self.master_port
+
+
+BACKENDS = {
+    "fsdp": ("workers.fsdp.fsdp_worker", "FSDPTrainWorker"),
+    "megatron": ("workers.megatron.megatron_train_worker", "MegatronTrainWorker"),
+}
+"""``args.train_backend`` -> module and worker class. Imported only when used: their libraries are heavy."""
+
+
+def worker_class(backend: str, actor_cls: Any = None) -> type[TrainWorker]:
+    """Return the worker class of a backend, or the user's own.
+
+    Raises:
+        TypeError: ``actor_cls`` is not a `TrainWorker`, or lacks one of its methods.
+    """
+    if actor_cls is None:
+        module, name = BACKENDS[backend]
+        actor_cls = getattr(importlib.import_module(module), name)
+    if not isinstance(actor_cls, type) or not issubclass(actor_cls, TrainWorker):
+        raise TypeError(f"actor_cls must be a subclass of TrainWorker, got {actor_cls!r}")
+    if inspect.isabstract(actor_cls):
+        missing = ", ".join(sorted(actor_cls.__abstractmethods__))
+        raise TypeError(f"actor_cls {actor_cls.__name__} does not implement {missing}, which TrainWorker requires")
+    return actor_cls
+
+
+def takes_version(cls: type[TrainWorker]) -> bool:
+    """Whether ``update_weights`` of a class takes the version."""
+    try:
+        inspect.signature(cls.update_weights).bind(None, 1)
+    except TypeError:
+        return False
+    return True

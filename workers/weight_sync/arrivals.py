@@ -121,7 +121,7 @@ class Arrivals:
         for spec in self.pieces:
             if every or spec.kind != SAME:
                 by_name.setdefault(spec.name, []).append(spec)
-        found = []
+        complete = []
         for names in self._batches(by_name):
             for name, tensor in zip(names, read(names), strict=True):
                 box = self._boxes[name]
@@ -129,8 +129,8 @@ class Arrivals:
                     tensor.dtype != spec.dtype or digest(tensor[within(spec.box, box)]) != spec.digest
                     for spec in by_name[name]
                 ):
-                    found.append(name)
-        return found
+                    complete.append(name)
+        return complete
 
     def _batches(self, by_name: Mapping[str, list[PieceSpec]]) -> Iterator[list[str]]:
         """Divide names into batches of at most a bucket, or one tensor: reading may make copies, and asking each of an

@@ -61,15 +61,15 @@ def tensor_specs(bucket: Sequence[Pair]) -> tuple[list[TensorSpec], int]:
 
 def views(flat: torch.Tensor, specs: Iterable[TensorSpec]) -> list[Pair]:
     """Return the tensors of a flat buffer (uint8, 1-d, on any device) as views."""
-    found = []
+    views_of_flat = []
     for spec in specs:
         chunk = flat[spec.begin : spec.begin + spec.nbytes]
         # An empty slice cannot be viewed as another dtype.
         tensor = (
             chunk.view(spec.dtype).view(spec.shape) if spec.nbytes else flat.new_empty(spec.shape, dtype=spec.dtype)
         )
-        found.append((spec.name, tensor))
-    return found
+        views_of_flat.append((spec.name, tensor))
+    return views_of_flat
 
 
 def copy_into(flat: torch.Tensor, specs: Sequence[TensorSpec], bucket: Sequence[Pair]) -> list[Pair]:

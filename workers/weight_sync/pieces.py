@@ -15,7 +15,7 @@ from workers.weight_sync.weight_plan import Box, Piece, within
 if TYPE_CHECKING:
     import torch
 
-    from workers.weight_sync.shards import Shard
+    from workers.weight_sync.weight_plan import Shard
 
 WHOLE = "whole"
 

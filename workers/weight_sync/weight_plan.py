@@ -12,11 +12,48 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 Box = tuple[tuple[int, int], ...]
 """Part of a tensor: (begin, end) by dim."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a weight: a box of the whole tensor.
+
+    Attributes:
+        name: as in the Hugging Face model's ``state_dict()``.
+        shape: of the whole tensor.
+        begin: index of the box's first element, by dim.
+        size: of the box, by dim; a rank has no shard of a tensor of which it has no element.
+        dtype: of `read`'s result.
+        read: returns the box as it is now, a tensor of shape ``size`` on its device. It may be a view of live memory,
+            so it is valid until the weights change.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def box(self) -> Box:
+        """Where it is in the whole tensor."""
+        return tuple((begin, begin + size) for begin, size in zip(self.begin, self.size, strict=True))
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Shard:
+        """Return the shard of a rank that has the whole tensor."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, (0,) * len(shape), shape, tensor.dtype, tensor.detach)
 
 
 class Held(NamedTuple):

@@ -15,12 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from dispatch.checks import check_seconds
+from dispatch.checks import check_count, check_seconds
 from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.digest import combine
 from workers.weight_sync.pieces import Header, Packer, Payload
 from workers.weight_sync.receiver_calls import Receivers, Rollout
-from workers.weight_sync.shards import Shard
 from workers.weight_sync.sync_protocol import (
     UPDATE_SECONDS,
     Budget,
@@ -33,7 +32,7 @@ from workers.weight_sync.sync_protocol import (
     sync_error,
 )
 from workers.weight_sync.transports.weight_transport import Transport, Update
-from workers.weight_sync.weight_plan import Box, Held, Round, make_plan, volume
+from workers.weight_sync.weight_plan import Box, Held, Round, Shard, make_plan, volume
 
 TransportName = Literal["store", "group", "disk", "device"]
 
@@ -93,8 +92,7 @@ class WeightSender:
     ) -> None:
         if transport not in get_args(TransportName):
             raise ValueError(f"transport={transport!r}: use one of {', '.join(map(repr, get_args(TransportName)))}")
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected an integer of at least 1")
+        check_count("bucket_bytes", bucket_bytes)
         if (folder is not None) is not (transport == "disk"):
             raise ValueError(
                 f"transport={transport!r}, folder={folder!r}: 'disk' needs a folder; other transports do not use one"
@@ -109,8 +107,7 @@ class WeightSender:
                 f"delta=True with transport={transport!r} and double_buffer={double_buffer!r}: use another transport "
                 "than 'disk', whose files have whole tensors, and receivers that keep the version before"
             )
-        if not isinstance(full_every, int) or full_every < 0:
-            raise ValueError(f"full_every={full_every!r}: expected an integer of at least 0")
+        check_count("full_every", full_every, 0)
         self._timeout = min(check_seconds("timeout", timeout), _MAX_TIMEOUT)
         self._bucket_bytes = bucket_bytes
         self._process_group = process_group
@@ -235,7 +232,7 @@ class WeightSender:
         own: list[ReceiverInfo] = []
         try:
             shards = [one if isinstance(one, Shard) else Shard.whole(*one) for one in weights]
-            layout = _layout_of(shards)
+            layout = layout_of(shards)
             layout_id = hashlib.sha256(pickle.dumps(layout)).hexdigest()
             base = self._packer.base
             self._packer.begin(shards)
@@ -257,7 +254,7 @@ class WeightSender:
             if self._full_every and not self._updates % self._full_every:
                 base = None
             classes = _classes(infos, base)
-            held, update.tensors = _merge(layouts)
+            held, update.tensors = merge_layouts(layouts)
             for info in infos:
                 _check_names(info, held, update.version)
             made_from = [layout_id for _, layout_id, *_ in values], [one.slices for one in classes]
@@ -357,7 +354,12 @@ def _check_verify(verify: Verify) -> Verify:
     return verify
 
 
-def _layout_of(shards: Iterable[Shard]) -> Layout:
+def layout_of(shards: Iterable[Shard]) -> Layout:
+    """Return what a train rank has.
+
+    Raises:
+        WeightSyncError: shards of one tensor differ in its shape or dtype, or are not real numbers.
+    """
     layout: Layout = {}
     for shard in shards:
         shape, dtype, boxes = layout.setdefault(shard.name, (shard.shape, shard.dtype, []))
@@ -369,8 +371,15 @@ def _layout_of(shards: Iterable[Shard]) -> Layout:
     return layout
 
 
-def _merge(layouts: Sequence[Layout]) -> tuple[dict[str, Held], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Return what all train ranks have together, and the shape and dtype of each tensor."""
+def merge_layouts(layouts: Sequence[Layout]) -> tuple[dict[str, Held], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Return what all train ranks have together, and the shape and dtype of each tensor.
+
+    Args:
+        layouts: by rank.
+
+    Raises:
+        WeightSyncError: the shape or dtype of a tensor is another one on another rank.
+    """
     held: dict[str, Held] = {}
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     boxes: dict[str, dict[Box, list[int]]] = {}
@@ -392,14 +401,14 @@ def _merge(layouts: Sequence[Layout]) -> tuple[dict[str, Held], dict[str, tuple[
 
 def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverClass]:
     """Divide the receivers into classes."""
-    found: list[tuple[ReceiverInfo, list[int]]] = []
+    divided: list[tuple[ReceiverInfo, list[int]]] = []
     for number, info in enumerate(infos):
-        for first, members in found:
+        for first, members in divided:
             if (first.slices, first.dtypes) == (info.slices, info.dtypes):
                 members.append(number)
                 break
         else:
-            found.append((info, [number]))
+            divided.append((info, [number]))
     return [
         ReceiverClass(
             tuple(members),
@@ -407,7 +416,7 @@ def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverCl
             first.dtypes,
             base is not None and all(infos[member].base == base for member in members),
         )
-        for first, members in found
+        for first, members in divided
     ]
 
 

@@ -2,10 +2,10 @@
 
 from one_gloo_device import share_gloo_device
 
-from workers.megatron.megatron_train_worker import MegatronTrainWorker
+from workers.megatron.cpu import CpuMegatronTrainWorker
 
 share_gloo_device()
 
 
-class MegatronRank(MegatronTrainWorker):
-    """A `MegatronTrainWorker` with one gloo device."""
+class MegatronRank(CpuMegatronTrainWorker):
+    """A `MegatronTrainWorker` on the CPU, with one gloo device."""

@@ -9,7 +9,7 @@ import time
 import pytest
 import ray
 from ray.exceptions import RayError
-from train_helpers import whole_weights
+from train_helpers import actor_class, whole_weights
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SingleControllerError
 from workers import HFEngine, RayTrainGroup, RolloutManager, RolloutWorker, SamplingParams, read_args
@@ -79,7 +79,7 @@ def train(ranks, args, kills, seconds=None):
     )
     killer, norms, taken, step = Killer(kills), {}, [], 0
     with RayResourcePool([ranks + 2], use_gpu=False, num_cpus=0.5) as pool:
-        actor = RayTrainGroup(args, 1, ranks, pool[: ranks + 1], standby=1)
+        actor = RayTrainGroup(args, 1, ranks, pool[: ranks + 1], standby=1, actor_cls=actor_class(args))
         ray.get(actor.async_init())
         made = RayClassWithInitArgs(RolloutWorker, HFEngine, MODEL, random_weights=True)
         rollout = RayWorkerGroup(pool[ranks + 1 :], made, collectives=False)

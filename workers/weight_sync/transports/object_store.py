@@ -21,7 +21,7 @@ class ObjectStoreTransport(Transport):
     def transfer(
         self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
-        """See `Transport.transfer`. Two rounds are in the store at a time, so that receivers load one while the next is
+        """As in `Transport`. Two rounds are in the store at a time, so that receivers load one while the next is
         packed."""
         before, self._in_flight = self._in_flight, []
         if any(tensor.is_cuda for payload in payloads.values() for tensor in payload.tensors):
@@ -46,7 +46,7 @@ class ObjectStoreTransport(Transport):
         wait_all(in_flight, update)
 
     def failed(self, update: Update) -> None:
-        """See `Transport.failed`. Nobody waits for what is under way: receivers reject its key from now on."""
+        """Nobody waits for what is under way: receivers reject its key from now on."""
         self._in_flight = []
 
     def close(self) -> None:

@@ -119,7 +119,7 @@ class ProcessGroupTransport(Transport):
     def transfer(
         self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
-        """See `Transport.transfer`. Returns when the round has arrived."""
+        """As in `Transport`. Returns when the round has arrived."""
         if self._channel is None:
             raise WeightSyncError(f"train rank {update.rank} has left the process group")
         announced = AnnouncedRound(number, headers, update.budget.left())
@@ -137,7 +137,7 @@ class ProcessGroupTransport(Transport):
         wait_all(futures, update)
 
     def flush(self, update: Update) -> None:
-        """See `Transport.flush`: `transfer` has waited for every round."""
+        """Nothing to wait for: `transfer` has waited for every round."""
         if self._channel is not None:
             self._channel.release_memory()
 
@@ -251,7 +251,7 @@ class AnnouncedRound(Message):
     seconds: float
 
     def receive(self, receiver: Any, key: str) -> None:
-        """See `Message.receive`. If a transfer fails, the receiver leaves the groups."""
+        """As in `Message`. If a transfer fails, the receiver leaves the groups."""
         if not receiver.channels:
             receiver.check_update(key)
             raise WeightSyncError(f"rollout rank {receiver.rank} is not in a process group of the train ranks")

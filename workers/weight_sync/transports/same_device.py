@@ -49,7 +49,7 @@ class DeviceTransport(Transport):
     def transfer(
         self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
-        """See `Transport.transfer`. Returns when the receivers have copied the round."""
+        """As in `Transport`. Returns when the receivers have copied the round."""
         neighbour = update.receivers.neighbour
         if neighbour is not None and update.ranks == 1:
             for payload in payloads.values():
@@ -95,7 +95,7 @@ class DeviceTransport(Transport):
         return _split(self._flat, headers)
 
     def flush(self, update: Update) -> None:
-        """See `Transport.flush`: `transfer` has waited for every round. Device memory is freed until the next update,
+        """Nothing to wait for: `transfer` has waited for every round. Device memory is freed until the next update,
         because the train ranks may be about to offload."""
         self._flat = torch.empty(0, dtype=torch.uint8)
         if isinstance(self._memory, FlatBuffer):

@@ -41,7 +41,7 @@ class PolicyTrainWorker(ModelWorker):
 
     @classmethod
     def check_rows(cls, args: Any, rows: Any) -> None:
-        """See `TrainWorker.check_rows`. Rows that a user's function postprocesses are checked on the ranks instead."""
+        """As in `TrainWorker`. Rows that a user's function postprocesses are checked on the ranks instead."""
         if args.rollout_data_postprocess_path is None:
             check_rollout_data(rows, args.vocab_size)
 

@@ -1,0 +1,197 @@
+"""What a train group is connected to: the rollout manager that its weights go to (`RolloutLink`), and the actor or the
+critic that trains on the same rows (`SharedRollout`)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+from single_controller import Broadcast, WorkerFuture
+from workers.data.balance import balanced_rows
+from workers.recovery.train_recovery import TrainGroup
+from workers.train.train_worker import Referred
+from workers.weight_sync import call_manager, receiver_groups
+
+logger = logging.getLogger(__name__)
+
+G = TypeVar("G", bound=TrainGroup)
+
+
+class RolloutLink:
+    """What a train group tells its manager, and asks it.
+
+    Args:
+        manager: see `RayTrainGroup.set_rollout_manager`.
+        refresh: a function that sends the current weights to all rollout workers. It becomes the ``refresh`` of a
+            manager in this process whose own is None.
+        timeout: seconds that each call to a manager that is a Ray actor may take, which may be busy in its constructor
+            or in `generate`; and that the manager's stream may take to pause.
+
+    Raises:
+        WeightSyncError: by all methods that call a manager: see `call_manager`.
+    """
+
+    def __init__(self, manager: Any, refresh: Callable[[], Any], timeout: float) -> None:
+        self.manager = manager
+        self._timeout = timeout
+        self._refresh = refresh
+        self._receivers: list[Any] | None = None
+
+    def introduce(self, tell: Callable[[Any], Any]) -> None:
+        """Tell the train workers about the manager. ``refresh`` is a function of this process and is not sent along."""
+        manager = self.manager
+        if getattr(manager, "refresh", None) == self._refresh:
+            manager.refresh = None
+        try:
+            tell(manager)
+            self._receivers = self._actors()
+        finally:
+            if getattr(manager, "refresh", self) is None:
+                manager.refresh = self._refresh
+
+    def forget(self) -> None:
+        """The train workers were replaced, or have dropped the manager: `outdated` is true from now on."""
+        self._receivers = None
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the rollout workers were replaced since the train workers were told."""
+        return self._actors() != self._receivers
+
+    @property
+    def recovers(self) -> bool:
+        """Whether rollout workers have died that the manager's stream restarts, or has restarted since the train
+        workers were told."""
+        return self._stream is not None and (self.outdated or not all(self.manager.group.alive()))
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Inside, the manager's stream is paused, if it has one in this process.
+
+        Raises:
+            WeightSyncError: when entered: it was not paused in time.
+        """
+        stream = self._stream
+        paused: AbstractContextManager[None] = nullcontext() if stream is None else stream.updating(self._timeout)
+        return paused
+
+    def rewind(self, rollout_id: int) -> None:
+        """Make the manager's stream, if it has one in this process, return the batch of this number next: the trainer
+        has gone back to this rollout."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.buffer.rewind(rollout_id)
+        except ValueError as error:
+            logger.warning("training goes back to rollout %d, but not the samples of the stream: %s", rollout_id, error)
+
+    @property
+    def _stream(self) -> Any:
+        return None if _is_actor(self.manager) else getattr(self.manager, "stream", None)
+
+    def expect(self, version: int | None) -> None:
+        """Make the manager reject completions of other weight versions; None accepts any."""
+        if not _is_actor(self.manager):
+            self.manager.weight_version = version
+        elif hasattr(self.manager, "set_weight_version"):  # optional for an actor of the user's own class
+            call_manager(self.manager, "set_weight_version", version, timeout=self._timeout)
+
+    def _actors(self) -> list[Any]:
+        if _is_actor(self.manager):
+            if not hasattr(self.manager, "weight_receivers"):
+                return []
+            groups = receiver_groups(self.manager, self._timeout)
+            return [worker for group in groups for worker in getattr(group, "workers", ())]
+        return list(getattr(getattr(self.manager, "group", None), "workers", ()))
+
+
+def _is_actor(manager: Any) -> bool:
+    from ray.actor import ActorHandle
+
+    return isinstance(manager, ActorHandle)
+
+
+class SharedRollout(Generic[G]):
+    """The last rollout that an actor and its critic, or a group that trains alone, were given.
+
+    Both groups train on the same rows in the same order. What one of them computes for both is computed once.
+
+    Args:
+        groups: the actor's and the critic's, or the only one. The configuration of the first counts for both.
+
+    Attributes:
+        data: what to send to the ranks.
+    """
+
+    def __init__(self, *groups: G) -> None:
+        self.groups = groups
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the last rollout, and what was computed from it."""
+        self._rollout_id: int | None = None
+        self._given: Any = None
+        self.data: Any = None
+        self._futures: dict[str, WorkerFuture] = {}
+
+    def take(self, rollout_id: int, given: Any) -> None:
+        """Set `data` for a rollout, unless it is the last one again.
+
+        Args:
+            rollout_id: number of the rollout.
+            given: what `RayTrainGroup.async_train` was given.
+        """
+        if self._given is given and self._rollout_id == rollout_id:
+            return
+        parts = None
+        if self.groups[0].args.balance_data:
+            # Both groups shard the same rows, so the order must suit the dp sizes of both.
+            parts = math.lcm(*(group.ready_workers("async_train").dp_size for group in self.groups))
+        self.data, self._futures = _ordered(given, parts), {}
+        self._rollout_id, self._given = rollout_id, given
+
+    def computed(self) -> dict[str, Any]:
+        """Start what the groups compute for each other. Returns arguments of `TrainWorker.train`: futures, whose rows
+        go from rank to rank without the driver."""
+        args = self.groups[0].args
+        if args.advantage_estimator != "gae":
+            return {}
+        wanted = [("values", "critic", "compute_values")]
+        if args.kl_coef:
+            wanted += [
+                ("old_log_probs", "actor", "compute_old_log_prob"),
+                ("ref_log_probs", "actor", "compute_ref_log_prob"),
+            ]
+        has = self._given.keys() if hasattr(self._given, "keys") else ()
+        return {
+            name: self._once(method, group)
+            for name, role, method in wanted
+            for group in self.groups
+            # A user's worker class without such a method may ask the other group's rank itself.
+            if group.role == role and name not in has and method in group.ready_workers("async_train").methods
+        }
+
+    def _once(self, method: str, group: G) -> Any:
+        """Call a method on the rollout, unless it was called. Returns a future; of data by dp rank, references by dp
+        rank."""
+        future = self._futures.get(method)
+        if future is None or (future.done() and future.failed is not None):
+            future = self._futures[method] = getattr(group.worker_group, method).remote(self.data)
+        return list(future.refs) if isinstance(self.data, list) else future
+
+
+def _ordered(given: Any, parts: int | None) -> Any:
+    """Put rows into an order in which ``parts`` equal shards have about as many tokens each. Rows behind a reference
+    are ordered by each rank that fetches them."""
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if isinstance(given, concurrent.futures.Future):
+        given = given.result()
+    if type(given).__name__ == "ObjectRef":
+        return Broadcast(Referred(given, parts))
+    if parts is None:
+        return given
+    return balanced_rows(given.result() if hasattr(given, "result") else given, parts)
