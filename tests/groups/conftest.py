@@ -4,6 +4,11 @@ Tests of behavior common to all groups run on every engine: Ray, and the driver'
 A file lists its engines in ENGINES, a test with ``@pytest.mark.engines``; the default is Ray alone.
 """
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import group_workers as workers
 import pytest
 
@@ -111,3 +116,48 @@ def make_group(engine):
     yield make
     for group in groups:
         group.close()
+
+
+DRIVER = """
+import os, ray, signal, sys, threading, time
+ray.init({address!r}, namespace={namespace!r}, log_to_driver=False)
+from group_workers import Actor, Counter, Critic, Fragile
+from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, colocate
+"""
+"""The head of a script that is another driver of this Ray and namespace."""
+
+
+@pytest.fixture
+def start_driver(ray_cluster, tmp_path):
+    """Start a script as another driver, which is killed after the test if it still runs."""
+    import ray
+
+    context = ray.get_runtime_context()
+    started = []
+
+    def start(code, *arguments):
+        script = tmp_path / f"driver_{len(started)}.py"
+        head = DRIVER.format(address=context.gcs_address, namespace=context.namespace)
+        script.write_text(head + textwrap.dedent(code))
+        command = [sys.executable, str(script), *arguments]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def run_driver(start_driver):
+    """Run a script as another driver, and return what it prints behind "answer"."""
+
+    def run(code, *arguments):
+        process = start_driver(code, *arguments)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, printed
+        return next(line for line in printed.splitlines() if line.startswith("answer ")).removeprefix("answer ")
+
+    return run

@@ -5,6 +5,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import ray
 from group_workers import Counter, Fragile
 from ray.util.placement_group import placement_group_table
+from waits import wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -35,35 +38,6 @@ from single_controller.call.monitor import monitor
 anywhere = pytest.mark.engines("ray", "local", "local-threads")
 overlapping = pytest.mark.engines("ray", "local-threads")
 """For a test whose ranks must run at the same time."""
-
-
-class within:
-    """Assert that the block finishes within some seconds."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def __enter__(self):
-        self.begin = time.monotonic()
-
-    def __exit__(self, *error):
-        took = time.monotonic() - self.begin
-        assert took < self.seconds, f"took {took:.1f} s, more than {self.seconds} s"
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true in time"
-        time.sleep(0.05)
 
 
 def stopped(pid):
@@ -231,7 +205,7 @@ class TestDeaths:
         group.restart()
         after = group.pid()
         assert not set(before) & set(after)
-        wait_until(lambda: not any(map(alive, before)))
+        wait_gone(before)
         group.join_process_group()
         assert group.all_reduce() == [6.0] * 4
 
@@ -298,6 +272,20 @@ class TestTimeouts:
         with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) exceeded its timeout") as caught:
             group.ping()
         assert "time.sleep" not in str(caught.value)
+
+    @pytest.mark.alone
+    def test_late_ranks_are_shown_on_a_busy_machine(self, make_group):
+        group = make_group(Fragile)
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * os.cpu_count())]
+        try:
+            time.sleep(0.5)
+            with pytest.raises(CallTimeoutError, match="ranks 0-3 are at:") as caught:
+                group.sleep.options(timeout=0.5)(60)
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
+        assert all("time.sleep(seconds)" in caught.value.stacks[rank] for rank in range(4))
 
     @overlapping
     @pytest.mark.ray_when_full
@@ -429,18 +417,7 @@ class TestClose:
             with within(1):
                 with pytest.raises(GroupClosedError, match="closed"):
                     call()
-        wait_until(lambda: not any(map(alive, pids)))
-
-    def test_context_manager_closes_the_group(self, pool):
-        with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
-            pids = group.pid()
-        wait_until(lambda: not any(map(alive, pids)))
-
-    def test_dropped_group_ends_its_workers(self, pool):
-        group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
-        pids = [process["pid"] for process in group.process()]
-        del group
-        wait_until(lambda: not any(map(alive, pids)))
+        wait_gone(pids)
 
     def test_group_closed_during_restart_leaves_no_workers(self, pool, monkeypatch):
         from single_controller.ray import group as module

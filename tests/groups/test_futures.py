@@ -496,7 +496,7 @@ async def _value(future):
 @pytest.mark.engines("ray")
 def test_consumers_cost_no_reference_per_producer(counters, smaller, monkeypatch):
     """One rank looks at the results of all producing ranks. Otherwise the cost would be the square of their number."""
-    from single_controller.ray import engine as module
+    from single_controller.ray import transport as module
 
     sent = []
     encode = module.encode_arguments

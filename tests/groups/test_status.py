@@ -11,7 +11,7 @@ import time
 import pytest
 import ray
 from group_workers import Counter, Fragile
-from test_failure import wait_until
+from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
 from single_controller.call.executor import RunningCall

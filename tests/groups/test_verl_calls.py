@@ -2,16 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
-import time
 import warnings
 
 import pytest
 import ray
 from group_workers import Counter
 from test_other_clusters import run
+from waits import wait_until
 
 from single_controller import (
     Dispatch,
@@ -76,8 +74,8 @@ def test_pools_roles_and_colocated_workers():
         WORKERS
         + textwrap.dedent("""
         import torch
-        from fork_workers import forked_workers
-        forks = forked_workers()
+        from fork_workers import RANKS_ONLY, forked_workers
+        forks = forked_workers(modules=RANKS_ONLY)
         start_server = forks.__enter__()
         ray.init(num_cpus=16, num_gpus=4, include_dashboard=False)
         start_server()
@@ -122,46 +120,26 @@ def test_pools_roles_and_colocated_workers():
     assert out == ["> the same everywhere"]
 
 
-def test_server_of_detached_workers_and_its_client(ray_cluster, tmp_path):
+def test_server_of_detached_workers_and_its_client(run_driver):
     """Two scripts: the first starts the workers and exits, the second finds them by their names."""
-    context = ray.get_runtime_context()
-    scripts = {
-        "server": """
-            resource_pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, detached=True, name_prefix="served_")
-            class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
-            worker_group = RayWorkerGroup(
-                resource_pool=resource_pool, ray_cls_with_init=class_with_args, name_prefix="served_", detached=True
-            )
-            print("answer", ",".join(worker_group.worker_names))
-        """,
-        "client": """
+    names = run_driver("""
+        resource_pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, detached=True, name_prefix="served_")
+        class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
+        worker_group = RayWorkerGroup(
+            resource_pool=resource_pool, ray_cls_with_init=class_with_args, name_prefix="served_", detached=True
+        )
+        print("answer", ",".join(worker_group.worker_names))
+    """)
+    try:
+        client = """
             worker_names = sys.argv[1].split(",")
             class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
             worker_group = RayWorkerGroup.from_detached(worker_names=worker_names, ray_cls_with_init=class_with_args)
             print("answer", worker_group.add(1), worker_group.world_size)
-        """,
-    }
-    names = []
-    try:
-        for name, code in scripts.items():
-            script = tmp_path / f"{name}.py"
-            script.write_text(
-                "import ray, sys\n"
-                f"ray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)\n"
-                "from group_workers import Counter\n"
-                "from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup\n"
-                + textwrap.dedent(code)
-            )
-            command = [sys.executable, str(script), ",".join(names)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))
-            assert done.returncode == 0, done.stderr
-            answer = next(line for line in done.stdout.splitlines() if line.startswith("answer ")).split(" ", 1)[1]
-            if name == "server":
-                names = answer.split(",")
-        assert answer == "[4, 5] 2"
+        """
+        assert run_driver(client, names) == "[4, 5] 2"
     finally:
-        if names:
-            RayWorkerGroup.from_detached(worker_names=names, own=True).close()
+        RayWorkerGroup.from_detached(worker_names=names.split(","), own=True).close()
 
 
 def test_driver_functions_and_calls_by_name(pool):
@@ -314,9 +292,7 @@ def test_options_environment_and_attaching_without_constructor_arguments(pool):
 
         group.start_worker_aliveness_check(0.1)
         os.kill(group.pid()[2], signal.SIGKILL)
-        end = time.monotonic() + 30
-        while group.broken is None and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_until(lambda: group.broken is not None, 30)
         assert "rank 2" in group.broken
 
 

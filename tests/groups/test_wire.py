@@ -13,7 +13,8 @@ import ray
 import torch
 from group_workers import Actor, Critic
 from interrupted_waits import Interrupts
-from test_failure import in_fork, wait_until, within
+from test_failure import in_fork
+from waits import wait_until, within
 from wire_workers import Wired
 
 from single_controller import (
