@@ -234,13 +234,6 @@ class TestLayouts:
             assert group.compute(["a", "b"]) == results
 
     @pytest.mark.ray_when_full
-    def test_error_names_ranks_without_a_layout(self, make_group):
-        group = make_group(Grid, DP2_TP2, silent=(1, 3))
-        with pytest.raises(DispatchError, match=r"ranks \[1, 3\]"):
-            group.compute(["a", "b"])
-        assert group.last_seen() == [None] * 4
-
-    @pytest.mark.ray_when_full
     def test_two_meshes_over_the_same_ranks(self, make_group):
         group = make_group(Grid)
         group.join_mesh("actor", [0, 1, 2, 3], [True] * 4)

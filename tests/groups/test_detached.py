@@ -180,16 +180,6 @@ def test_attaching_requires_all_ranks(counters):
         RayWorkerGroup.from_detached(name_prefix="nobody_")
 
 
-def test_attached_group_reports_a_death(make_group):
-    group = make_group(Fragile)
-    attached = RayWorkerGroup.from_detached(worker_handles=group.workers)
-    pids = attached.pid()
-    group.close()
-    wait_gone(pids)
-    with pytest.raises(WorkerDiedError):
-        attached.ping()
-
-
 def test_detached_group_requires_a_detached_pool(pool):
     with pytest.raises(ValueError, match="detached=True too"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Counter), detached=True)

@@ -28,7 +28,6 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    StartError,
     WorkerDiedError,
     WorkerError,
     attach,
@@ -378,32 +377,6 @@ class TestTimeouts:
         wait_until(lambda: future._call.settled)
         assert len(failed) == 3 and caplog.text.count("could not be looked at") == 1
         assert group.broken is None and isinstance(future.exception(), WorkerError)
-
-
-class TestStart:
-    def test_constructor_raises(self, pool):
-        with pytest.raises(StartError, match=r"__init__\(\) raised RuntimeError on rank 2.*chosen rank") as caught:
-            RayWorkerGroup(pool, RayClassWithInitArgs(Fragile, fail_rank=2), name_prefix="raising_")
-        assert caught.value.rank == 2
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("raising_")])
-
-    def test_constructor_dies(self, pool):
-        with within(10):
-            with pytest.raises(WorkerDiedError, match=r"rank 1 died during __init__\(\)"):
-                RayWorkerGroup(pool, RayClassWithInitArgs(Fragile, kill_rank=1), name_prefix="dying_")
-        wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("dying_")])
-
-    def test_constructor_exceeds_the_start_timeout(self, pool):
-        class Slow(Fragile):
-            def __init__(self):
-                super().__init__()
-                time.sleep(60 if self.rank == 3 else 0)
-
-        with within(10):
-            with pytest.raises(CallTimeoutError, match="rank 3"):
-                RayWorkerGroup(pool, RayClassWithInitArgs(Slow), start_timeout=1.5, name_prefix="late_")
-        wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("late_")])
 
 
 class TestClose:

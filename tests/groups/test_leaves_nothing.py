@@ -49,14 +49,6 @@ def test_close(before):
     wait_until(lambda: port_is_free(port), 5)  # a thread of the exiting process may hold the port a moment longer
 
 
-def test_exception_in_the_drivers_code(before):
-    with pytest.raises(ZeroDivisionError):
-        with pool_of(2) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
-            group.add(1)
-            raise ZeroDivisionError
-    before.wait_same()
-
-
 def test_worker_exception_and_death(before):
     with pool_of(2) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
         with pytest.raises(WorkerError):

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from group_workers import Grid, OnMeshes
+from group_workers import OnMeshes
 
 from single_controller import (
-    DispatchError,
     RayClassWithInitArgs,
     RayWorkerGroup,
     WorkerError,
@@ -124,11 +123,6 @@ def test_verl_and_mesh_spellings_are_one_mode():
 
 
 class TestErrors:
-    def test_indivisible_rows_error_names_the_mesh(self, group):
-        group.join_device_mesh("rollout", (2, 2), ("dp", "tp"))
-        with pytest.raises(DispatchError, match=r"on_rollout\(\).*5 rows.*dp_size of mesh 'rollout' = 2"):
-            group.on_rollout(torch.arange(5))
-
     @pytest.mark.parametrize(
         ("shape", "axes", "data_axes", "told"),
         [
@@ -149,12 +143,3 @@ class TestErrors:
     def test_mesh_must_contain_every_rank(self, group):
         with pytest.raises(WorkerError, match="this rank is not in the device mesh"):
             group.join_part("part", [0, 1])
-
-    @pytest.mark.engines("ray", "local", "local-threads")
-    def test_mesh_that_no_rank_joined(self, make_group):
-        group = make_group(Grid)
-        with pytest.raises(DispatchError, match=r"no mesh 'rollout'.*registered: none.*register_mesh"):
-            group.on_rollout(torch.arange(4))
-        group.join_mesh("actor", [0, 1, 2, 3], [True] * 4)
-        with pytest.raises(DispatchError, match=r"no mesh 'rollout'.*registered: actor"):
-            group.on_rollout(torch.arange(4))
