@@ -189,10 +189,9 @@ class Kit(Worker):
     # --- failures --------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
-    def fail(self, ranks=None, others_sleep=0.0, error=ValueError, message="the true cause"):
+    def fail(self, ranks=None, error=ValueError, message="the true cause"):
         if ranks is None or self.rank in ranks:
             raise error(message)
-        time.sleep(others_sleep)
 
     @register(Dispatch.ONE_TO_ALL)
     def fail_deep(self):

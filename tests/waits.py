@@ -19,10 +19,11 @@ class within:
         assert took < self.seconds, f"took {took:.1f} s, more than {self.seconds} s"
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 10, what: str = "the condition") -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 10, what: str = "what was waited for") -> None:
+    """Wait until a condition is true; ``what`` names it in the error."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"{what} did not become true within {seconds} s"
+        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
         time.sleep(0.02)
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import depth
 import pytest
 from footprint import Footprint, port_is_free
 from group_workers import Counter, Fragile, Landlord
@@ -155,8 +156,7 @@ def test_driver_that_is_killed_during_a_collective(before, start_driver):
 
 
 def test_many_groups_in_sequence(before):
-    with pool_of(1) as pool:
-        for turn in range(6):
-            with RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
-                assert group.add(turn) == [turn]
+    for turn in range(60 if depth.full else 6):
+        with pool_of(1) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
+            assert group.add(turn) == [turn]
     before.wait_same()
