@@ -42,7 +42,7 @@ PRELOADED = (
 )
 """What the server imports."""
 
-RANKS_ONLY = (*PRELOADED[:6], "torch")
+RANKS_ONLY = (*(name for name in PRELOADED if name.startswith(("ray.", "single_controller.", "numpy"))), "torch")
 """Enough for workers that use torch and this library's groups only; importing it takes a quarter of the time."""
 
 WITHOUT_RAY = (

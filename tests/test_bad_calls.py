@@ -33,9 +33,7 @@ from waits import wait_until
 
 from single_controller import (
     CallTimeoutError,
-    Dispatch,
     DispatchError,
-    Execute,
     GroupBrokenError,
     GroupClosedError,
     Layout,
@@ -44,7 +42,6 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    ResourcePoolManager,
     ResultError,
     SingleControllerError,
     StartError,
@@ -52,11 +49,6 @@ from single_controller import (
     WorkerDiedError,
     WorkerError,
     merge_resource_pool,
-    register,
-    register_batch_type,
-    register_dispatch_mode,
-    split_resource_pool,
-    update_dispatch_mode,
 )
 
 pytestmark = pytest.mark.timeout(90)
@@ -471,74 +463,6 @@ bad("execute-async-error-in-ray-get", ValueError, r"the true cause",
 bad("execute-rank-zero-error", WorkerError, r"fail\(\) raised ValueError on rank 0",
     lambda s: s.kit.execute_rank_zero_sync("fail"), then=Then.KIT_WORKS)
 
-# --- Decoration: when the class is defined -------------------------------------------------------------------
-
-declared = partial(bad, within=0.5)
-
-
-def run(self, x):
-    return x
-
-
-declared("mode-unknown", ValueError,
-         r"unknown dispatch mode 'ONE_TO_MANY'; known are RANK_ZERO, ONE_TO_ALL.*register_dispatch_mode",
-         lambda s: register("ONE_TO_MANY")(run))
-declared("mode-unknown-attribute", AttributeError, r"Dispatch has no mode 'ONE_TO_MANY'.*ONE_TO_ALL",
-         lambda s: register(Dispatch.ONE_TO_MANY)(run))
-declared("mode-unknown-key", KeyError, r"Dispatch has no mode 'ONE_TO_MANY'.*ONE_TO_ALL",
-         lambda s: Dispatch["ONE_TO_MANY"])
-declared("mode-none", TypeError, r"None is not a dispatch mode.*Dispatch\.ONE_TO_ALL", lambda s: register(None)(run))
-declared("mode-number", TypeError, r"1 is not a dispatch mode.*Dispatch\.ONE_TO_ALL", lambda s: register(1)(run))
-declared("mode-is-an-execute-mode", TypeError, r"Execute\.ALL is not a dispatch mode",
-         lambda s: register(Execute.ALL)(run))
-declared("mode-dict-without-collect", TypeError, r"'dispatch_fn' and 'collect_fn', got \['dispatch_fn'\]",
-         lambda s: register({"dispatch_fn": run})(run))
-declared("mode-dict-misspelt", TypeError, r"'dispatch_fn' and 'collect_fn', got \['colect_fn', 'dispatch_fn'\]",
-         lambda s: register({"dispatch_fn": run, "colect_fn": run})(run))
-declared("mode-dict-no-function", TypeError, r"collect_fn must be callable, got 'sum'",
-         lambda s: register({"dispatch_fn": run, "collect_fn": "sum"})(run))
-declared("execute-mode-unknown", ValueError, r"unknown execute mode 'RANK_ONE'; known are .*RANK_ZERO",
-         lambda s: register(execute_mode="RANK_ONE")(run))
-declared("execute-mode-is-a-dispatch-mode", ValueError,
-         r"unknown execute mode Dispatch\.RANK_ZERO; known are .*Execute\.RANK_ZERO",
-         lambda s: register(Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO)(run))
-declared("register-bare", TypeError, r"with parentheses.*@register\(dispatch_mode=", lambda s: register(run))
-declared("register-the-namespace", TypeError, r"Dispatch.*member|Dispatch\.ONE_TO_ALL",
-         lambda s: register(Dispatch)(run))
-declared("register-a-static-method", TypeError, r"decorates a method.*put @register below @staticmethod",
-         lambda s: register()(staticmethod(run)))
-declared("register-a-class-method", TypeError, r"decorates a method.*put @register below @classmethod",
-         lambda s: register()(classmethod(run)))
-declared("register-a-property", TypeError, r"@register decorates a method.*property",
-         lambda s: register()(property(run)))
-declared("register-a-class", TypeError, r"@register decorates a method.*Kit", lambda s: register()(Kit))
-declared("register-uneven", ValueError, r"register\(uneven='drop'\).*'error', 'pad', 'ragged'",
-         lambda s: register(uneven="drop")(run))
-declared("register-inputs", ValueError, r"register\(inputs='shared'\).*'copy', 'view'",
-         lambda s: register(inputs="shared")(run))
-declared("register-blocking", TypeError, r"register\(blocking=\.\.\.\).*True or False.*'no'",
-         lambda s: register(blocking="no")(run))
-declared("register-option-unknown", TypeError, r"non_blocking", lambda s: register(non_blocking=True)(run))
-declared("new-mode-taken", ValueError, r"Dispatch\.ONE_TO_ALL exists already.*update_dispatch_mode",
-         lambda s: register_dispatch_mode("ONE_TO_ALL", run, run))
-declared("new-mode-no-name", ValueError, r"identifier.*'my mode'",
-         lambda s: register_dispatch_mode("my mode", run, run))
-declared("new-mode-no-function", TypeError, r"'BAD_CALLS_NEW'.*dispatch_fn must be callable, got None",
-         lambda s: register_dispatch_mode("BAD_CALLS_NEW", None, run))
-declared("update-mode-unknown", ValueError, r"unknown dispatch mode 'NEVER_SEEN'; known are",
-         lambda s: update_dispatch_mode("NEVER_SEEN", run, run))
-declared("update-mode-without-a-name", ValueError, r"mesh\('m'\) has no name in Dispatch",
-         lambda s: update_dispatch_mode(Dispatch.mesh("m"), run, run))
-declared("new-execute-mode-taken", ValueError, r"Execute\.ALL exists already", lambda s: Execute.register("ALL", run))
-declared("mesh-name-empty", TypeError, r"mesh name is a non-empty string, got ''", lambda s: Dispatch.mesh(""))
-declared("batch-type-no-class", TypeError, r"takes a class, got 'Ragged'",
-         lambda s: register_batch_type("Ragged", length=len, cut=run, join=sum))
-declared("batch-type-no-function", TypeError, r"register_batch_type\(Worker\): cut= must be callable",
-         lambda s: register_batch_type(Worker, length=len, cut=None, join=sum))
-declared("batch-type-misspelt", TypeError, r"lenght",
-         lambda s: register_batch_type(Worker, lenght=len, cut=run, join=sum))
-
-
 # --- What is sent --------------------------------------------------------------------------------------------
 
 
@@ -897,8 +821,6 @@ for cls, method in ((workers.HasClose, "close"), (workers.HasStats, "stats"), (w
                   lambda s, cls=cls: s.group(RayClassWithInitArgs(cls)), method=method)
 group_refused("group-nothing-registered", AttributeError, r"Quiet\.train\(\) is not registered.*@register",
               lambda s: s.group(RayClassWithInitArgs(workers.Quiet)).train(), within=6.0)
-group_refused("env-rank", ValueError, r"worker_env cannot set RANK",
-              lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"RANK": "0"}))
 group_refused("env-number", TypeError, r"worker_env maps strings to strings, got 'OMP_NUM_THREADS': 1",
               lambda s: s.group(RayClassWithInitArgs(Starts), worker_env={"OMP_NUM_THREADS": 1}))
 group_refused("env-a-list", TypeError, r"worker_env",
@@ -993,18 +915,6 @@ pool_refused("pool-gpus-of-a-cpu-pool", ValueError, r"num_gpus=2 with use_gpu=Fa
              lambda s: RayResourcePool([1], use_gpu=False, num_gpus=2))
 pool_refused("pool-strategy-misspelt", ValueError, r"strategy is None or one of PACK.*got 'PACKED'",
              lambda s: RayResourcePool([1], strategy="PACKED"))
-pool_refused("split-does-not-divide", ValueError, r"4 slots.*not a multiple of 3",
-             lambda s: split_resource_pool(s.pool(4), 3))
-pool_refused("split-sizes-too-small", ValueError, r"4 slots; the parts \[1, 2\] have 3",
-             lambda s: split_resource_pool(s.pool(4), [1, 2]))
-pool_refused("slice-outside", ValueError, r"slots 0 to 3; \[4:\] leaves none", lambda s: s.pool(4)[4:])
-pool_refused("slot-outside", IndexError, r"slots 0 to 3, not 4", lambda s: s.pool(4)[4])
-pool_refused("merge-of-slices-that-overlap", ValueError, r"share a slot: slot 1",
-             lambda s: merge_resource_pool(s.pool(4)[:2], s.pool(4)[1:]))
-pool_refused("manager-pool-misspelt", ValueError, r"'globl'.*did you mean 'global'",
-             lambda s: ResourcePoolManager({"global": [1]}, {"actor": "globl"}))
-pool_refused("manager-role-misspelt", ValueError, r"role actr; did you mean 'actor'",
-             lambda s: ResourcePoolManager({"global": [1]}, {"actor": "global"}).get_resource_pool("actr"))
 pool_refused("pool-colocate-zero", ValueError, r"max_colocate_count is a positive integer, got 0",
              lambda s: RayResourcePool([1], max_colocate_count=0))
 pool_refused("pool-prefix-number", ValueError, r"name_prefix is a string or None, got 1",
@@ -1024,65 +934,23 @@ pool_refused("merge-twice-inside", ValueError, r"same pool.*twice",
              lambda s: merge_resource_pool(merge_resource_pool(s.pool(2), s.pool(4)), s.pool(2)))
 pool_refused("merge-gpu-with-cpu", ValueError, r"pools differ in use_gpu: \[False, True\]",
              lambda s: merge_resource_pool(s.pool(2), s.own_pool([1], use_gpu=True)))
-pool_refused("merge-accelerators", ValueError, r"pools differ in accelerator_type: \['A100', 'H100'\]",
-             lambda s: merge_resource_pool(*(s.own_pool([1], accelerator_type=a) for a in ("A100", "H100"))))
 pool_refused("merge-colocation", ValueError, r"pools differ in max_colocate_count: \[10, 2\]",
              lambda s: merge_resource_pool(s.pool(2), s.own_pool([1], max_colocate_count=2)))
 
 unplaceable = partial(bad, within=2.0, then=Then.NOTHING_LEFT)
 TABLE_BY_NODE = r"asked: .*\nnode .*free/total.*\n\d+\.\d+\.\d+\.\d+ \(.*missing: "
 
-unplaceable("place-too-many-cpus", PlacementError,
-            rf"can never be placed.*{TABLE_BY_NODE}84 CPU \(asked 100, there are 16\)",
-            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([100])))
 unplaceable("place-too-many-on-one-node", PlacementError, rf"{TABLE_BY_NODE}1 CPU \(asked 17, there are 16\)",
             lambda s: s.own_pool([17]).place())
-unplaceable("place-gpu-where-there-is-none", PlacementError,
-            rf"{TABLE_BY_NODE}2 GPU \(asked 2, there are 0\).*use_gpu=False",
-            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([2], use_gpu=True)))
-unplaceable("place-unknown-accelerator", PlacementError, rf"{TABLE_BY_NODE}.*accelerator_type:H900",
-            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([1], accelerator_type="H900")))
-unplaceable("place-resource-that-nobody-has", PlacementError, rf"{TABLE_BY_NODE}1 tape_robot \(asked 1, there are 0\)",
-            lambda s: s.group(RayClassWithInitArgs(Starts), s.own_pool([1], resources={"tape_robot": 1})))
-unplaceable("place-additional-resource-that-nobody-has", PlacementError,
-            r"missing: 1 tape_robot \(asked 1, there are 0\)",
-            lambda s: s.group(_with_resource("tape_robot"), s.own_pool([1])))
-unplaceable("place-additional-resource-too-late", PlacementError, r"already reserved.*without.*tape_robot.*resources=",
-            lambda s: s.kit and s.group(_with_resource("tape_robot"), s.pool(4)))
 
 
 unplaceable("place-options-beyond-the-slot", PlacementError, r"GPU",
             lambda s: s.group(_with_options(num_gpus=1), s.own_pool([1], placement_timeout=4.0)))
 
 
-@partial(unplaceable, "place-pool-in-use", PlacementError,
-         rf"not placed within 1 s.*{TABLE_BY_NODE}.*in use now", within=4.0)
-def _(s):
-    assert s.kit
-    s.group(RayClassWithInitArgs(Starts), s.own_pool([16], placement_timeout=1.0))
-
-
-@partial(unplaceable, "place-pool-full", PlacementError, r"is full: max_colocate_count=1.*Starts.*Close one")
-def _(s):
-    pool = s.own_pool([1], max_colocate_count=1)
-    first = s.group(RayClassWithInitArgs(Starts), pool)
-    s.afterwards(lambda: _equal(first.add(1), [1]))
-    s.now()
-    try:
-        s.group(RayClassWithInitArgs(Starts), pool)
-    finally:
-        s.afterwards(first.close)
-
-
 def _with_options(**options):
     made = RayClassWithInitArgs(Starts)
     made.update_options(options)
-    return made
-
-
-def _with_resource(name):
-    made = RayClassWithInitArgs(Starts)
-    made.set_additional_resource({name: 1})
     return made
 
 
@@ -1092,8 +960,7 @@ def _with_resource(name):
 
 
 NO_GROUP = re.compile(
-    "mode-|execute-mode-(unk|is)|new-|update-|register-|mesh-name|batch-type|class-(no|an?|its|option|resource)-"
-    "|constructor-(unk|too-m|mis|none)|layout-(axes|no)|pool-|merge-|split-|slice-|slot-|place-"
+    "class-(no|an?|its|option|resource)-|constructor-(unk|too-m|mis|none)|layout-(axes|no)|pool-|merge-|place-"
 )
 """Rows that create no group, or are about pools. They run once, in the Ray test."""
 

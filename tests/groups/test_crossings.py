@@ -82,7 +82,7 @@ def test_roles_and_what_happens_on_death(pool, on_death):
 def test_abandoned_large_results_do_not_outlive_a_change_of_ranks(pool, change):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Heavy)) as group:
         with pytest.raises(WorkerDiedError), within(5):
-            group.large(dies=2, seconds=1.0)
+            group.large(dies=2, seconds=0.5)
         getattr(group, change)()
         assert group.kept() == [0] * group.world_size
         assert [len(value) for value in group.large(dies=-1, seconds=0.0)] == [1_000_000] * group.world_size

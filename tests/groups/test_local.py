@@ -612,9 +612,9 @@ def test_partial_restart_with_collectives_is_rejected(make):
 
 def test_timeout_without_threads_is_checked_afterwards_per_rank():
     with LocalWorkerGroup(4, ClassWithInitArgs(Probe)) as group:
-        assert group.sleep.options(timeout=0.15)(0.05) == [0, 1, 2, 3]
-        with pytest.raises(CallTimeoutError, match=r"sleep\(\) exceeded its timeout of 0\.05 s; rank 2 had") as caught:
-            group.sleep.options(timeout=0.05)(0.1, ranks=[2])
+        assert group.sleep.options(timeout=0.6)(0.2) == [0, 1, 2, 3]
+        with pytest.raises(CallTimeoutError, match=r"sleep\(\) exceeded its timeout of 0\.3 s; rank 2 had") as caught:
+            group.sleep.options(timeout=0.3)(0.4, ranks=[2])
         assert caught.value.ranks == (2,) and not caught.value.call_goes_on
         with pytest.raises(GroupBrokenError, match="exceeded its timeout"):
             group.sleep(0)

@@ -142,24 +142,13 @@ def test_server_of_detached_workers_and_its_client(run_driver):
         RayWorkerGroup.from_detached(worker_names=names.split(","), own=True).close()
 
 
-def test_driver_functions_and_calls_by_name(pool):
-    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Counter, start=1))
-    with group:
-        assert group.execute_with_func_generator(lambda worker, rows: [row + worker.rank for row in rows], [0] * 4) == [
-            0,
-            1,
-            2,
-            3,
-        ]
-        assert group.execute_func_rank_zero(lambda x, y: x + y, 1, y=2) == 3
-        # A group that a function refers to is attached where the function runs.
-        assert group.execute_with_func_generator(lambda worker: group.world_size) == [4] * 4
-        assert ray.get(ray.remote(lambda: group.execute_rank_zero_sync("plain", 1)).remote()) == 2
-        with pytest.raises(DispatchError, match="a pool cannot be sent to another process"):
-            group.execute_with_func_generator(lambda worker: pool.world_size)
-        assert ray.get(group.execute_all_async("plain", x=[1, 2, 3, 4])) == [2, 4, 6, 8]
-        assert ray.get(group.execute_rank_zero_async("plain", 1)) == 2
-        assert group.execute_rank_zero_sync("plain", 1) == 2
+def test_group_and_pool_in_functions_that_run_elsewhere(counters):
+    """A group that a function refers to is attached where the function runs."""
+    assert counters.execute_with_func_generator(lambda worker: counters.world_size) == [4] * 4
+    assert ray.get(ray.remote(lambda: counters.execute_rank_zero_sync("plain", 1)).remote()) == 101
+    pool = counters.resource_pool
+    with pytest.raises(DispatchError, match="a pool cannot be sent to another process"):
+        counters.execute_with_func_generator(lambda worker: pool.world_size)
 
 
 class Profiler:
