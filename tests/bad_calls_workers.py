@@ -10,9 +10,7 @@ import time
 
 import ray
 
-from single_controller import Dispatch, Execute, Worker, collect_all_to_all, register
-
-NO_SUCH_RANK = Execute.register("BAD_CALLS_NO_SUCH_RANK", lambda world_size: (world_size,))
+from single_controller import Dispatch, Worker, collect_all_to_all, register
 
 
 def as_told(group, made):
@@ -169,10 +167,6 @@ class Kit(Worker):
     def collected_badly(self, x):
         self.seen += 1
         return x
-
-    @register(Dispatch.ONE_TO_ALL, NO_SUCH_RANK)
-    def nowhere(self):
-        self.seen += 1
 
     # --- coordinates -----------------------------------------------------------------------------------
 

@@ -36,7 +36,6 @@ from single_controller import (
     DispatchError,
     GroupBrokenError,
     GroupClosedError,
-    Layout,
     LocalWorkerGroup,
     PlacementError,
     RayClassWithInitArgs,
@@ -373,27 +372,6 @@ def _half_with_layout(s):
     return group
 
 
-@partial(bad, "mega-gap", DispatchError, r"mega\(\).*no rank collects for shard 1.*dp_size = 3.*gap")
-def _(s):
-    group = s.grid
-    group.set_layout({"dp": [0, 2]})
-    group.mega([1, 2, 3])
-
-
-@partial(bad, "mega-two-ranks-in-one-place", DispatchError, r"mega\(\).*ranks 0 and 1 both collect for shard 0")
-def _(s):
-    group = s.grid
-    group.set_layout({"dp": [0, 0], "tp": [0, 0]})
-    group.mega([1])
-
-
-@partial(bad, "mesh-nobody-collects", DispatchError, r"on_mesh\(\).*no rank collects for shard 0.*mesh 'actor'")
-def _(s):
-    group = s.grid
-    group.join_mesh("actor", [0, 0], [False, False])
-    group.on_mesh([1])
-
-
 @partial(bad, "layout-negative", WorkerError, r"set_layout\(\) raised ValueError.*register_layout\(dp=.*>= 0, got -1")
 def _(s):
     s.grid.set_layout({"dp": [0, -1]})
@@ -401,21 +379,12 @@ def _(s):
 
 bad("layout-without-axes", WorkerError, r"set_layout\(\) raised ValueError.*at least one axis, for example dp=0",
     lambda s: s.grid.set_layout({}))
-bad("layout-axes-differ", ValueError, r"one coordinate per rank.*'dp': 2.*'tp': 3",
-    lambda s: Layout({"dp": [0, 1], "tp": [0, 0, 0]}))
-bad("layout-no-integers", ValueError, r"axis 'dp' of rank 1 is '1'.*integers >= 0",
-    lambda s: Layout({"dp": [0, "1"]}))
 
 # --- Custom modes --------------------------------------------------------------------------------------------
 
 refused("custom-no-pair", DispatchError, r"custom\(\): its dispatch_fn returned.*'text'.*\(args, kwargs\)",
         lambda s: s.kit.custom("text"))
-refused("custom-none", DispatchError, r"custom\(\): its dispatch_fn returned None", lambda s: s.kit.custom(None))
-refused("custom-wrong-length", DispatchError, r"custom\(\): argument 'x' is a list of length 2.*world_size = 4",
-        lambda s: s.kit.custom((([1, 2],), {})))
 refused("custom-dispatch-fn-does-not-take-it", TypeError, r"y", lambda s: s.kit.custom(((1,), {}), y=2))
-refused("execute-mode-outside", DispatchError, r"nowhere\(\): .*NO_SUCH_RANK chose the ranks \[4\] of a group of 4",
-        lambda s: s.kit.nowhere())
 bad("custom-collect-fn-raises", LookupError, r"found nothing", lambda s: s.kit.collected_badly(((1,), {})),
     then=Then.KIT_WORKS)
 
@@ -437,15 +406,6 @@ refused("options-device-no-name", ValueError, r"like 'cuda', or None; got 0", la
 
 # --- execute_* -----------------------------------------------------------------------------------------------
 
-refused("execute-mixture", DispatchError, r"plain\(\): argument 'y' is an int 2, while 'x' is a list.*Broadcast",
-        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], 2))
-refused("execute-wrong-length", DispatchError,
-        r"plain\(\): argument 'x' is a list of length 3.*world_size = 4.*Broadcast",
-        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3]))
-refused("execute-mixed-lengths", DispatchError, r"plain\(\): argument 'y' is a list of length 5",
-        lambda s: s.kit.execute_all_async("plain", x=[1, 2, 3, 4], y=[1] * 5))
-refused("execute-list-beside-a-tuple", DispatchError, r"argument 'y' is a tuple of length 4, while 'x' is a list",
-        lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], (1, 2, 3, 4)))
 refused("execute-list-beside-a-future", DispatchError,
         r"plain\(\): argument 'y' is a WorkerFuture, while 'x' is a list",
         lambda s: s.kit.execute_all_sync("plain", [1, 2, 3, 4], s.kit.calls.remote()))
@@ -959,9 +919,7 @@ def _with_options(**options):
 # --- The test ------------------------------------------------------------------------------------------------
 
 
-NO_GROUP = re.compile(
-    "class-(no|an?|its|option|resource)-|constructor-(unk|too-m|mis|none)|layout-(axes|no)|pool-|merge-|place-"
-)
+NO_GROUP = re.compile("class-(no|an?|its|option|resource)-|constructor-(unk|too-m|mis|none)|pool-|merge-|place-")
 """Rows that create no group, or are about pools. They run once, in the Ray test."""
 
 ONLY_ON_RAY = re.compile(
