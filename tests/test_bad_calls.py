@@ -977,7 +977,7 @@ def stage_here(request):
     indirect=["stage_here"],
 )
 def test_bad_call_in_this_process(stage_here, row):
-    """The same errors, with the same messages, from the engine without processes."""
+    """The same errors, with the same messages, from the transport without processes."""
     try:
         check_row(row, stage_here)
     finally:

@@ -157,8 +157,8 @@ def test_watcher_names_many_ranks_in_a_short_message(make_group):
     from single_controller.ray.transport import RayTransport
 
     group, told = make_group(Fragile), []
-    pids, engine = group.pid(), group._transport
-    group._state.transport = RayTransport([*engine.ranks] * 256)  # 1,024 ranks, without as many processes
+    pids, transport = group.pid(), group._transport
+    group._state.transport = RayTransport([*transport.ranks] * 256)  # 1,024 ranks, without as many processes
     try:
         with group.watch(on_death=told.append, interval=0.1):
             for pid in pids[:3]:
@@ -166,4 +166,4 @@ def test_watcher_names_many_ranks_in_a_short_message(make_group):
             wait_until(lambda: told and len(told[-1].ranks) + len(told[0].ranks) >= 256, 10)
         assert all(len(str(error)) < 600 for error in told), [len(str(error)) for error in told]
     finally:
-        group._state.transport = engine
+        group._state.transport = transport

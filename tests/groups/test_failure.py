@@ -34,8 +34,8 @@ from single_controller import (
 )
 from single_controller.call.monitor import monitor
 
-anywhere = pytest.mark.engines("ray", "local", "local-threads")
-overlapping = pytest.mark.engines("ray", "local-threads")
+anywhere = pytest.mark.transports("ray", "local", "local-threads")
+overlapping = pytest.mark.transports("ray", "local-threads")
 """For a test whose ranks must run at the same time."""
 
 
@@ -518,7 +518,7 @@ class TestFork:
         assert placement_group_table(placed.slots()[0].placement_group)["state"] != "REMOVED"
         placed.close()
 
-    @pytest.mark.engines("local")
+    @pytest.mark.transports("local")
     def test_group_without_threads_is_a_copy(self, make_group):
         group = make_group(Counter)
         assert in_fork(lambda: str(group.add(1))) == "[1, 2, 3, 4]"

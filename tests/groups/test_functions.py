@@ -2,7 +2,7 @@
 
 import torch
 
-ENGINES = ("ray", "local", "local-threads")
+TRANSPORTS = ("ray", "local", "local-threads")
 
 
 def rows_and_rank(worker, batch, scale=1):

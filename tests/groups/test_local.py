@@ -466,10 +466,10 @@ def test_each_rank_copies_the_constructor_arguments(make):
     assert group.execute_with_func_generator(lambda worker: id(worker.axes["dp"])) != [id(axes["dp"])] * 2
 
 
-# --- Futures between engines ---------------------------------------------------------------------------------
+# --- Futures between transports ------------------------------------------------------------------------------
 
 
-@pytest.mark.engines("ray")
+@pytest.mark.transports("ray")
 def test_ray_future_as_argument_of_a_local_group(counters, make):
     here = make(Counter, world_size=2)
     assert here.double(counters.double.remote(torch.arange(8))).tolist() == [4 * row for row in range(8)]
@@ -481,7 +481,7 @@ def test_ray_future_as_argument_of_a_local_group(counters, make):
     assert isinstance(caught.value.__cause__, TypeError), "as on Ray"
 
 
-@pytest.mark.engines("ray")
+@pytest.mark.transports("ray")
 def test_local_future_cannot_be_sent_to_ray(counters, make):
     future = make(Counter, world_size=2).add.remote(0)
     told = r"LocalGroupError: the results of add\(\) are in the driver's process.*pass future\.result\(\)"

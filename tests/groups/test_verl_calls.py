@@ -23,7 +23,7 @@ from single_controller import (
     register,
 )
 
-every_engine = pytest.mark.engines("ray", "local", "local-threads")
+every_transport = pytest.mark.transports("ray", "local", "local-threads")
 
 WORKERS = """
 import ray
@@ -187,7 +187,7 @@ class Outer(Worker, Profiler):
         return (self.tool, self._rank, self._world_size, self.query_collect_info("actor"), self.fused_worker_dict)
 
 
-@every_engine
+@every_transport
 def test_worker_that_wraps_another_and_has_a_second_base(make_group):
     group = make_group(Outer)
     assert group._query_dispatch_info("actor") == [0, 0, 1, 1]
@@ -224,7 +224,7 @@ class Hybrid(create_colocated_worker_raw_cls({"actor": counter(0), "critic": cou
         return self.critic.add(self.actor.add(x)), list(self.fused_worker_dict)
 
 
-@every_engine
+@every_transport
 def test_worker_around_fused_workers(make_group):
     group = make_group(Hybrid)
     group.fuse({"actor", "critic"})
@@ -234,7 +234,7 @@ def test_worker_around_fused_workers(make_group):
     assert group.actor.add(0) == [1, 2, 3, 4]
 
 
-@every_engine
+@every_transport
 def test_trace_of_fused_workers_has_their_calls_and_the_ranks(make_group, tmp_path):
     group = make_group(Hybrid)
     group.record_ranks()
