@@ -45,29 +45,34 @@ def stopped(pid):
     return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
 
 
+@pytest.fixture(scope="module")
+def fragile(transport):
+    """No test ends its processes or breaks it."""
+    with transport.make(Fragile) as group:
+        yield group
+
+
 class TestErrorsOfMethods:
     @anywhere
-    def test_first_cause_has_rank_host_and_traceback(self, make_group):
-        group = make_group(Fragile)
+    def test_first_cause_has_rank_host_and_traceback(self, fragile):
         with pytest.raises(WorkerError) as caught:
-            group.fail([2])
+            fragile.fail([2])
         error = caught.value
         assert (error.rank, error.method, error.cause_type) == (2, "fail", "ValueError")
         assert error.host and error.host in str(error)
         assert "the true cause on rank 2" in str(error) and "group_workers.py" in error.remote_traceback
         assert isinstance(error.__cause__, ValueError)
-        assert group.ping() == [0, 1, 2, 3]
+        assert fragile.ping() == [0, 1, 2, 3]
         copy = pickle.loads(pickle.dumps(error))
         assert (str(copy), copy.rank, copy.remote_traceback) == (str(error), 2, error.remote_traceback)
 
     @overlapping
     @pytest.mark.ray_when_full
-    def test_error_is_raised_at_once_and_the_group_stays_usable(self, make_group):
-        group = make_group(Fragile)
+    def test_error_is_raised_at_once_and_the_group_stays_usable(self, fragile):
         with within(1.2):
             with pytest.raises(WorkerError):
-                group.fail([1], others_sleep=1.5)
-        assert group.ping() == [0, 1, 2, 3]
+                fragile.fail([1], others_sleep=1.5)
+        assert fragile.ping() == [0, 1, 2, 3]
 
     @overlapping
     def test_ranks_that_keep_running_after_an_error_break_the_group(self, make_group):
@@ -82,31 +87,29 @@ class TestErrorsOfMethods:
         assert group.ping() == [0, 1, 2, 3]
 
     @overlapping
-    def test_one_error_names_all_ranks_that_failed_with_one_cause(self, make_group):
-        group = make_group(Fragile)
+    def test_one_error_names_all_ranks_that_failed_with_one_cause(self, fragile):
         for _ in range(5):  # the errors arrive at slightly different times
             with pytest.raises(
                 WorkerError, match=r"fail\(\) raised ValueError on ranks 1-3; first: rank [123]"
             ) as caught:
-                group.fail([1, 2, 3])
+                fragile.fail([1, 2, 3])
             assert caught.value.ranks == (1, 2, 3) and caught.value.rank in (1, 2, 3)
             assert pickle.loads(pickle.dumps(caught.value)).ranks == (1, 2, 3)
         with pytest.raises(WorkerError) as caught:
-            group.fail_differently([2])
+            fragile.fail_differently([2])
         assert "ranks 0, 1, 3; first: rank" in str(caught.value) and caught.value.ranks == (0, 1, 3)
         assert "also on rank 2: RuntimeError: Connection closed by peer" in str(caught.value)
-        assert group.ping() == [0, 1, 2, 3]
+        assert fragile.ping() == [0, 1, 2, 3]
 
-    def test_raised_error_is_not_logged_again(self, make_group, caplog):
+    def test_raised_error_is_not_logged_again(self, fragile, caplog):
         """Ray logs errors that nobody retrieved, such as that of the second call."""
-        group = make_group(Fragile)
         with pytest.raises(WorkerError, match=r"rank [13]"):
-            group.fail.remote([1, 3], others_sleep=0.3).result()
-        group.fail.remote([2])  # nobody retrieves its result
+            fragile.fail.remote([1, 3], others_sleep=0.3).result()
+        fragile.fail.remote([2])  # nobody retrieves its result
         end = time.monotonic() + 20
         while "the true cause on rank 2" not in caplog.text and time.monotonic() < end:
             gc.collect()
-            group.ping()
+            fragile.ping()
             time.sleep(0.2)
         told = [record.getMessage() for record in caplog.records if "Unhandled error" in record.getMessage()]
         assert len(told) == 1 and "the true cause on rank 2" in told[0]
@@ -215,24 +218,13 @@ LARGE = [-1] * 50_000
 class TestPartialSend:
     """Ray refuses a task of an actor that has too many pending ones, here of one rank. Large arguments need one."""
 
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def group(self, pool):
+        """The last test breaks it."""
         made = RayClassWithInitArgs(Fragile)
         made.update_options({"max_pending_calls": 4})
         with RayWorkerGroup(pool, made) as group:
             yield group
-
-    def test_failure_after_a_rank_was_reached_breaks_the_group(self, group):
-        busy = [group.workers[2].sleep.remote(60) for _ in range(4)]
-        with within(2):
-            with pytest.raises(
-                GroupBrokenError, match=r"sleep_on\(\) was sent to ranks 0, 1, but not to rank 2: PendingCalls"
-            ) as caught:
-                group.sleep_on(LARGE, 0)
-        assert type(caught.value.__cause__).__name__ == "PendingCallsLimitExceeded"
-        with pytest.raises(GroupBrokenError, match=r"restart\(\)"):
-            group.sleep_on(LARGE, 0)
-        del busy
 
     def test_failure_before_any_rank_was_reached_leaves_the_group_healthy(self, group):
         busy = [group.workers[0].sleep.remote(0.3) for _ in range(4)]
@@ -253,6 +245,18 @@ class TestPartialSend:
         assert group.broken is None
         ray.get(busy)
         assert group.ping() == [0, 1, 2, 3]
+
+    def test_failure_after_a_rank_was_reached_breaks_the_group(self, group):
+        busy = [group.workers[2].sleep.remote(60) for _ in range(4)]
+        with within(2):
+            with pytest.raises(
+                GroupBrokenError, match=r"sleep_on\(\) was sent to ranks 0, 1, but not to rank 2: PendingCalls"
+            ) as caught:
+                group.sleep_on(LARGE, 0)
+        assert type(caught.value.__cause__).__name__ == "PendingCallsLimitExceeded"
+        with pytest.raises(GroupBrokenError, match=r"restart\(\)"):
+            group.sleep_on(LARGE, 0)
+        del busy
 
 
 class TestTimeouts:
