@@ -6,9 +6,8 @@ import re
 import subprocess
 import sys
 import unicodedata
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -133,23 +132,10 @@ def well_formed(address):
     return parts.scheme in ("http", "https") and "." in (parts.hostname or "") and not re.search(r"\s", address)
 
 
-class Site(HTMLParser):
-    """What one page of the built site links to, and which anchors it has."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.links, self.ids = [], set()
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        self.ids |= {given[key] for key in ("id", "name") if given.get(key)}
-        self.links += [given[key] for key in ("href", "src") if given.get(key)]
-
-
 @pytest.mark.full("the documentation site")
 @pytest.mark.timeout(300)
-def test_site_builds_strictly_and_its_links_are_valid(tmp_path):
+def test_site_builds_strictly(tmp_path):
+    """A dead link, an unknown anchor and a name of the API that does not resolve fail the build; see mkdocs.yml."""
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     site = tmp_path / "site"
     done = subprocess.run(
@@ -161,21 +147,3 @@ def test_site_builds_strictly_and_its_links_are_valid(tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    pages = {page: Site(page) for page in site.rglob("*.html")}
-    assert len(pages) >= len(DOCS)
-    dead = []
-    for page, content in pages.items():
-        for link in content.links:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                if not (parts.scheme in ("data", "mailto") or well_formed(link)):
-                    dead.append((page.name, link))
-                continue
-            if page.name == "404.html":  # its links are relative to the site's root, wherever that is
-                continue
-            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            target = target / "index.html" if target.is_dir() else target
-            known = pages[target].ids if target in pages else ()
-            if not target.exists() or (parts.fragment and unquote(parts.fragment) not in known):
-                dead.append((str(page.relative_to(site)), link))
-    assert dead == []
