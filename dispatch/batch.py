@@ -5,7 +5,8 @@ list or tuple (rows are items), a dict or named tuple of those (field by field, 
 class with ``__len__``, ``chunk(n)`` and ``concat(list)``, or one given to `register_batch_type`. None, strings,
 numbers, 0-d tensors and `Broadcast` are not batches: every rank gets them whole.
 
-Torch, numpy and tensordict are looked up with `imported`: before somebody imports them, no value of theirs can exist.
+`batch_type` alone decides what a value is. Torch, numpy and tensordict are looked up with `imported`: before somebody
+imports them, no value of theirs can exist.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from itertools import chain
 from typing import Any, Generic, TypeVar, cast
 
 from dispatch import jagged
-from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
 from dispatch.jagged import Made
 from dispatch.rows import Share, share_rows
@@ -45,16 +45,14 @@ class Broadcast(Generic[T]):
 
 
 class Deferred:
-    """Base class of futures: the result of a call that may still be running.
+    """Base class of futures, by which planning recognizes them: the result of a call that may still be running.
 
     The driver cannot count the rows of such an argument. It sends a `dispatch.plan.DeferredArgument` in its place, and
-    each rank fetches its own rows. The base class is here so that planning recognizes futures without importing them.
-
-    Attributes:
-        label: the method that computes the result, for messages.
+    each rank fetches its own rows.
     """
 
     label: str
+    """The method that computes the result, for messages."""
 
     @property
     def failed(self) -> Exception | None:
@@ -62,19 +60,12 @@ class Deferred:
         raise NotImplementedError
 
     def check_argument(self) -> None:
-        """Raise unless the result can be an argument of another call.
-
-        Raises:
-            DispatchError: it cannot.
-        """
+        """Raise a `DispatchError` unless the result can be an argument of another call."""
         raise NotImplementedError
 
     def locate(self, argument: Any) -> tuple[Any, Any]:
-        """Wait for the result, and find what a `dispatch.plan.DeferredArgument` needs of it. Fetch nothing.
-
-        Returns:
-            The results, and a `single_controller.call.joining.Located`.
-        """
+        """Wait for the result, and find what a `dispatch.plan.DeferredArgument` needs of it, without fetching it: the
+        results, and a `single_controller.call.joining.Located`."""
         results, located = self.locate_all(argument)
         return results, located[argument.index]
 
@@ -83,19 +74,26 @@ class Deferred:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+# --- which type a value has -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
 class BatchType:
     """How values of one type are measured, cut and joined.
 
     Attributes:
-        length: value -> number of rows.
+        length: value -> number of rows; None for a value that is sent whole.
         cut: (value, start, stop) -> rows ``start:stop``. It must not change the value; it may return a view.
         join: list of values -> one value with all their rows in order.
+        parts: value -> its (key, value) pairs, or None; only for types whose parts are joined one by one.
+        errors: what `join` raises for values that do not fit together, such as tensors of different shapes.
     """
 
-    length: Callable[[Any], int]
+    length: Callable[[Any], int | None]
     cut: Callable[[Any, int, int], Any]
     join: Callable[[list[Any]], Any]
+    parts: Callable[[Any], list[tuple[Any, Any]] | None] | None = None
+    errors: tuple[type[Exception], ...] = ()
 
 
 _user_types: dict[type, BatchType] = {}
@@ -129,6 +127,11 @@ def register_batch_type(
     _user_types[cls] = BatchType(length, cut, join)
 
 
+def user_batch_types() -> dict[type, BatchType]:
+    """The types registered in this process with `register_batch_type`."""
+    return dict(_user_types)
+
+
 def imported(name: str) -> Any:
     """Return a module if it was imported, else None. Also None while another thread imports it: its classes may not
     exist yet, and no value of theirs does."""
@@ -136,47 +139,51 @@ def imported(name: str) -> Any:
     return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
-def user_batch_types() -> dict[type, BatchType]:
-    """The types registered in this process with `register_batch_type`."""
-    return dict(_user_types)
+def batch_type(value: Any) -> BatchType:
+    """How ``value`` is measured, cut and joined. Every function of this module asks here, and nowhere else."""
+    cls = type(value)
+    if _user_types:
+        for base in cls.__mro__:
+            if base in _user_types:
+                return _user_types[base]
+    found = _known_types.get(cls) or _find_type(value)
+    # The only types of which some values have rows and others do not.
+    if found is _TENSOR:
+        return _NESTED if value.is_nested else _TENSOR if value.ndim else _WHOLE
+    return _WHOLE if found is _NDARRAY and not value.ndim else found
 
 
-def batch_type(value: Any) -> BatchType | None:
-    """How ``value`` is cut, or None if it is not a batch by itself (dicts are cut field by field)."""
-    for cls in type(value).__mro__:
-        if (found := _user_types.get(cls)) is not None:
-            return found
+def _find_type(value: Any) -> BatchType:
+    """`batch_type` by ``isinstance``, for values whose class is not in the table. Adds the classes of libraries."""
+    if isinstance(value, (str, bytes, numbers.Number, enum.Enum)):
+        return _WHOLE
     if isinstance(value, (list, tuple)):
-        return None if fields_of(value) else _SEQUENCE
-    torch, numpy, tensordict = (imported(name) for name in ("torch", "numpy", "tensordict"))
+        return _FIELDS if fields_of(value) else _SEQUENCE
+    found = _library_type(value)
+    if found is not None:
+        if type(value).__module__.partition(".")[0] in _LIBRARIES:  # classes of users come and go: keep none alive
+            _known_types[type(value)] = found
+        return found
+    if isinstance(value, dict):
+        cuts_itself = _chunks_itself(value) or (type(value).__getitem__ is not dict.__getitem__ and _own_state(value))
+        return _OWN if cuts_itself else _FIELDS
+    return _OWN if not isinstance(value, type) and hasattr(value, "__len__") and _chunks_itself(value) else _UNKNOWN
+
+
+def _library_type(value: Any) -> BatchType | None:
+    torch, numpy, tensordict = map(imported, _LIBRARIES)
     if torch is not None and isinstance(value, torch.Tensor):
-        if type(value) is not torch.Tensor and jagged.is_jagged(value):
-            return _JAGGED
-        return _NESTED if value.is_nested else _TENSOR
+        return _JAGGED if type(value) is not torch.Tensor and jagged.is_jagged(value) else _TENSOR
     if numpy is not None and isinstance(value, numpy.ndarray):
         return _NDARRAY
     if tensordict is not None and (isinstance(value, tensordict.TensorDictBase) or tensordict.is_tensorclass(value)):
         return _TENSORDICT
-    if not isinstance(value, type) and hasattr(value, "__len__") and hasattr(value, "chunk") and _joins_itself(value):
-        return _CHUNKED
-    if isinstance(value, dict) and type(value).__getitem__ is not dict.__getitem__ and _own_state(value):
-        return _SLICED
-    return None
+    if torch is not None and isinstance(value, (torch.dtype, torch.device)):
+        return _WHOLE
+    return _WHOLE if numpy is not None and isinstance(value, numpy.generic) else None
 
 
-def goes_whole(value: Any) -> bool:
-    """Whether a value of this type is sent whole to every rank."""
-    if value is None or isinstance(value, (str, bytes, numbers.Number, enum.Enum, Broadcast)):
-        return True
-    torch, numpy = imported("torch"), imported("numpy")
-    if torch is not None:
-        if isinstance(value, torch.Tensor):
-            return (type(value) is torch.Tensor or not jagged.is_jagged(value)) and value.ndim == 0
-        if isinstance(value, (torch.dtype, torch.device)):
-            return True
-    return numpy is not None and (
-        isinstance(value, numpy.generic) or (isinstance(value, numpy.ndarray) and value.ndim == 0)
-    )
+# --- measure, cut, join -----------------------------------------------------------------------------------
 
 
 def length(value: Any) -> int | None:
@@ -185,32 +192,7 @@ def length(value: Any) -> int | None:
     Raises:
         BatchError: the value is neither, or the fields of a dict differ in length.
     """
-    if goes_whole(value):
-        return None
-    found = batch_type(value)
-    if found is not None:
-        return found.length(value)
-    fields = fields_of(value)
-    if fields is None:
-        raise BatchError(f"{describe(value)} cannot be cut into rows")
-    if state := _own_state(value):
-        raise BatchError(
-            f"{describe(value)} has state of its own beside its items, {', '.join(map(repr, state))}, and no way to "
-            f"cut it. Tell how with register_batch_type({type(value).__name__}, ...), or pass a dict"
-        )
-    rows: int | None = None
-    first: Any = None
-    for key, part in fields:
-        if isinstance(part, Deferred):
-            raise BatchError(f"it has a future at {key!r}: pass the future as an argument of its own")
-        part_rows = length(part)
-        if part_rows is None:
-            continue
-        if rows is None:
-            rows, first = part_rows, key
-        elif rows != part_rows:
-            raise BatchError(f"its values differ in length: {first!r} has {rows} rows, {key!r} has {part_rows}")
-    return rows
+    return batch_type(value).length(value)
 
 
 def shard(value: Any, shares: Sequence[Share], made: Made | None = None) -> list[Any]:
@@ -224,26 +206,46 @@ def shard(value: Any, shares: Sequence[Share], made: Made | None = None) -> list
         made: a dict, the same for all batches of a call; see `jagged`.
     """
     made = {} if made is None else made
-    if isinstance(value, Broadcast):
-        return [value.value] * len(shares)
-    if goes_whole(value):
-        return [value] * len(shares)
     found = batch_type(value)
-    if found is None:
-        parts = {key: shard(part, shares, made) for key, part in fields_of(value) or ()}
-        return [rebuild(value, {key: part[k] for key, part in parts.items()}) for k in range(len(shares))]
+    if found is _WHOLE:
+        return [value.value if isinstance(value, Broadcast) else value] * len(shares)
+    if found is _FIELDS:
+        columns = {key: shard(part, shares, made) for key, part in fields_of(value) or ()}
+        return [rebuild(value, {key: column[k] for key, column in columns.items()}) for k in range(len(shares))]
+    # TensorDict itself cuts jagged entries only in its newest versions.
+    if found is _TENSORDICT and (apart := {key: part for key, part in _entries(value) or () if _has_jagged(part)}):
+        columns = {key: shard(part, shares, made) for key, part in apart.items()}
+        rest = shard(value.exclude(*apart), shares, made)
+        return [_with_entries(one, {key: column[k] for key, column in columns.items()}) for k, one in enumerate(rest)]
     rows = shares[0].rows * len(shares)
-    if found is _CHUNKED and rows and rows == len(value) and shares == share_rows(rows, len(shares)):
+    if (
+        found is _OWN
+        and _chunks_itself(value)
+        and len(shares) > 1
+        and rows == len(value) > 0
+        and shares == share_rows(rows, len(shares))
+    ):
         chunks = list(value.chunk(len(shares)))
         if len(chunks) != len(shares):
             raise BatchError(f"its chunk({len(shares)}) returned {len(chunks)} chunks")
         return chunks
     ranges = [part for share in shares for part in share.ranges]
-    cuts = _cut_ranges(found, value, ranges, made)
+    sizes = [stop - start for start, stop in ranges]
+    # The same views as one slice per range, in half the time. Autograd forbids in-place changes of what split() returns
+    # for a tensor with a gradient; only strided tensors have split().
+    splits = found is _TENSORDICT or (
+        found is _TENSOR and not value.requires_grad and value.layout is sys.modules["torch"].strided
+    )
+    if found is _JAGGED:
+        cuts = jagged.split(value, ranges, made)
+    elif splits and all(sizes) and sum(sizes) == found.length(value):
+        cuts = list(value.split(sizes))
+    else:
+        cuts = [found.cut(value, start, stop) for start, stop in ranges]
     if len(ranges) == len(shares):
         return cuts
-    rest = iter(cuts)  # with padding, a shard may have several ranges
-    return [join([next(rest) for _ in share.ranges], made) if len(share.ranges) > 1 else next(rest) for share in shares]
+    left = iter(cuts)  # with padding, a shard may have several ranges
+    return [join([next(left) for _ in share.ranges], made) if len(share.ranges) > 1 else next(left) for share in shares]
 
 
 def cut(value: Any, start: int, stop: int, made: Made | None = None) -> Any:
@@ -258,61 +260,30 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
         BatchError: the values have different types, or a type without rows.
     """
     made = {} if made is None else made
-    first = values[0]
+    first, found = values[0], batch_type(values[0])
     if first is None and all(value is None for value in values):
         return None
     for value in values:
-        kind = batch_type(first)
-        if type(value) is not type(first) and (kind is None or batch_type(value) is not kind):
+        if type(value) is not type(first) and (found in _ONE_CLASS or batch_type(value) is not found):
             raise BatchError(f"{describe(first)} and {describe(value)} cannot be joined")
-    if goes_whole(first):
-        raise BatchError(f"{describe(first)} has no rows to join")
-    found = batch_type(first)
-    if found is _JAGGED:
-        return _join_tensors(list(values), made)
-    if found is _TENSORDICT:
-        return _join_tensordicts(list(values), made)
-    if found is not None:
-        return found.join(list(values))
-    fields = fields_of(first)
-    if fields is None:
-        raise BatchError(f"{describe(first)} cannot be joined")
-    has_rows = length(first) is not None
-
-    def join_column(column: list[Any]) -> Any:
-        return _same_on_all(column) if has_rows and length(column[0]) is None else join(column, made)
-
-    return rebuild(first, _by_key([dict(fields_of(value) or ()) for value in values], join_column))
-
-
-def _by_key(values: list[dict[Any, Any]], function: Callable[[list[Any]], Any]) -> dict[Any, Any]:
-    """key -> the function's result for the values of the key.
-
-    Raises:
-        BatchError: the values have different keys, or the function raised one.
-    """
-    keys = values[0].keys()
-    for value in values:
-        if value.keys() != keys:
-            raise BatchError(f"they have different keys: {sorted(map(str, keys ^ value.keys()))}")
-    made = {}
-    for key in keys:
-        try:
-            made[key] = function([value[key] for value in values])
-        except BatchError as error:
-            raise BatchError(f"at {key!r}: {error}") from None
-    return made
-
-
-def _same_on_all(parts: list[Any]) -> Any:
-    """A field without rows is returned unchanged if all ranks agree on it."""
+    values = list(values)
     try:
-        same = all(type(part) is type(parts[0]) and bool(part == parts[0]) for part in parts)
-    except Exception:  # a type whose == has no truth value
-        same = False
-    if not same:
-        raise BatchError(f"{describe(parts[0])} has no rows to join, and the ranks returned different values")
-    return parts[0]
+        if found is _FIELDS:
+            return _join_fields(values, made)
+        if found is _TENSORDICT:
+            return _join_tensordicts(values, made)
+        return jagged.join(values, made, _TENSOR.join) if found is _JAGGED else found.join(values)
+    except found.errors as error:
+        shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
+        raise BatchError(f"{type(first).__name__}s of shapes {shapes} cannot be joined: {error}") from error
+
+
+def concatenate_tensors_with(function: Callable[..., Any]) -> None:
+    """Have `join` call ``function(tensors, dim=0)`` instead of ``torch.cat``, for example to reuse memory.
+
+    The function must return new memory, and raise what torch raises.
+    """
+    _TENSOR.join = function
 
 
 def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:
@@ -330,52 +301,43 @@ def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:
     made = {} if made is None else made
     if value is None:
         return None
-    fields = None if batch_type(value) is not None else fields_of(value)
-    if fields is not None:
-        if length(value) is None:
-            raise BatchError(f"{describe(value)} has no rows, so its padding cannot be removed")
-        return rebuild(value, {k: part if length(part) is None else trim(part, rows, real, made) for k, part in fields})
-    found = None if goes_whole(value) else batch_type(value)
-    if found is None:
+    found = batch_type(value)
+    returned = None if found is _UNKNOWN else found.length(value)
+    if returned is None:
         raise BatchError(f"{describe(value)} has no rows, so its padding cannot be removed")
-    returned = found.length(value)
+    if found is _FIELDS:
+        fields = fields_of(value) or ()
+        return rebuild(value, {k: part if length(part) is None else trim(part, rows, real, made) for k, part in fields})
     if returned % rows:
         raise BatchError(
             f"the result has {returned} rows, not a multiple of the shard's {rows}, so its padding cannot be removed"
         )
-    return _cut_ranges(found, value, [(0, returned // rows * real)], made)[0]
+    return cut(value, 0, returned // rows * real, made)
 
 
 def joins_into_new_memory(value: Any) -> bool:
     """Whether `join` copies the rows of the value or of a part of it, even of a single value. True for tensors, arrays,
     and dicts and TensorDicts with one."""
-    torch, numpy = imported("torch"), imported("numpy")
-    if torch is not None and isinstance(value, torch.Tensor):
-        if type(value) is not torch.Tensor:
-            return jagged.is_jagged(value)
-        return value.layout is torch.strided and not value.is_nested and value.ndim > 0
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return type(value) is numpy.ndarray and value.ndim > 0 and not value.dtype.hasobject
-    return any(joins_into_new_memory(part) for _, part in _parts_of(value) or ())
+    found = batch_type(value)
+    if found is _TENSOR:
+        return type(value) is sys.modules["torch"].Tensor and value.layout is sys.modules["torch"].strided
+    if found is _NDARRAY:
+        return type(value) is sys.modules["numpy"].ndarray and not value.dtype.hasobject
+    if found is _JAGGED or found.parts is None:
+        return found is _JAGGED
+    return any(joins_into_new_memory(part) for _, part in found.parts(value) or ())
 
 
 def copy_the_rest(value: Any, copy: Callable[[Any], Any]) -> Any:
     """Replace the parts of a value that `join` does not copy by copies, unless they are made of strings and numbers."""
-    parts = _parts_of(value)
+    found = batch_type(value)
+    parts = found.parts(value) if found.parts is not None else None
     if parts is None:
         return value if joins_into_new_memory(value) or _is_immutable(value) else copy(value)
     copied = {key: copy_the_rest(part, copy) for key, part in parts}
     if all(copied[key] is part for key, part in parts):
         return value
-    return _with_entries(value, copied) if batch_type(value) is _TENSORDICT else rebuild(value, copied)
-
-
-def _parts_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """The fields of a dict or named tuple, or the entries of a TensorDict; None for anything else."""
-    found = batch_type(value)
-    if found is None:
-        return fields_of(value)
-    return list(value.items()) if found is _TENSORDICT and type(value) is sys.modules["tensordict"].TensorDict else None
+    return _with_entries(value, copied) if found is _TENSORDICT else rebuild(value, copied)
 
 
 def _is_immutable(value: Any) -> bool:
@@ -392,12 +354,13 @@ def _is_immutable(value: Any) -> bool:
     return tensordict is not None and isinstance(value, tensordict.NonTensorStack) and _is_immutable(value.tolist())
 
 
+# --- for messages -----------------------------------------------------------------------------------------
+
+
 def described(value: Any) -> str:
     """`describe` with an article, to follow "is"."""
-    if value is None:
-        return "None"
     text = describe(value)
-    return f"{'an' if text[0].lower() in 'aeio' else 'a'} {text}"
+    return text if value is None else f"{'an' if text[0].lower() in 'aeio' else 'a'} {text}"
 
 
 def describe(value: Any) -> str:
@@ -433,19 +396,6 @@ def fields_of(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _own_state(value: Any) -> list[str]:
-    """The attributes of a dict that are not items too. Every shard would have those of the whole."""
-    if type(value) is dict or not isinstance(value, dict):
-        return []
-    slots = (name for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name))
-    return [name for name in (*getattr(value, "__dict__", ()), *slots) if name not in value]
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    names = cls.__dict__.get("__slots__", ())
-    return tuple(name for name in ((names,) if isinstance(names, str) else names) if not name.startswith("__"))
-
-
 def rebuild(like: Any, fields: dict[Any, Any]) -> Any:
     """A dict or named tuple of the same type with other values."""
     if isinstance(like, tuple):
@@ -457,7 +407,78 @@ def rebuild(like: Any, fields: dict[Any, Any]) -> Any:
     return other
 
 
-# --- the built-in types -----------------------------------------------------------------------------------
+def _own_state(value: Any) -> list[str]:
+    """The attributes of a dict that are not items too. Every shard would have those of the whole."""
+    if type(value) is dict or not isinstance(value, dict):
+        return []
+    names = [*getattr(value, "__dict__", ())]
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return [name for name in names if not name.startswith("__") and hasattr(value, name) and name not in value]
+
+
+def _fields_length(value: Any) -> int | None:
+    if state := _own_state(value):
+        raise BatchError(
+            f"{describe(value)} has state of its own beside its items, {', '.join(map(repr, state))}, and no way to "
+            f"cut it. Tell how with register_batch_type({type(value).__name__}, ...), or pass a dict"
+        )
+    rows: int | None = None
+    first: Any = None
+    for key, part in fields_of(value) or ():
+        if isinstance(part, Deferred):
+            raise BatchError(f"it has a future at {key!r}: pass the future as an argument of its own")
+        part_rows = length(part)
+        if part_rows is None:
+            continue
+        if rows is None:
+            rows, first = part_rows, key
+        elif rows != part_rows:
+            raise BatchError(f"its values differ in length: {first!r} has {rows} rows, {key!r} has {part_rows}")
+    return rows
+
+
+def _join_fields(values: list[Any], made: Made) -> Any:
+    has_rows = length(values[0]) is not None
+
+    def join_column(column: list[Any]) -> Any:
+        return _same_on_all(column) if has_rows and length(column[0]) is None else join(column, made)
+
+    return rebuild(values[0], _by_key([dict(fields_of(value) or ()) for value in values], join_column))
+
+
+def _by_key(values: list[dict[Any, Any]], function: Callable[[list[Any]], Any]) -> dict[Any, Any]:
+    """key -> the function's result for the values of the key.
+
+    Raises:
+        BatchError: the values have different keys, or the function raised one.
+    """
+    keys = values[0].keys()
+    for value in values:
+        if value.keys() != keys:
+            raise BatchError(f"they have different keys: {sorted(map(str, keys ^ value.keys()))}")
+    results = {}
+    for key in keys:
+        try:
+            results[key] = function([value[key] for value in values])
+        except BatchError as error:
+            raise BatchError(f"at {key!r}: {error}") from None
+    return results
+
+
+def _same_on_all(parts: list[Any]) -> Any:
+    """A field without rows is returned unchanged if all ranks agree on it."""
+    try:
+        same = all(type(part) is type(parts[0]) and bool(part == parts[0]) for part in parts)
+    except Exception:  # a type whose == has no truth value
+        same = False
+    if not same:
+        raise BatchError(f"{describe(parts[0])} has no rows to join, and the ranks returned different values")
+    return parts[0]
+
+
+# --- lists, tensors, arrays -------------------------------------------------------------------------------
 
 
 def _slice(value: Any, start: int, stop: int) -> Any:
@@ -470,65 +491,28 @@ def _join_sequence(values: list[Any]) -> Any:
     return type(values[0])(chain.from_iterable(values))
 
 
-def _join_tensors(values: list[Any], made: Made | None = None) -> Any:
-    try:
-        return cat_tensors(values) if made is None else jagged.join(values, made)
-    except (RuntimeError, TypeError, KeyError) as error:
-        shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
-        raise BatchError(f"{type(values[0]).__name__}s of shapes {shapes} cannot be joined: {error}") from error
+def _join_tensors(tensors: list[Any], dim: int = 0) -> Any:
+    return sys.modules["torch"].cat(tensors, dim)
 
 
 def _join_ndarrays(values: list[Any]) -> Any:
     numpy = sys.modules["numpy"]
-    try:
-        masked = any(isinstance(value, numpy.ma.MaskedArray) for value in values)
-        return (numpy.ma if masked else numpy).concatenate(values, axis=0)
-    except (ValueError, TypeError) as error:
-        shapes = ", ".join(str(value.shape) for value in values[:8])
-        raise BatchError(f"ndarrays of shapes {shapes} cannot be joined: {error}") from error
+    masked = any(isinstance(value, numpy.ma.MaskedArray) for value in values)
+    return (numpy.ma if masked else numpy).concatenate(values, axis=0)
 
 
-def _refuse_nested(*_: Any) -> Any:
-    raise BatchError("torch cannot slice a nested tensor with this layout; create it with layout=torch.jagged")
+# --- TensorDicts: entry by entry --------------------------------------------------------------------------
 
 
-def _cut_ranges(found: BatchType, value: Any, ranges: list[tuple[int, int]], made: Made) -> list[Any]:
-    """The rows of each range, as views where the type has views."""
-    if found is _JAGGED:
-        return jagged.split(value, ranges, made)
-    if found is _TENSORDICT:
-        # TensorDict itself cuts jagged entries only in its newest versions.
-        apart = {key: part for key, part in _parts_of(value) or () if _has_jagged(part)}
-        if apart:
-            cuts = _cut_ranges(found, value.exclude(*apart), ranges, made)
-            entries = {key: _cut_ranges(batch_type(part) or found, part, ranges, made) for key, part in apart.items()}
-            return [_with_entries(one, {key: part[k] for key, part in entries.items()}) for k, one in enumerate(cuts)]
-    # The same views as one slice per range, in half the time. Autograd forbids in-place changes of what split() returns
-    # for a tensor with a gradient; only strided tensors have split().
-    sizes = [stop - start for start, stop in ranges]
-    splits = found is _TENSORDICT or (
-        found is _TENSOR and not value.requires_grad and value.layout == sys.modules["torch"].strided
-    )
-    if splits and all(sizes) and sum(sizes) == found.length(value):
-        return list(value.split(sizes))
-    return [found.cut(value, start, stop) for start, stop in ranges]
-
-
-def _join_tensordicts(values: list[Any], made: Made) -> Any:
-    """Join the tensors entry by entry, into pooled buffers, and leave the other entries to TensorDict."""
-    for value in values:
-        _tensordict_rows(value)
-    entries = [_parts_of(value) for value in values]
-    if not all(entries):
-        return _join_tensors(values)
-    columns: dict[Any, list[Any]] = _by_key([dict(parts or ()) for parts in entries], list)
-    own = {key: column for key, column in columns.items() if all(map(joins_into_new_memory, column))}
-    rest = _join_tensors([value.exclude(*own) for value in values])
-    return _with_entries(rest, _by_key([own], lambda column: join(column[0], made)))
+def _entries(value: Any) -> list[tuple[Any, Any]] | None:
+    return list(value.items()) if type(value) is sys.modules["tensordict"].TensorDict else None
 
 
 def _has_jagged(part: Any) -> bool:
-    return batch_type(part) is _JAGGED or any(_has_jagged(entry) for _, entry in _parts_of(part) or ())
+    found = batch_type(part)
+    if found is _JAGGED or found.parts is None:
+        return found is _JAGGED
+    return any(_has_jagged(entry) for _, entry in found.parts(part) or ())
 
 
 def _with_entries(value: Any, entries: dict[Any, Any]) -> Any:
@@ -545,56 +529,106 @@ def _tensordict_rows(value: Any) -> int:
     return int(value.batch_size[0])
 
 
-def _chunked_rows(value: Any, start: int, stop: int) -> Any:
-    """Rows of a type with ``chunk`` and ``concat``: by slicing if the type supports it, else row by row."""
+def _join_tensordicts(values: list[Any], made: Made) -> Any:
+    """Join the tensors entry by entry, and leave the other entries to TensorDict."""
+    for value in values:
+        _tensordict_rows(value)
+    entries = [_entries(value) for value in values]
+    if not all(entries):
+        return _TENSOR.join(values)
+    columns: dict[Any, list[Any]] = _by_key([dict(parts or ()) for parts in entries], list)
+    own = {key: column for key, column in columns.items() if all(map(joins_into_new_memory, column))}
+    rest = _TENSOR.join([value.exclude(*own) for value in values])
+    return _with_entries(rest, _by_key([own], lambda column: join(column[0], made)))
+
+
+# --- types that chunk or slice themselves -----------------------------------------------------------------
+
+
+def _chunks_itself(value: Any) -> bool:
+    return hasattr(value, "chunk") and _own_concat(value) is not None
+
+
+def _own_concat(value: Any) -> Callable[[list[Any]], Any] | None:
+    return getattr(type(value), "concat", None) or getattr(type(value), "cat", None)
+
+
+def _own_rows(value: Any, start: int, stop: int) -> Any:
+    """Rows by the type's own slicing, if that gives them, else row by row with its ``chunk``."""
     if start == 0 and stop == len(value):
         return value
-    if hasattr(value, "__getitem__"):
-        try:
-            piece = value[start:stop]
-        except Exception:  # a user's __getitem__ may raise anything for a slice: the type does not slice
-            piece = None
-        if type(piece) is type(value) and len(piece) == stop - start:
-            return piece
-    rows = list(value.chunk(len(value)))[start:stop]
-    if not rows:
-        raise BatchError(f"{type(value).__name__} has chunk() but no slicing, so no empty shard can be made")
-    return _join_own(rows)
-
-
-def _sliced_rows(value: Any, start: int, stop: int) -> Any:
-    """Rows of a dict with state of its own that slices itself."""
     try:
-        piece = value[start:stop]
+        rows = value[start:stop]
     except Exception:  # a user's __getitem__ may raise anything for a slice: the type does not slice
-        piece = None
-    if type(piece) is not type(value) or len(piece) != stop - start:
+        rows = None
+    if type(rows) is type(value) and len(rows) == stop - start:
+        return rows
+    if not _chunks_itself(value):
         raise BatchError(
             f"{describe(value)} has state of its own beside its items, and slicing it does not give its rows. Tell how "
             f"to cut it with register_batch_type({type(value).__name__}, ...)"
         )
-    return piece
-
-
-def _joins_itself(value: Any) -> bool:
-    return hasattr(value, "concat") or hasattr(value, "cat")
+    chunks = list(value.chunk(len(value)))[start:stop]
+    if not chunks:
+        raise BatchError(f"{type(value).__name__} has chunk() but no slicing, so no empty shard can be made")
+    return _join_own(chunks)
 
 
 def _join_own(values: list[Any]) -> Any:
-    if not _joins_itself(values[0]):
+    concat = _own_concat(values[0])
+    if concat is None:
         raise BatchError(
             f"{describe(values[0])} has neither concat() nor cat(). Tell how to join it with "
             f"register_batch_type({type(values[0]).__name__}, ...)"
         )
-    kind: Any = type(values[0])
-    return kind.concat(values) if hasattr(kind, "concat") else kind.cat(values)
+    return concat(values)
 
 
+# --- the table --------------------------------------------------------------------------------------------
+
+
+def _whole(value: Any) -> None:
+    return None
+
+
+def _join_whole(values: list[Any]) -> Any:
+    raise BatchError(f"{describe(values[0])} has no rows to join")
+
+
+def _unknown(value: Any, *_: int) -> Any:
+    raise BatchError(f"{describe(value)} cannot be cut into rows")
+
+
+def _join_unknown(values: list[Any]) -> Any:
+    raise BatchError(f"{describe(values[0])} cannot be joined")
+
+
+def _refuse_nested(*_: Any) -> Any:
+    raise BatchError("torch cannot slice a nested tensor with this layout; create it with layout=torch.jagged")
+
+
+_TORCH_ERRORS = (RuntimeError, TypeError, KeyError)
+
+_WHOLE = BatchType(_whole, _unknown, _join_whole)
+_UNKNOWN = BatchType(_unknown, _unknown, _join_unknown)
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
-_TENSOR = BatchType(len, _slice, _join_tensors)
-_JAGGED = BatchType(jagged.length, cut, join)
+_TENSOR = BatchType(len, _slice, _join_tensors, errors=_TORCH_ERRORS)
 _NESTED = BatchType(_refuse_nested, _refuse_nested, _refuse_nested)
-_NDARRAY = BatchType(len, _slice, _join_ndarrays)
-_TENSORDICT = BatchType(_tensordict_rows, _slice, join)
-_CHUNKED = BatchType(len, _chunked_rows, _join_own)
-_SLICED = BatchType(len, _sliced_rows, _join_own)
+_NDARRAY = BatchType(len, _slice, _join_ndarrays, errors=(ValueError, TypeError))
+_OWN = BatchType(len, _own_rows, _join_own)
+# Those that `shard` and `join` pass the dict `made`, because they are jagged tensors or may have some in them.
+_JAGGED = BatchType(jagged.length, cut, join, errors=_TORCH_ERRORS)
+_FIELDS = BatchType(_fields_length, cut, join, fields_of)
+_TENSORDICT = BatchType(_tensordict_rows, _slice, join, _entries, _TORCH_ERRORS)
+
+_ONE_CLASS = (_WHOLE, _UNKNOWN, _FIELDS)
+"""Types of which only values of one class can be joined."""
+
+_LIBRARIES = ("torch", "numpy", "tensordict")
+
+_known_types: dict[type, BatchType] = {
+    **dict.fromkeys((type(None), str, bytes, bool, int, float, Broadcast), _WHOLE),
+    **dict.fromkeys((list, tuple), _SEQUENCE),
+    dict: _FIELDS,
+}
+"""The types of classes. `_find_type` adds those of torch, numpy and tensordict when it sees their first value."""

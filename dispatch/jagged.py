@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from dispatch.buffer_pool import cat_tensors
 from dispatch.errors import BatchError
 
 Made = dict[tuple[Any, ...], Any]
@@ -79,8 +78,8 @@ def split(value: Any, ranges: Sequence[tuple[int, int]], made: Made) -> list[Any
 
 
 @_without_torch_function
-def join(tensors: Sequence[Any], made: Made) -> Any:
-    """Return the rows of all tensors in order, in new memory.
+def join(tensors: Sequence[Any], made: Made, concatenate: Callable[..., Any]) -> Any:
+    """Return the rows of all tensors in order, in new memory, which ``concatenate(tensors, dim)`` makes.
 
     Raises:
         BatchError: the tensors have different ragged dims.
@@ -98,7 +97,7 @@ def join(tensors: Sequence[Any], made: Made) -> Any:
         made[key] = _offsets(torch.cat([tensor.offsets().diff() for tensor in tensors]))
     extremes = [_extremes(tensor) for tensor in tensors if len(tensor.offsets()) > 1]
     shortest, longest = zip(*extremes, strict=True) if extremes and None not in extremes else ((), ())
-    values = cat_tensors([_values(tensor) for tensor in tensors], dim)
+    values = concatenate([_values(tensor) for tensor in tensors], dim)
     return _build(values, made[key], dim, (min(shortest), max(longest)) if shortest else None)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from dispatch.drawing import View, picture, table
 from dispatch.errors import DispatchError
+from dispatch.tables import aligned
 
 DATA_AXIS = "dp"
 MEGATRON_AXES = ("dp", "cp", "tp", "pp")
@@ -33,15 +33,7 @@ class Routing:
     unit: str = "world_size"
 
     @classmethod
-    @lru_cache
-    def flat(cls, world_size: int) -> Routing:
-        """Rank k gets shard k; all ranks collect."""
-        every_rank = tuple(range(world_size))
-        return cls(world_size, every_rank, every_rank)
-
-    @classmethod
-    @lru_cache
-    def only(cls, ranks: range | tuple[int, ...], world_size: int) -> Routing:
+    def only(cls, ranks: Sequence[int], world_size: int) -> Routing:
         """One shard for the given ranks alone. They collect in the given order."""
         called = frozenset(ranks)
         return cls(1, tuple(0 if rank in called else None for rank in range(world_size)), tuple(ranks))
@@ -128,6 +120,22 @@ class Layout:
         return bool(self.axes)
 
     @cached_property
+    def by_rank(self) -> Routing:
+        """Rank k gets shard k; all ranks collect."""
+        every_rank = tuple(range(self.world_size))
+        return Routing(self.world_size, every_rank, every_rank)
+
+    @cached_property
+    def one_shard(self) -> Routing:
+        """One shard for all ranks; all ranks collect."""
+        return Routing.only(range(self.world_size), self.world_size)
+
+    @cached_property
+    def rank_zero(self) -> Routing:
+        """One shard for rank 0 alone."""
+        return Routing.only((0,), self.world_size)
+
+    @cached_property
     def by_dp(self) -> Routing:
         """Megatron's data parallelism: a rank's shard is its dp rank; tp 0, last pp, cp 0 collects."""
         dp, cp, tp, pp = self._megatron
@@ -145,11 +153,7 @@ class Layout:
         return _route(shard, [t == 0 for t in tp], shards, unit="dp_size * cp_size * pp_size")
 
     def mesh(self, name: str) -> Mesh:
-        """A named mesh.
-
-        Raises:
-            DispatchError: no worker registered a mesh of that name.
-        """
+        """A named mesh. Raises a `DispatchError` if no worker registered it."""
         found = self.meshes.get(name)
         if found is None:
             known = ", ".join(sorted(self.meshes)) or "none"
@@ -160,11 +164,7 @@ class Layout:
         return found
 
     def check_known(self) -> None:
-        """Raise unless the workers have reported coordinates.
-
-        Raises:
-            DispatchError: they have not.
-        """
+        """Raise a `DispatchError` unless the workers have reported coordinates."""
         if not self.known:
             raise DispatchError(
                 "no layout is registered. Call self.register_layout(dp=, tp=, pp=, cp=) on every rank, in __init__ or "
@@ -182,26 +182,21 @@ class Layout:
         zeros = (0,) * self.world_size
         return tuple(self.axes.get(axis, zeros) for axis in MEGATRON_AXES)
 
-    def _views(self) -> list[View]:
-        """The axes and the meshes as they are drawn. A mesh whose coordinates have a gap is left out."""
-        views = []
-        for title, name in [
-            *([("shard", None)] if self.known else []),
-            *((f"mesh {name}", name) for name in self.meshes),
-        ]:
-            try:
-                routing = self.by_dp if name is None else self.meshes[name].routing
-            except DispatchError:
-                continue
-            views.append(View(title, routing.shards, routing.shard_of, routing.collecting))
-        return views
-
     def __str__(self) -> str:
-        return table(self.world_size, self.axes, self._views())
-
-    def _repr_svg_(self) -> str | None:
-        """The picture that a notebook shows."""
-        return picture(self.world_size, self.axes, self._views())
+        """One line per rank: its coordinates, its shards, and ``*`` where it collects for a shard."""
+        columns = [["rank", *map(str, range(self.world_size))]]
+        columns += [[axis, *map(str, coordinates)] for axis, coordinates in self.axes.items()]
+        legend = []
+        for mesh in (None, *self.meshes.values()):
+            try:
+                routing = self.by_dp if mesh is None else mesh.routing
+            except DispatchError:  # nothing was registered, or the coordinates have a gap, which this table then shows
+                continue
+            collecting = frozenset(routing.collecting)
+            shards = (f"{shard} {'*' if rank in collecting else ' '}" for rank, shard in enumerate(routing.shard_of))
+            columns.append([f"{'shard' if mesh is None else f'mesh {mesh.name}'}  ", *shards])
+            legend = ["* collecting rank of its shard"]
+        return "\n".join([*aligned(list(zip(*columns, strict=True)), right=True), *legend])
 
 
 def _check_coordinates(what: str, coordinates: Sequence[object]) -> None:

@@ -10,6 +10,7 @@ import enum
 import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from dispatch.layout import Layout, Routing
@@ -18,6 +19,7 @@ from dispatch.typed import Blocks, ItemsToList, ReturnsFuture, ToAny, ToList, To
 Decorator = TypeVar("Decorator", covariant=True)
 FutureDecorator = TypeVar("FutureDecorator", covariant=True)
 Who = TypeVar("Who", covariant=True)
+Route = Callable[[Layout], Routing]
 
 
 class Cut(enum.Enum):
@@ -49,7 +51,7 @@ class Mode:
             of ranks. The group asks its workers for their coordinates before it plans a call of such a mode.
     """
 
-    route: Callable[[Layout], Routing]
+    route: Route
     cut: Cut
     join: Join
     function_first: bool = False
@@ -81,16 +83,20 @@ AnyMode = Mode | CustomMode | RefusedMode
 
 
 class DispatchMode(Generic[Decorator, FutureDecorator]):
-    """A member of `Dispatch`: a name. Its behavior is looked up at each call, so that it can be replaced.
+    """A member of `Dispatch`, of which a process has one per name, or a mode of its own that is not in `Dispatch`.
 
-    Its type parameters are what `register` returns for it, for blocking and for non-blocking methods; see `typed`.
+    Replacing `mode`, the behavior of a member, also changes the methods that were decorated with it before. The type
+    parameters are what `register` returns for it, for blocking and for non-blocking methods; see `typed`.
     """
 
-    __slots__ = ("_own", "name")
+    __slots__ = ("_own", "mode", "name")
 
     def __init__(self, name: str, own: AnyMode | None = None) -> None:
         self.name = name
         self._own = own
+        self.mode: AnyMode = own or RefusedMode(
+            f"unknown dispatch mode {name!r} in this process; register_dispatch_mode() adds one"
+        )
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}" if self._own is None else self.name
@@ -102,19 +108,7 @@ class DispatchMode(Generic[Decorator, FutureDecorator]):
         return hash((self.name, self._own))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (DispatchMode, (self.name, self._own))
-
-    @property
-    def mode(self) -> AnyMode:
-        """The current behavior of this name.
-
-        Raises:
-            ValueError: the name is not registered in this process.
-        """
-        if self._own is not None:
-            return self._own
-        found = _dispatch_modes.get(self.name)
-        return found if found is not None else _dispatch_modes[known_mode(self.name).name]
+        return (_member, (self.name,)) if self._own is None else (DispatchMode, (self.name, self._own))
 
 
 ListMode = DispatchMode[ToList[Blocks], ToList[ReturnsFuture]]
@@ -213,7 +207,8 @@ class Dispatch(metaclass=_Members):
         member = known_mode(mode)
         if member._own is not None or member.name in _BUILT_IN:
             raise ValueError(f"{member!r} was not added by register_dispatch_mode(), so it cannot be removed")
-        del cls._members[member.name], _dispatch_modes[member.name]
+        member.mode = DispatchMode(member.name).mode
+        _absent[member.name] = cls._members.pop(member.name)
         return member
 
 
@@ -248,7 +243,14 @@ class Execute(metaclass=_Members):
         return cls._members[name]
 
 
-_dispatch_modes: dict[str, AnyMode] = {}
+_absent: dict[str, DispatchMode] = {}
+"""Members without behavior: they were removed, or arrived in a pickle before this process registered them. Methods may
+be decorated with them, so a later registration of the name uses them again."""
+
+
+def _member(name: str) -> DispatchMode:
+    """Unpickle a member of `Dispatch`."""
+    return Dispatch._members.get(name) or _absent.setdefault(name, DispatchMode(name))
 
 
 def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> UntypedMode:
@@ -266,8 +268,7 @@ def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_f
         TypeError: one of the functions is not callable.
     """
     _check_new_name("Dispatch", name, Dispatch._members)
-    mode = _custom(name, dispatch_fn, collect_fn)
-    return _add(name, mode)
+    return _add(name, _custom(name, dispatch_fn, collect_fn))
 
 
 def update_dispatch_mode(
@@ -282,27 +283,20 @@ def update_dispatch_mode(
     member = known_mode(dispatch_mode)
     if member._own is not None:
         raise ValueError(f"{member!r} has no name in Dispatch, so it cannot be updated")
-    _dispatch_modes[member.name] = _custom(member.name, dispatch_fn, collect_fn)
+    member.mode = _custom(member.name, dispatch_fn, collect_fn)
     return member
 
 
 def known_mode(mode: object) -> DispatchMode:
-    """Resolve a mode given by a user: a member of `Dispatch`, its name, or a dict of two functions.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: the value is not a mode, or a dict whose keys are not exactly ``dispatch_fn`` and ``collect_fn``.
-    """
+    """Resolve a mode given by a user: a member of `Dispatch`, its name, or a dict of two functions."""
     if isinstance(mode, DispatchMode) and mode._own is not None:
         return mode
     name = mode.name if isinstance(mode, DispatchMode) else mode
     if isinstance(name, str):
         if name in Dispatch._members:
             return Dispatch._members[name]
-        raise ValueError(
-            f"unknown dispatch mode {name!r}; known are {', '.join(Dispatch._members)}. "
-            "register_dispatch_mode() adds one"
-        )
+        known = ", ".join(Dispatch._members)
+        raise ValueError(f"unknown dispatch mode {name!r}; known are {known}. register_dispatch_mode() adds one")
     if isinstance(mode, dict):
         if set(mode) != {"dispatch_fn", "collect_fn"}:
             raise TypeError(
@@ -318,11 +312,7 @@ def known_mode(mode: object) -> DispatchMode:
 
 
 def known_execute_mode(mode: object) -> ExecuteMode:
-    """Resolve an execute mode given by a user.
-
-    Raises:
-        ValueError: it is unknown.
-    """
+    """Resolve an execute mode given by a user: a member of `Execute`, or its name."""
     if isinstance(mode, ExecuteMode):
         return mode
     if isinstance(mode, str) and mode in Execute._members:
@@ -377,26 +367,6 @@ def has_axes(layout: Layout) -> bool:
     return layout.known
 
 
-def _flat(layout: Layout) -> Routing:
-    return Routing.flat(layout.world_size)
-
-
-def _to_all(layout: Layout) -> Routing:
-    return Routing.only(range(layout.world_size), layout.world_size)
-
-
-def _rank_zero(layout: Layout) -> Routing:
-    return Routing.only((0,), layout.world_size)
-
-
-def _by_dp(layout: Layout) -> Routing:
-    return layout.by_dp
-
-
-def _by_dp_cp_pp(layout: Layout) -> Routing:
-    return layout.by_dp_cp_pp
-
-
 def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> CustomMode:
     for what, function in (("dispatch_fn", dispatch_fn), ("collect_fn", collect_fn)):
         if not callable(function):
@@ -420,19 +390,26 @@ def _check_new_name(where: str, name: object, taken: Mapping[str, Any]) -> None:
 
 
 def _add(name: str, mode: AnyMode) -> DispatchMode:
-    _dispatch_modes[name] = mode
-    Dispatch._members[name] = DispatchMode(name)
-    return Dispatch._members[name]
+    Dispatch._members[name] = member = _absent.pop(name, None) or DispatchMode(name)
+    member.mode = mode
+    return member
+
+
+_to_rank_zero: Route = attrgetter("rank_zero")
+_to_all: Route = attrgetter("one_shard")
+_by_rank: Route = attrgetter("by_rank")
+_by_dp: Route = attrgetter("by_dp")
+_by_dp_cp_pp: Route = attrgetter("by_dp_cp_pp")
 
 
 _BUILT_IN: dict[str, AnyMode] = {
-    "RANK_ZERO": Mode(_rank_zero, Cut.WHOLE, Join.VALUE),
+    "RANK_ZERO": Mode(_to_rank_zero, Cut.WHOLE, Join.VALUE),
     "ONE_TO_ALL": Mode(_to_all, Cut.WHOLE, Join.LIST),
-    "ALL_TO_ALL": Mode(_flat, Cut.ITEMS, Join.LIST),
-    "DP_COMPUTE": Mode(_flat, Cut.ITEMS, Join.LIST),
-    "DP_COMPUTE_PROTO": Mode(_flat, Cut.ROWS, Join.ROWS),
-    "DP_COMPUTE_PROTO_WITH_FUNC": Mode(_flat, Cut.ROWS, Join.ROWS, function_first=True),
-    "DP_COMPUTE_METRIC": Mode(_flat, Cut.ROWS, Join.LIST),
+    "ALL_TO_ALL": Mode(_by_rank, Cut.ITEMS, Join.LIST),
+    "DP_COMPUTE": Mode(_by_rank, Cut.ITEMS, Join.LIST),
+    "DP_COMPUTE_PROTO": Mode(_by_rank, Cut.ROWS, Join.ROWS),
+    "DP_COMPUTE_PROTO_WITH_FUNC": Mode(_by_rank, Cut.ROWS, Join.ROWS, function_first=True),
+    "DP_COMPUTE_METRIC": Mode(_by_rank, Cut.ROWS, Join.LIST),
     "MEGATRON_COMPUTE": Mode(_by_dp, Cut.ITEMS, Join.LIST, in_layout=has_axes),
     "MEGATRON_COMPUTE_PROTO": Mode(_by_dp, Cut.ROWS, Join.ROWS, in_layout=has_axes),
     "MEGATRON_COMPUTE_METRIC": Mode(_by_dp, Cut.ROWS, Join.LIST, in_layout=has_axes),

@@ -31,21 +31,14 @@ def move(value: Any, device: str) -> Any:
 
 
 def check_device_name(what: str, device: str | None) -> None:
-    """Check that a device is a non-empty string. Whether it exists is known only in the process that uses it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise a `ValueError` unless a device is None or a non-empty string. Whether it exists, only the process that uses
+    it knows."""
     if device is not None and (not isinstance(device, str) or not device.strip()):
         raise ValueError(f"{what} is a torch device string like 'cuda', or None; got {device!r}")
 
 
 def check_device(what: str, device: str | None) -> None:
-    """Check that a device is available in this process.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise a `ValueError` unless a device is available in this process."""
     check_device_name(what, device)
     if device is not None:
         try:

@@ -17,11 +17,13 @@ from dispatch.errors import BatchError, DispatchError
 from dispatch.jagged import Made
 from dispatch.layout import Layout, Routing
 from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode
-from dispatch.register import MethodSpec, check_arguments
+from dispatch.register import MethodSpec, check_arguments, misfit
 from dispatch.rows import UNEVEN, Share, share_rows
 
 Parameter = int | str
 """Which parameter an argument fills: a position, or a keyword."""
+
+_BROADCAST = "Broadcast(value) sends anything whole to every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +148,17 @@ def plan_call(
     mode = declared.mode.mode
     if isinstance(mode, RefusedMode):
         raise DispatchError(f"{spec.label}() cannot be called from the driver: {mode.reason}", method=spec.name)
-    if isinstance(mode, CustomMode) and declared.execute.ranks is None:
-        args, kwargs = _call_dispatch_fn(spec, mode, group, args, kwargs)
-        check_arguments(spec.label, spec.signature, args, kwargs)
-        plan = _plan_lists(spec, layout, args, kwargs, source="its dispatch_fn splits")
-        return replace(plan, collect=lambda results: mode.collect_fn(group, results))
-    check_arguments(spec.label, spec.signature, args, kwargs)
+    custom = mode if isinstance(mode, CustomMode) and declared.execute.ranks is None else None
+    if custom is not None:
+        args, kwargs = _call_dispatch_fn(spec, custom, group, args, kwargs)
+    try:
+        spec.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise misfit(spec.label, spec.signature, kwargs, error) from None
     arguments = dict(enumerate(args)) | kwargs
+    if custom is not None:
+        plan = _plan_lists(spec, layout, arguments, source="its dispatch_fn splits")
+        return replace(plan, collect=lambda results: custom.collect_fn(group, results))
     if declared.execute.ranks is not None:
         return _plan_chosen(spec, layout, arguments)
     if not isinstance(mode, Mode):
@@ -165,29 +171,21 @@ def plan_call(
         return _plan_whole(spec, routing, mode.join, arguments)
     whole = _take_function(spec, arguments) if mode.function_first else {}
     if mode.cut is Cut.ITEMS:
-        return _plan_items(spec, routing, mode, arguments)
+        return _plan_items(spec, routing, mode.join, arguments)
     return _plan_rows(spec, routing, mode, whole, arguments, uneven)
 
 
 def plan_execute(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    """Plan ``execute_all_*``: lists are split if every argument is a list of length world_size.
-
-    Raises:
-        TypeError: the arguments do not fit the method's signature.
-        DispatchError: only some arguments are lists, or a list has another length.
-    """
+    """Plan ``execute_all_*``: lists are split if every argument is a list of length world_size. Raises as `plan_call`
+    does, also if only some arguments are lists, or a list has another length."""
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_lists(spec, layout, args, kwargs, source="execute_all splits")
+    return _plan_lists(spec, layout, dict(enumerate(args)) | kwargs, source="execute_all splits")
 
 
 def plan_rank_zero(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    """Plan ``execute_rank_zero_*``: rank 0 gets the arguments unchanged and returns its value.
-
-    Raises:
-        TypeError: the arguments do not fit the method's signature.
-    """
+    """Plan ``execute_rank_zero_*``: rank 0 gets the arguments unchanged and returns its value."""
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_whole(spec, Routing.only((0,), layout.world_size), Join.VALUE, dict(enumerate(args)) | kwargs)
+    return _plan_whole(spec, layout.rank_zero, Join.VALUE, dict(enumerate(args)) | kwargs)
 
 
 def _plan_whole(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
@@ -209,15 +207,13 @@ def _plan_chosen(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, An
     return _plan_whole(spec, Routing.only(chosen, world_size), join, arguments)
 
 
-def _plan_lists(
-    spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], source: str
-) -> CallPlan:
-    arguments = dict(enumerate(args)) | kwargs
+def _plan_lists(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, Any], source: str) -> CallPlan:
+    """Lists are split if every argument is a list of length world_size; if none is one, all ranks get everything."""
     world_size = layout.world_size
     free = {key: value for key, value in arguments.items() if not isinstance(value, Broadcast)}
     lists = [key for key, value in free.items() if isinstance(value, list)]
     if not lists:
-        return _plan_whole(spec, Routing.only(range(world_size), world_size), Join.LIST, arguments)
+        return _plan_whole(spec, layout.one_shard, Join.LIST, arguments)
     for key, value in free.items():
         if not isinstance(value, list) or len(value) != world_size:
             others = ", ".join(repr(spec.parameter(other)) for other in lists if other != key)
@@ -228,15 +224,10 @@ def _plan_lists(
                 "Wrap an argument in Broadcast(...) to send it whole to every rank"
             )
             raise _bad_argument(spec, key, reason)
-    routing = Routing.flat(world_size)
-    whole = {key: _to_send(spec, value) for key, value in arguments.items() if isinstance(value, Broadcast)}
-    shards = tuple(
-        Shard({key: _to_send(spec, value[rank]) for key, value in free.items()}) for rank in range(world_size)
-    )
-    return CallPlan(whole, shards, routing.shard_of, routing.collecting, Join.LIST, None, _deferred(arguments))
+    return _plan_items(spec, layout.by_rank, Join.LIST, arguments)
 
 
-def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, arguments: dict[Parameter, Any]) -> CallPlan:
+def _plan_items(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
     count = routing.shards
     whole: dict[Parameter, Any] = {}
     shards: list[dict[Parameter, Any]] = [{} for _ in range(count)]
@@ -257,7 +248,7 @@ def _plan_items(spec: MethodSpec, routing: Routing, mode: Mode, arguments: dict[
         for shard, item in zip(shards, items, strict=True):
             shard[key] = item
     made = tuple(map(Shard, shards))
-    return CallPlan(whole, made, routing.shard_of, routing.collecting, mode.join, None, _deferred(arguments))
+    return CallPlan(whole, made, routing.shard_of, routing.collecting, join, None, _deferred(arguments))
 
 
 def _plan_rows(
@@ -284,14 +275,15 @@ def _plan_rows(
         except Exception as error:  # a BatchError, or whatever a user's type raises
             reason = (
                 f"is {described(value)}, and {_reason(error)}; {spec.registration.mode!r} cuts tensors, arrays, "
-                "TensorDicts, lists, dicts of those and types given to register_batch_type(). Broadcast(value) sends "
-                "anything whole to every rank"
+                f"TensorDicts, lists, dicts of those and types given to register_batch_type(). {_BROADCAST}"
             )
             raise _bad_argument(spec, key, reason) from None
         if length is not None:
             rows[key] = length
-        else:  # batch.cut() copies a dict of values without rows, and unwraps a Broadcast in it
-            whole[key] = _to_send(spec, value) if isinstance(value, Broadcast) else batch.cut(value, 0, 0)
+        elif isinstance(value, Broadcast):
+            whole[key] = _to_send(spec, value)
+        else:  # copies a dict of values without rows, and unwraps a Broadcast in it
+            whole[key] = batch.cut(value, 0, 0)
     shares: list[Share] | list[None] = [None] * count
     total: int | None = None
     if rows:
@@ -323,8 +315,8 @@ def _plan_rows(
             try:
                 cut = batch.shard(arguments[key], shares, offsets)
             except Exception as error:  # a BatchError, or whatever a user's type raises
-                reason = f"is {described(arguments[key])} and cannot be cut: {_reason(error)}. Broadcast(value) sends "
-                raise _bad_argument(spec, key, reason + "anything whole to every rank") from error
+                reason = f"is {described(arguments[key])} and cannot be cut: {_reason(error)}. {_BROADCAST}"
+                raise _bad_argument(spec, key, reason) from error
             for shard, rows_of_shard in zip(shards, cut, strict=True):
                 shard[key] = rows_of_shard
     elif mode.function_first and not any(shards):

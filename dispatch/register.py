@@ -237,26 +237,24 @@ def plain_signature(function: Callable[..., Any], *, skip_first: bool) -> inspec
 
 
 def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that arguments fit a signature.
-
-    Raises:
-        TypeError: they do not. The message is Python's, with the name and the signature added.
-    """
-    parameters = signature.parameters.values()
-    if not (parameters or args or kwargs):
-        return
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        for keyword in kwargs:  # first, because a misspelled keyword also makes an argument missing
-            if keyword not in signature.parameters:
-                close = difflib.get_close_matches(keyword, signature.parameters, n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
-                raise TypeError(
-                    f"{name}() got an unexpected keyword argument {keyword!r}; {hint}its signature is {name}{signature}"
-                )
+    """Raise a `TypeError`, see `misfit`, unless arguments fit a signature."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{name}() {error}; its signature is {name}{signature}") from None
+        raise misfit(name, signature, kwargs, error) from None
+
+
+def misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], error: TypeError) -> TypeError:
+    """The error of a call whose arguments do not fit: Python's, with the name and the signature added."""
+    what = f"{error}; its"
+    parameters = signature.parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        # A misspelled keyword also makes an argument missing, of which Python tells instead.
+        for keyword in [keyword for keyword in kwargs if keyword not in parameters][:1]:
+            close = difflib.get_close_matches(keyword, parameters, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            what = f"got an unexpected keyword argument {keyword!r}; {hint}its"
+    return TypeError(f"{name}() {what} signature is {name}{signature}")
 
 
 UNREGISTERED = Registration(Dispatch.ONE_TO_ALL)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from dispatch.errors import BatchError
 
@@ -12,8 +11,7 @@ Uneven = Literal["error", "pad", "ragged"]
 UNEVEN: tuple[str, ...] = get_args(Uneven)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The rows of one shard.
 
     Attributes:
@@ -25,11 +23,6 @@ class Share:
     ranges: tuple[tuple[int, int], ...]
     real: int
     rows: int
-
-    @property
-    def padded(self) -> bool:
-        """Whether some rows are padding."""
-        return self.rows != self.real
 
 
 def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:

@@ -15,10 +15,11 @@ from benchmarks import data
 from benchmarks.contenders.local_ray import PROBES, LocalRay, versions
 from benchmarks.contenders.processes import check_started, in_flight, small_calls
 from benchmarks.protocol import Call, serve
-from dispatch import Layout, buffer_pool
+from dispatch import Layout
 from dispatch.plan import plan_call
 from dispatch.register import registered_methods
 from single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
+from single_controller.call import buffer_pool
 
 VIEW = {"inputs": "view"}
 MAX_IDLE_BYTES = buffer_pool.MAX_IDLE_BYTES

@@ -1,66 +1,71 @@
 """Call: one call that was sent, and the state of the group that it belongs to.
 
-`GroupState` is open, broken or closed. A `Call` absorbs the ranks' results as they arrive and decides when it has an
-outcome: the first error, a death, a timeout, or all results. Nothing here waits; `monitor` does.
+`GroupState` is open, broken or closed. The transport tells a `Call` the ranks' results as they arrive, in any thread,
+and the call decides when it has an outcome: the first error, a death, a timeout, or all results. What no result tells,
+a death or a timeout, the thread of `Monitor` looks for. Whoever wants the value waits for the outcome and does nothing.
 
 Lock order. A thread may acquire a lock only while it holds locks further up in this list:
 
 1. ``GroupState.sending`` serializes sending, so that every rank gets calls in the same order. It is held while a call
    is planned anew by `restart`, and while `restart` waits for constructors. No thread acquires it while it holds any
    lock below: a call that settles in the monitor's thread must not wait for a thread that is sending.
-2. Waiting in `Monitor.forget` until the monitor's thread has looked at a call counts as a lock: that look needs those
-   below.
-3. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping only, never while
-   the transport is asked for anything that may block. Callbacks of `Call.when_settled` run under it: they must be
-   short, and must not acquire ``sending``.
-4. ``Monitor._changed`` protects the set of watched calls.
-5. ``RayTransport._asking``, ``Link.lock`` and ``Session.changed``, under which only ``Connection._sending`` is
+2. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping only, never while
+   the transport is asked for anything that may block. Callbacks of `Call.outcome` run under it: they must be short, and
+   must not acquire ``sending``.
+3. ``RayTransport._asking``, ``Link.lock`` and ``Session.changed``, under which only ``Connection._sending`` is
    acquired. A Ray task is submitted under the last two, which waits for nothing.
-6. Leaves: ``Connection._sending``, ``Arrivals._lock``, ``Hub._starting``, ``Executor._loop_lock``,
-   ``BufferPool._lock``, the codec's counter of mapped bytes, ``LocalRank._lock`` and ``LocalResults._lock``.
+4. Leaves: ``Monitor._changed``, ``Connection._sending``, ``Hub._starting``, ``Executor._loop_lock``,
+   ``BufferPool._lock``, the codec's counter of mapped bytes, and ``LocalRank._lock``.
 
 Outside this list: ``RewardRunner._turn`` comes before all of it, because a reward function may call groups.
 The locks of pools (`single_controller.ray.placement`) are leaves; a restart may acquire them while it holds
 ``sending``.
 
-1, 3 and 4 are reentrant: the garbage collector may finalize futures, and with them calls, while a lock is held.
+1 and 2 are reentrant: the garbage collector may finalize futures while a lock is held.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import pickle
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
 from dispatch.errors import ResultError, SingleControllerError
+from dispatch.modes import Join
 from dispatch.move import move
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec, label
+from single_controller.call.codec import decode_result
 from single_controller.call.errors import (
     CallTimeoutError,
     ForkedProcessError,
     GroupBrokenError,
     GroupClosedError,
+    StartError,
     WorkerDiedError,
     WorkerError,
     hosts_text,
     ranks_text,
 )
-from single_controller.call.joining import CallResults, InlineResults, join_results
+from single_controller.call.joining import CallResults, join_results, join_values
 from single_controller.call.result import Failure, RankResult, first_cause
 from single_controller.call.stacks import show_stacks
-from single_controller.call.stats import CallRecord, CallStats
-from single_controller.call.transport import MAX_STACK_SECONDS, Death, Sent, Token, Transport
+from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats, RankRecord
+from single_controller.call.transport import MAX_STACK_SECONDS, Death, Outcome, Sent, Transport
 
 logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+"""Time between two looks at the calls of a group."""
 
 LATE_LOG_SECONDS = 30.0
 LOST_SECONDS = 0.5
@@ -106,11 +111,11 @@ class GroupState:
         on_change: called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must
             return at once.
         advice: what the error of a broken group recommends.
-        calls: the calls that were sent and may not have ended.
+        calls: the calls that some rank is running.
+        watched: whether the monitor looks at them.
+        look_failed: whether its last look has raised.
         next_late_log: when the group may log again which ranks are late, by the monotonic clock.
         timing_out: whether a thread is about to end a call that has exceeded its timeout.
-        referred: running calls whose references were handed out. The holder of a reference may learn of the call's end
-            before the group does.
     """
 
     def __init__(self, name: str, error_grace: float) -> None:
@@ -133,8 +138,8 @@ class GroupState:
         self.last_deaths: dict[int, Death] = {}
         self.on_change: Callable[[], None] = _nothing
         self.layout_versions: dict[str | None, dict[int, int]] = {}
-        self.referred: weakref.WeakSet[Call] = weakref.WeakSet()
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.calls: set[Call] = set()
+        self.watched = self.look_failed = False
         self._pid = os.getpid()
 
     def check_process(self) -> None:
@@ -199,11 +204,11 @@ class GroupState:
             self.broken = None
             self.break_(reason, self.dead)
 
-    def close(self) -> list[Call]:
-        """Take no more calls, and end those that are running; returns them."""
+    def close(self) -> None:
+        """Take no more calls, and end those that are running."""
         with self.lock:
             self.closed = True
-            return self._end_calls()
+            self._end_calls()
 
     def reopen(self) -> bool:
         """Take calls again after a restart, unless the group was closed meanwhile. Returns whether it does."""
@@ -216,22 +221,115 @@ class GroupState:
             return True
 
     def running(self) -> list[Call]:
-        """The calls that have not ended, the oldest first. The caller holds ``lock``."""
-        return sorted((call for call in self.calls if not call.ended), key=lambda call: call.started)
+        """The calls that some rank is running, the oldest first."""
+        with self.lock:
+            return sorted(self.calls, key=lambda call: call.started)
 
-    def _end_calls(self) -> list[Call]:
-        calls, self.calls = list(self.calls), weakref.WeakSet()
-        for call in calls:
+    def look(self) -> None:
+        """Look for deaths, timeouts and failed inputs. Called by the monitor."""
+        deaths: dict[int, dict[int, str]] = {}
+        for call in self.running():
+            transport = call.transport
+            if not transport.connected:  # Ray was shut down, and asking it would start another one
+                self.break_(TRANSPORT_GONE)
+                call.abandon()
+                monitor.orphans.append(call)  # Ray crashes if one thread drops references while another shuts it down
+                continue
+            if id(transport) not in deaths:
+                deaths[id(transport)] = transport.deaths()
+            call.look(time.monotonic(), deaths[id(transport)])
+
+    def _end_calls(self) -> None:
+        for call in list(self.calls):
             call.abandon()
-        return calls
 
 
 def _nothing() -> None:
     pass
 
 
+class Monitor:
+    """The thread that looks at the running calls of all groups, ten times per second. One per process.
+
+    Thread: a daemon thread named "call-monitor". `start` starts it, before the first group exists; it waits while
+    nothing is running, and ends with the process.
+    Lock: ``_changed`` protects the groups, and wakes the thread. It is a leaf.
+
+    Attributes:
+        orphans: calls that must not be dropped: see `GroupState.look`.
+    """
+
+    def __init__(self) -> None:
+        self.orphans: list[object] = []
+        self._reset()
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._groups: set[GroupState] = set()
+        self._thread: threading.Thread | None = None
+
+    def _leave_to_parent(self) -> None:
+        # A fork has neither the thread nor the calls of its parent. They are kept, because dropping Ray's references
+        # needs Ray.
+        self.orphans += self._groups
+        self._reset()
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            StartError: the process has as many threads as it may have. Nobody would notice deaths and timeouts.
+        """
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise StartError(f"the thread that looks for dead workers could not be started: {error}") from error
+                self._thread = thread
+
+    def watch(self, state: GroupState) -> None:
+        """Look at the calls of a group until none is running."""
+        with self._changed:
+            state.watched = True
+            self._groups.add(state)
+            self._changed.notify_all()
+
+    def _drop_idle(self) -> None:
+        for state in list(self._groups):
+            state.watched = False
+            if state.calls:  # after the line before: who adds a call after this look sees that nobody watches
+                state.watched = True
+            else:
+                self._groups.discard(state)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._drop_idle()
+                while not self._groups:
+                    self._changed.wait()
+                groups = list(self._groups)
+            time.sleep(POLL_SECONDS)
+            while groups:
+                state = groups.pop()
+                try:
+                    state.look()
+                    state.look_failed = False
+                except Exception:  # too many open files, for example: the next round looks again
+                    level = logging.DEBUG if state.look_failed else logging.WARNING
+                    logger.log(level, "%s: its calls could not be looked at", state.name, exc_info=True)
+                    state.look_failed = True
+                del state  # the thread must not keep a group that nobody has
+
+
+monitor = Monitor()
+
+
 class Call:
-    """One call that was sent.
+    """One call, from when it is sent until no rank is running it any more.
 
     Lock: the state's ``lock`` protects all fields.
 
@@ -239,8 +337,7 @@ class Call:
         state: the state of the group.
         spec: the method.
         plan: which rank got what.
-        sent: what the transport returned for it.
-        transport: the transport that carries the call; by default the group's.
+        transport: what carries the call.
         timeout: seconds from now until the call is late, or None.
         starting: whether this is the call of the constructors.
         stats: where the group records its calls.
@@ -250,10 +347,8 @@ class Call:
     Attributes:
         number: position among the calls that the group sent.
         started: when it was sent, by the monotonic clock.
-        check_process: `GroupState.check_process` of the group.
-        settled: whether the call has an outcome.
+        outcome: done once the call has an outcome: None, or what returns its error.
         reported: whether somebody was told of its error.
-        error: the error, once settled; None if the call succeeded.
     """
 
     def __init__(
@@ -261,147 +356,118 @@ class Call:
         state: GroupState,
         spec: MethodSpec,
         plan: CallPlan,
-        sent: Sent,
+        transport: Transport,
         *,
-        transport: Transport | None = None,
         timeout: float | None = None,
         starting: bool = False,
         stats: CallStats | None = None,
         begun: float | None = None,
         device: str | None = None,
     ) -> None:
-        used = transport or state.transport
-        if used is None:
-            raise RuntimeError(f"{state.name} has no workers yet")
-        self.transport: Transport = used
-        self.method = spec.name
-        self.role = spec.role
-        self.label = spec.label
+        self.transport = transport
+        self.method, self.role, self.label = spec.name, spec.role, spec.label
         # Keep only these of the plan: a reference to its arguments would keep the caller's batch alive.
-        self.join, self.collect = plan.join, plan.collect
-        self._collecting = plan.collecting
-        self._deferred = plan.deferred
-        self._waiting = sent.waiting
-        self._withdrawn = False
-        self._device = device
-        self._make_source = sent.results
+        self.join, self.collect, self._collecting, self._deferred = (
+            plan.join,
+            plan.collect,
+            plan.collecting,
+            plan.deferred,
+        )
+        self._pending = set(plan.ranks)
+        self._results: dict[int, RankResult] = {}
         self._source: CallResults | None = None
-        self.reported = False
-        self.dropped = False
-        self.number = 0
-        self.error: Exception | None = None
-        self.settled = False
-        self.starting = starting
+        self._sent: Sent | None = None
         self._state = state
         self._lock = state.lock
         self.check_process = state.check_process
-        self._pending: dict[Token, int] = dict(sent.tokens)
-        self._results: dict[int, RankResult] = {}
+        self._stats = stats
+        self._device = device
         self._timeout = timeout
-        self.started = time.monotonic()
+        self.starting = starting
+        self.number = 0
+        self.outcome: Outcome = Future()
+        self.outcome.set_running_or_notify_cancel()  # nobody who waits for it, such as a task of asyncio, can cancel it
+        self.reported = self.dropped = False
         self._failed_at: float | None = None
         self._echo = False  # an error waits, because it may be the echo of a death
         self._alive: set[int] = set()  # ranks that were found alive since
-        self._callbacks: list[Callable[[], None]] = []  # for when the call has an outcome
-        self._on_arrival: list[Callable[[], None]] | None = None  # for when all results are here, once that is asked
-        self._arrived = False
-        now = time.time()
-        self._record = CallRecord(spec.name, now if begun is None else begun, now)
-        self._stats = stats
-        if stats is not None:
-            stats.open(self._record, sent.nbytes)
-        with state.lock:
-            state.calls.add(self)
-            # Another thread may have closed or broken the group after this call's last check.
-            if state.closed or (state.broken is not None and not starting):
-                self.abandon()
+        self._withdrawn = False
+        self.started = time.monotonic()
+        self._record = CallRecord(spec.name, time.time() if begun is None else begun)
+        if stats is not None and stats.recorded:
+            self._record.ranks = {rank: RankRecord() for rank in plan.ranks}
+
+    def sent(self, sent: Sent) -> None:
+        """The transport has sent it. Results may have arrived already."""
+        state, record, stats = self._state, self._record, self._stats
+        with self._lock:
+            self._sent, self.started = sent, time.monotonic()
+            record.dispatched = record.dispatched or time.time()
+            if stats is not None:
+                record.sent = sum(sent.nbytes.values())
+                stats.calls.append(record)
+                for rank, of_rank in record.ranks.items():
+                    of_rank.sent = sent.nbytes[rank]
+                if stats.recorded or len(stats.calls) > KEPT_CALLS:
+                    stats.trim()
+            if self._pending:
+                state.calls.add(self)
+                # Another thread may have closed or broken the group after this call's last check.
+                if state.closed or (state.broken is not None and not self.starting):
+                    self.abandon()
+                elif not state.watched:
+                    monitor.watch(state)
 
     # --- for the threads that wait --------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether the call has an outcome."""
+        return self.outcome.done()
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of a settled call; None if it succeeded."""
+        failed = self.outcome.result() if self.outcome.done() else None
+        return None if failed is None else failed()
 
     @property
     def late(self) -> list[int]:
         """The ranks whose results have not arrived."""
         with self._lock:
-            return sorted(self._pending.values())
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more is to come: no rank is running, or the group has abandoned the call."""
-        return self.settled and not self._pending
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the value is here, and made of plain data: reading it runs nobody's code."""
-        simple = self.error is None and self.collect is None and self._device is None
-        return simple and all(map(_is_plain, self._results.values()))
+            return sorted(self._pending)
 
     @property
     def results(self) -> CallResults:
         """Where any process can fetch the results."""
         with self._lock:
             if self._source is None:
-                if self._make_source is None:
-                    raise RuntimeError(f"{self.label}() was sent without keeping its results")
-                self._source = self._make_source()
-                if self.error is not None:
-                    self._source.fail(self.error)
+                if self._sent is None:
+                    raise RuntimeError(f"{self.label}() has not been sent")
+                self._source = self._sent.results()
             return self._source
 
     def refs(self) -> list[Any]:
         """The transport's references to the results, to be handed out."""
         self.reported = True  # Ray tells whoever has them
-        with self._lock:
-            if not self.settled:
-                self._state.referred.add(self)
         return self.results.refs()
 
-    def drive(self, timeout: float, *, first: bool = False) -> None:
-        """Wait up to ``timeout`` seconds for results, absorb those that have arrived, and check deadlines.
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the call has an outcome.
 
         Args:
-            timeout: seconds.
-            first: whether the call was just sent, so that the transport was connected a moment ago.
-        """
-        if not (first or self.transport.connected):
-            self.transport_lost()
-            return
-        with self._lock:
-            pending = dict(self._pending)
-        # Outside the lock: this waits, and the transport may have to fetch a large result from another node.
-        arrived = self.transport.collect(pending, timeout)
-        if self._echo:
-            left = {rank: token for token, rank in pending.items() if token not in arrived and rank not in self._alive}
-            for rank, death in self.transport.probe(list(left)[:MAX_PROBED]).items():
-                if death is None:
-                    self._alive.add(rank)
-                else:
-                    arrived[left[rank]] = RankResult(rank, died=death)
-        with self._lock:
-            self._absorb(arrived)
-            told, waiting = self._withdrawn, self._waiting
-            self._decide(time.monotonic())
-            in_vain: list[Token] = []
-            if self._withdrawn and not told:
-                in_vain = [waiting] if waiting is not None else list(self._pending)
-        if in_vain:  # outside the lock: this asks the transport
-            self.transport.withdraw(in_vain)
+            timeout: seconds to wait; the call continues after that.
 
-    def _absorb(self, arrived: Mapping[Token, RankResult]) -> None:
-        now = time.time()
-        for token, result in arrived.items():
-            if self._pending.pop(token, None) is None:
-                continue  # another thread was faster, or the call was abandoned
-            self._results[result.rank] = result
-            if (
-                result.failure is not None and not result.failure.method
-            ):  # made by the transport, which does not know the call
-                result.failure.method, result.failure.role = self.method, self.role
-            if result.died is None:
-                self._state.layout_versions.setdefault(self.role, {})[result.rank] = result.layout_version
-            if result.clock is not None:
-                self._record.add(result.rank, result.clock, result.nbytes, now)
-                if self.transport.synchronous:  # the call ran while it was being sent
-                    self._record.dispatched = min(self._record.dispatched, result.clock.received)
+        Raises:
+            CallTimeoutError: the wait ended before the call did.
+            ForkedProcessError: another process sent the call.
+        """
+        self.check_process()
+        try:
+            self.outcome.result(timeout)
+        except TimeoutError:
+            if not self.outcome.done():
+                raise wait_timed_out(self, timeout or 0.0) from None
 
     def value(self) -> Any:
         """The call's value, as its mode promises it; only for a settled call.
@@ -409,42 +475,55 @@ class Call:
         Raises:
             SingleControllerError: the call's error.
         """
-        if self.error is not None:
+        failed = self.outcome.result()
+        if failed is not None:
             self.reported = True
             # A copy: an exception keeps its traceback, which refers to every caller that has waited, and their batches.
-            error = copy.copy(self.error)
+            error = copy.copy(failed())
             if isinstance(error, WorkerError):
                 error.results = self._returned()
-            raise error from self.error.__cause__
+            raise error from failed().__cause__
         begun = time.perf_counter()
-        results = [self._results[rank] for rank in self._collecting]
-        kept = any(result.kept for result in results)
-        source: CallResults | InlineResults = self.results if kept else InlineResults(self.label, results)
         # Small results are here, but whether they came in time must not depend on a race with the shutdown.
-        if self._make_source is not None and not self.transport.connected:
+        if not self.transport.connected:
             raise GroupBrokenError(f"the results of {self.label}() are lost: {TRANSPORT_GONE}")
-        try:
-            value = join_results(source, results, self.join)
-        except ResultError as error:
-            death = self._death_of(error) if kept else None
-            raise death or error from error.__cause__
+        results = [self._results[rank] for rank in self._collecting]
+        if any(result.kept for result in results):
+            try:
+                value = join_results(self.results, results, self.join)
+            except ResultError as lost:
+                raise self._death_of(lost) or lost from lost.__cause__
+        else:
+            value = join_values(
+                self.label,
+                [
+                    decode_result(self.label, result.rank, result.value, private=True, shared=False)
+                    for result in results
+                    if not (result.empty and self.join is Join.ROWS)
+                ],
+                self.join,
+            )
         if self.collect is not None:
             value = self.collect(value)
         if self._device is not None:
             value = move(value, self._device)
-        if self._stats is not None:
-            self._stats.add_join(self._record, time.perf_counter() - begun)
+        if not self._record.joined:  # only the first time counts
+            self._record.joined = time.perf_counter() - begun
         return value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the value is here, and made of plain data: reading it runs nobody's code."""
+        simple = self.error is None and self.collect is None and self._device is None
+        return simple and all(map(_is_plain, self._results.values()))
 
     def _death_of(self, error: ResultError) -> WorkerDiedError | None:
         """The death with which a result was lost that was still on its rank; None if the rank lives, or its death was
         known before, or it was replaced."""
-        state, rank, end = self._state, error.rank, time.monotonic() + LOST_SECONDS
-        while (
-            rank is not None and state.broken is None and self.transport is state.transport and not self.transport.ended
-        ):
-            reason = self.transport.deaths().get(rank)
-            if reason is not None and rank not in self.transport.restarted:
+        state, transport, rank, end = self._state, self.transport, error.rank, time.monotonic() + LOST_SECONDS
+        while rank is not None and state.broken is None and transport is state.transport and not transport.ended:
+            reason = transport.deaths().get(rank)
+            if reason is not None and rank not in transport.restarted:
                 death = self._death([rank], reason)
                 state.deaths.append((state.restarts, death))
                 state.break_(str(death), [rank])
@@ -462,83 +541,98 @@ class Call:
         for k, result in arrived.items():
             if result.failure is None and result.died is None and not result.empty:
                 with contextlib.suppress(ResultError):  # the error of the call matters more
-                    one = self.results.only([k]) if result.kept else InlineResults(self.label, [result])
-                    values[result.rank] = one.values([0], private=True)[0]
+                    values[result.rank] = (
+                        self.results.only([k]).values([0], private=True)[0]
+                        if result.kept
+                        else decode_result(self.label, result.rank, result.value, private=True)
+                    )
         return values
 
-    def when_settled(self, callback: Callable[[], None]) -> None:
-        """Call a short function once the call has an outcome, in any thread, possibly under the state's lock. `discard`
-        takes it back."""
+    # --- what the transport and the monitor tell ------------------------------------------------------------------
+
+    def arrive(self, result: RankResult) -> None:
+        """See `Receiver`. Results of ranks whose method has returned come from the thread that reads connections."""
+        now = time.time()
         with self._lock:
-            if not self.settled:
-                self._callbacks.append(callback)
-                return
-        callback()
+            rank, failure, clock, record = result.rank, result.failure, result.clock, self._record
+            if rank not in self._pending:
+                return  # it was told dead before, or the call was abandoned
+            self._pending.discard(rank)
+            self._results[rank] = result
+            if failure is not None and not failure.method:  # made by the transport, which does not know the call
+                failure.method, failure.role = self.method, self.role
+            if result.died is None:
+                self._state.layout_versions.setdefault(self.role, {})[rank] = result.layout_version
+            if clock is not None:
+                record.received = max(record.received, clock.received)
+                record.opened = max(record.opened, clock.began - clock.received)
+                record.ran = max(record.ran, clock.ended - clock.began)
+                record.back = max(record.back, now - clock.ended)
+                record.returned += result.nbytes
+                if self.transport.synchronous:  # the call ran while it was being sent
+                    record.dispatched = min(record.dispatched or clock.received, clock.received)
+                of_rank = record.ranks.get(rank)
+                if of_rank is not None:
+                    of_rank.clock, of_rank.returned, of_rank.arrived = clock, result.nbytes, now
+            if failure is not None or result.died is not None or not self._pending:
+                # Whether an argument's call has failed, and the log of an error that nobody reads, are for the monitor:
+                # both may make an error of a user's class, whose code must not run in the thread that reads
+                # connections.
+                ask = self.transport.synchronous
+                careful = self.dropped or self._deferred
+                if ask or not (careful and any(one.failure is not None for one in self._results.values())):
+                    self._decide(time.monotonic(), ask=ask)
 
-    def when_results_arrive(self, callback: Callable[[], None]) -> None:
-        """Call a short function, in any thread, once all results have arrived. A thread that then waits for the call
-        settles it at once, without the monitor's next look. `discard` takes the function back."""
-        if not self.transport.connected:
-            self.transport_lost()
-            return
+    def look(self, now: float, deaths: Mapping[int, str]) -> None:
+        """Look for what no result tells: deaths, failed inputs, timeouts. Called by the monitor.
+
+        Args:
+            now: by the monotonic clock.
+            deaths: rank -> why its process has ended.
+        """
         with self._lock:
-            arrived, first = self._arrived, self._on_arrival is None
-            if not arrived:
-                self._on_arrival = [*(self._on_arrival or ()), callback]
-            pending = list(self._pending)
-        if arrived:
-            callback()
-        elif first:  # the transport is asked once, however many wait
-            weak = weakref.ref(self)  # a rank that never ends must not keep a call that nobody has
-
-            def results_arrived() -> None:
-                call = weak()
-                if call is not None:
-                    call._call_back_on_arrival()
-
-            self.transport.when_arrived(pending, results_arrived)
-
-    def _call_back_on_arrival(self) -> None:
+            suspects = [rank for rank in self._pending if rank not in self._alive] if self._echo else []
+        # Outside the lock: this asks the transport.
+        known = self.transport.probe(suspects[:MAX_PROBED]) if suspects else {}
+        self._alive.update(rank for rank, death in known.items() if death is None)
+        for rank, reason in {**deaths, **known}.items():
+            if reason is not None:
+                self.arrive(RankResult(rank, died=reason))
         with self._lock:
-            self._arrived = True
-            callbacks, self._on_arrival = self._on_arrival or [], []
-        for callback in callbacks:
-            callback()
-
-    def discard(self, callback: Callable[[], None]) -> None:
-        """Forget a callback: nobody waits for it any longer."""
-        with self._lock:
-            for callbacks in (self._callbacks, self._on_arrival or []):
-                if callback in callbacks:
-                    callbacks.remove(callback)
+            told = self._withdrawn
+            self._decide(now)
+            withdraw = self._sent.withdraw if self._sent is not None and self._withdrawn and not told else None
+        if withdraw is not None:  # outside the lock too
+            withdraw()
 
     def abandon(self) -> None:
         """The group is broken or closed: end the call, unless it has an outcome."""
         with self._lock:
-            dead = [rank for rank in self._pending.values() if rank in self._state.dead]
+            dead = [rank for rank in self._pending if rank in self._state.dead]
             if dead and not self._state.closed:
                 self._settle(self._death(dead, self._state.broken or ""))
             refusal = self._state.refusal()
             if refusal is not None:
                 self._settle(refusal)
             self._pending.clear()
-
-    def transport_lost(self) -> None:
-        """The transport is gone, and with it the workers: break the group, which ends this call."""
-        self._state.break_(TRANSPORT_GONE)
-        self.abandon()
+            self._state.calls.discard(self)
 
     # --- the outcome ----------------------------------------------------------------------------------------------
 
-    def _decide(self, now: float) -> None:
-        """Settle the call if its outcome is known by now. A death wins over errors, which may be its echoes."""
+    def _decide(self, now: float, *, ask: bool = True) -> None:
+        """Settle the call if its outcome is known by now. A death wins over errors, which may be its echoes.
+
+        Args:
+            now: by the monotonic clock.
+            ask: whether to ask if a call has failed whose future is an argument.
+        """
         failures = [result.failure for result in self._results.values() if result.failure is not None]
         dead = sorted(rank for rank, result in self._results.items() if result.died is not None)
-        lost_input = next((future.failed for future in self._deferred if future.failed is not None), None)
+        lost_input = next((error for future in self._deferred if (error := future.failed)), None) if ask else None
         if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
         if lost_input:
-            self._withdrawn = True  # `drive` tells the ranks
+            self._withdrawn = True  # `look` tells the ranks
         if dead:
             error = self._death(dead, self._results[dead[0]].died or "")
             for rank in dead:  # a later look must not report them again
@@ -551,7 +645,9 @@ class Call:
         elif lost_input and (failures or (self._pending and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS)):
             # Without a failure, wait: the input may have come just before its call exceeded its timeout. Ranks that are
             # busy with an earlier call tell later.
-            self._settle(self._input_error(lost_input))
+            if isinstance(lost_input, SingleControllerError):
+                lost_input = lost_input.of_consumer(self.label)
+            self._settle(lost_input)
         elif not self._pending:
             late = self._ranks_over_time() if self.transport.synchronous else []
             if late and not self.settled:
@@ -560,10 +656,8 @@ class Call:
                 self._settle(None)
         if self._pending:
             self._check_deadlines(now, failures)
-
-    def _input_error(self, error: Exception) -> Exception:
-        """The error of this call, whose deferred argument has failed."""
-        return error.of_consumer(self.label) if isinstance(error, SingleControllerError) else error
+        elif self.settled:
+            self._state.calls.discard(self)
 
     def _settle_failure(self, failures: list[Failure], now: float) -> None:
         """Raise the first cause: soon, unless it may be the echo of a death that was not reported yet."""
@@ -576,10 +670,12 @@ class Call:
             bool(self._pending)
             if waited <= DEATH_SHOWS_SECONDS
             # By now Ray has reported any death but that of a host that went silently. No rank on such a host responds.
-            else waited <= self.transport.death_seconds and not self._alive.issuperset(self._pending.values())
+            else waited <= self.transport.death_seconds and not self._alive.issuperset(self._pending)
         )
         if not self._echo and (first.may_be_echo or not self._pending or waited > OTHERS_FAIL_SECONDS):
-            self._settle(first.error(starting=self.starting, failures=failures))
+            name = StartError.__name__ if self.starting else WorkerError.__name__
+            # Made when somebody asks: it is of the class of the user's exception too.
+            self._settle(functools.cache(lambda: first.error(starting=self.starting, failures=failures)), name)
 
     def _ranks_over_time(self) -> list[int]:
         """A synchronous transport cannot interrupt a call: the ranks that took longer than its timeout."""
@@ -637,7 +733,7 @@ class Call:
 
     def _check_deadlines(self, now: float, failures: list[Failure]) -> None:
         running = now - self.started
-        late = self.late
+        late = sorted(self._pending)
         if not self.settled and self._timeout is not None and running >= self._timeout:
             # One thread per group: the first call that times out breaks it, and ends the others.
             if not self._state.timing_out:
@@ -671,22 +767,19 @@ class Call:
         error.role = self.role
         return error
 
-    def _settle(self, error: Exception | None) -> None:
+    def _settle(self, error: Exception | Callable[[], Exception] | None, name: str | None = None) -> None:
+        """Give the call its outcome, unless it has one.
+
+        Args:
+            error: the error, or what makes it; None if the call has succeeded.
+            name: the name of the error's class, where it is made later.
+        """
         if self.settled:
             return
-        self.error = error
-        self.settled = True
-        self._state.referred.discard(self)
-        if error is not None and self._source is not None:
-            self._source.fail(error)
-        if self._stats is not None:
-            self._record.settled = time.time()
-            self._record.failed = None if error is None else type(error).__name__
-            self._stats.close(self._record)
-        self._deferred, self._waiting = (), None  # a chain of futures would otherwise keep all earlier ones alive
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self._record.settled = time.time()
+        self._record.failed = name or (None if error is None else type(error).__name__)
+        self._deferred = ()  # a chain of futures would otherwise keep all earlier ones alive
+        self.outcome.set_result((lambda: error) if isinstance(error, Exception) else error)
         if self.dropped:
             self.drop()
 

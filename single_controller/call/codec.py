@@ -10,21 +10,20 @@ unless the reader asks for views.
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dispatch import jagged
 from dispatch.batch import described, imported
-from dispatch.buffer_pool import buffer_pool
 from dispatch.errors import DispatchError, ResultError
 from dispatch.modes import Join
-from dispatch.plan import CallPlan, Parameter, Shard
+from dispatch.plan import CallPlan, Parameter
 from dispatch.register import MethodSpec
+from single_controller.call.buffer_pool import buffer_pool
 
 if TYPE_CHECKING:
     import numpy
@@ -71,11 +70,6 @@ class Encoded:
         finally:
             _decoding.current = before
 
-    def decode_result(self) -> Any:
-        """Return a value whose `Encoded` has no other reader: in the shared memory as it is, or copied out of it if
-        this process already maps `MAX_MAPPED_BYTES`."""
-        return self.decode(private=_Mapped.total_bytes + self.nbytes > MAX_MAPPED_BYTES)
-
     def as_kept(self) -> KeptResult:
         """The same for `ray.get`, which decodes it."""
         return KeptResult(self.header, self.buffers, self.references)
@@ -103,12 +97,41 @@ def keep_encoded() -> Iterator[None]:
         _decoding.keep = False
 
 
-def encode(value: Any, kind: Callable[..., Encoded] = Encoded, *, in_process: bool = False) -> Encoded:
+class CallMessage(NamedTuple):
+    """What a rank is told about a call, besides the arguments.
+
+    Attributes:
+        method: name of the method.
+        role: role of the worker, if several share the process.
+        collects: whether the driver wants this rank's result.
+        joins: whether results are joined along rows, so that padding must be removed.
+        private: whether the arguments are copied into memory of the method's own.
+        total: rows of the whole batch; None if the driver cut none.
+        rows: rows of this rank's shard, padding included.
+        real: rows of this rank's shard without padding.
+        device: device to move the arguments' tensors to; None leaves them where they are.
+    """
+
+    method: str
+    role: str | None = None
+    collects: bool = True
+    joins: bool = False
+    private: bool = True
+    total: int | None = None
+    rows: int | None = None
+    real: int | None = None
+    device: str | None = None
+
+
+SEPARATE = 0
+"""Stands in a message for arguments that are sent beside it. None means no arguments."""
+
+
+def encode(value: Any, *, in_process: bool = False) -> Encoded:
     """Encode a value.
 
     Args:
         value: the value. Its tensors and arrays are not copied: the result refers to their memory.
-        kind: class of the result.
         in_process: the readers are in this process. They would see what the owner of the value writes later, so the
             buffers are copied. The value may contain references that are valid only in this process.
 
@@ -121,7 +144,7 @@ def encode(value: Any, kind: Callable[..., Encoded] = Encoded, *, in_process: bo
     encoder.reference_types = _reference_types + _in_process_types if in_process else _reference_types
     encoder.references, encoder.seen, encoder.made = [], {}, {}
     encoder.dump(value)
-    return kind(out.getvalue(), tuple(map(_copy, buffers) if in_process else buffers), tuple(encoder.references))
+    return Encoded(out.getvalue(), tuple(map(_copy, buffers) if in_process else buffers), tuple(encoder.references))
 
 
 def private_copy(value: Any) -> Any:
@@ -198,21 +221,8 @@ class _Reducers:
         if tensor and type(obj) is not torch.Tensor and jagged.is_jagged(obj):
             if reduced := jagged.reduce(obj, self.made):
                 return *reduced, None, None, _set_attributes
-        elif tensor and _is_plain_tensor(torch, obj):
-            # A batch passed for two parameters was cut into two views of the same memory; it is sent once.
-            view = (
-                type(obj),
-                obj.device,
-                obj.data_ptr(),
-                obj.dtype,
-                obj.shape,
-                obj.stride(),
-                obj.requires_grad,
-                obj.is_conj(),
-                obj.is_neg(),
-            )
-            first = self.seen.setdefault(view, obj) if obj.numel() and not vars(obj) else obj
-            return _reduce_tensor(torch, obj) if first is obj else (_identity, (first,))
+        elif tensor and (reduced := _reduce_tensor(torch, obj, self.seen)) is not None:
+            return reduced
         tensordict = imported("tensordict")
         if tensordict is not None and isinstance(obj, tensordict.TensorDictBase) and _on_cuda(obj.device):
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so
@@ -229,21 +239,6 @@ def _is_plain_array(numpy: Any, array: numpy.ndarray) -> bool:
     return cls.__reduce__ is base.__reduce__ and cls.__reduce_ex__ is base.__reduce_ex__ and not array.dtype.hasobject
 
 
-def _is_plain_tensor(torch: Any, tensor: Any) -> bool:
-    """Whether bytes, dtype, shape and attributes are the whole tensor. True also for subclasses that add only
-    methods."""
-    base, cls = torch.Tensor, type(tensor)
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and tensor.device.type in ("cpu", "cuda")
-        and cls.__reduce_ex__ is base.__reduce_ex__
-        and cls.__torch_dispatch__ is base.__torch_dispatch__
-        and getattr(cls, "__getstate__", None) is getattr(base, "__getstate__", None)
-    )
-
-
 def _identity(value: Any) -> Any:
     return value
 
@@ -258,12 +253,33 @@ def _reduce_array(numpy: Any, array: numpy.ndarray) -> tuple[Any, ...]:
     return _make_array, (pickle.PickleBuffer(data), array.dtype, array.shape, order, cls)
 
 
-def _reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
-    plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+def _reduce_tensor(torch: Any, tensor: Any, seen: dict[Any, Any]) -> tuple[Any, ...] | None:
+    """Reduce a tensor of which bytes, dtype, shape and attributes are all, also one of a subclass that adds only
+    methods; None for any other."""
+    base, cls = torch.Tensor, type(tensor)
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.device.type not in ("cpu", "cuda")
+        or cls.__reduce_ex__ is not base.__reduce_ex__
+        or cls.__torch_dispatch__ is not base.__torch_dispatch__
+        or getattr(cls, "__getstate__", None) is not getattr(base, "__getstate__", None)
+    ):
+        return None
+    attributes = vars(tensor) or None
+    if attributes is None and tensor.numel():
+        # A batch passed for two parameters was cut into two views of the same memory; it is sent once.
+        flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+        view = (cls, tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags)
+        first = seen.setdefault(view, tensor)
+        if first is not tensor:
+            return _identity, (first,)
+    plain = tensor.detach().as_subclass(base).cpu().resolve_conj().resolve_neg().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy()
-    cls = None if type(tensor) is torch.Tensor else type(tensor)
-    made = (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, cls)
-    return _make_tensor, made, vars(tensor) or None, None, None, _set_attributes
+    kind = None if cls is base else cls
+    made = (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, kind)
+    return _make_tensor, made, attributes, None, None, _set_attributes
 
 
 def _make_array(buffer: Any, dtype: numpy.dtype, shape: tuple[int, ...], order: Any, cls: Any) -> numpy.ndarray:
@@ -315,9 +331,9 @@ def _memory(buffer: Any) -> numpy.ndarray:
     owner = memoryview(buffer).obj
     if private or isinstance(owner, bytes):
         return _copy(buffer)
-    if isinstance(owner, (numpy.ndarray, bytearray)):  # not the store: copied by `encode`, or out of a message
-        return numpy.frombuffer(buffer, numpy.uint8)
-    return numpy.asarray(_Mapped(numpy.frombuffer(buffer, numpy.uint8)))
+    shared = numpy.frombuffer(buffer, numpy.uint8)
+    # Not the store's memory: copied by `encode`, or out of a message.
+    return shared if isinstance(owner, (numpy.ndarray, bytearray)) else numpy.asarray(_Mapped(shared))
 
 
 class _Mapped:
@@ -349,22 +365,58 @@ class _Mapped:
             _Mapped.total_bytes -= self._shared.nbytes
 
 
-# --- errors about values ------------------------------------------------------------------------------------------
+# --- calls and results ------------------------------------------------------------------------------------------
 
 
-def encode_arguments(spec: MethodSpec, values: dict[Parameter, Any], *, in_process: bool = False) -> Encoded | None:
-    """Encode arguments of a call; None if there are none. See `encode`.
+def encode_call(
+    spec: MethodSpec, plan: CallPlan, *, in_process: bool = False
+) -> list[tuple[int, CallMessage, Encoded | None, Encoded | None]]:
+    """Encode a call. Ranks that are told the same share the objects: each distinct shard is encoded once.
+
+    Args:
+        spec: the method.
+        plan: which rank gets what.
+        in_process: see `encode`.
+
+    Returns:
+        For each called rank: the rank, its message, the arguments that all ranks get, and its shard; None for no
+        arguments.
 
     Raises:
-        DispatchError: one of them cannot be pickled.
+        DispatchError: an argument cannot be pickled.
     """
+    parts = [plan.whole, *(shard.values for shard in plan.shards)]
     try:
-        return encode(values, in_process=in_process) if values else None
+        whole, *shards = [encode(values, in_process=in_process) if values else None for values in parts]
     except Exception as error:
-        key = next((key for key, value in values.items() if not can_encode(value, in_process=in_process)), None)
-        name = None if key is None else spec.parameter(key)
-        what = "an argument" if key is None else f"argument {name!r}, {described(values[key])},"
-        raise _cannot_send(f"{spec.label}(): {what}", error, spec.name, name) from error
+        raise _argument_error(spec, parts, error, in_process) from error
+    how, join, collecting = spec.registration, plan.join is Join.ROWS, frozenset(plan.collecting)
+    messages: dict[tuple[int, bool], CallMessage] = {}
+    encoded = []
+    for rank, number in enumerate(plan.shard_of):
+        if number is None:
+            continue
+        collects = rank in collecting
+        message = messages.get((number, collects))
+        if message is None:
+            rows = plan.rows, plan.shards[number].rows, plan.shards[number].real
+            private = how.inputs == "copy"
+            message = CallMessage(spec.name, spec.role, collects, join, private, *rows, how.device)
+            messages[number, collects] = message
+        encoded.append((rank, message, whole, shards[number]))
+    return encoded
+
+
+def _argument_error(
+    spec: MethodSpec, parts: list[dict[Parameter, Any]], error: Exception, in_process: bool
+) -> DispatchError:
+    """The error of a call of which an argument cannot be pickled."""
+    given = ((key, value) for values in parts for key, value in values.items())
+    for key, value in given:
+        if not can_encode(value, in_process=in_process):
+            name = spec.parameter(key)
+            return _cannot_send(f"{spec.label}(): argument {name!r}, {described(value)},", error, spec.name, name)
+    return _cannot_send(f"{spec.label}(): an argument", error, spec.name, None)
 
 
 def check_encodable(made: ClassWithInitArgs, error: Exception) -> None:
@@ -389,74 +441,30 @@ def _cannot_send(what: str, error: Exception, method: str, argument: str | None)
     )
 
 
-def decoded(method: str, rank: int, decode: Callable[[], Any]) -> Any:
+def decode_result(label: str, rank: int, encoded: Encoded | None, *, private: bool, shared: bool = True) -> Any:
     """Decode the result of a rank.
+
+    Args:
+        label: the call's method, for messages.
+        rank: the rank.
+        encoded: the result; None stands for None.
+        private: whether the value needs memory of its own.
+        shared: whether others read the same buffers. If not, even a private value may stay in the shared memory, unless
+            this process already maps `MAX_MAPPED_BYTES`.
 
     Raises:
         ResultError: it cannot be unpickled in this process.
     """
+    if encoded is None:
+        return None
     try:
-        return decode()
+        return encoded.decode(
+            private=private and (shared or _Mapped.total_bytes + encoded.nbytes > MAX_MAPPED_BYTES),
+        )
     except Exception as error:
         raise ResultError(
-            f"{method}(): the result of rank {rank} arrived but cannot be unpickled here: "
+            f"{label}(): the result of rank {rank} arrived but cannot be unpickled here: "
             f"{type(error).__name__}: {error}. Return plain data, or make its class importable in this process",
-            method=method,
+            method=label,
             rank=rank,
         ) from error
-
-
-# --- messages -----------------------------------------------------------------------------------------------------
-
-
-class CallMessage(NamedTuple):
-    """What a rank is told about a call, besides the arguments.
-
-    Attributes:
-        method: name of the method.
-        role: role of the worker, if several share the process.
-        collects: whether the driver wants this rank's result.
-        joins: whether results are joined along rows, so that padding must be removed.
-        private: whether the arguments are copied into memory of the method's own.
-        total: rows of the whole batch; None if the driver cut none.
-        rows: rows of this rank's shard, padding included.
-        real: rows of this rank's shard without padding.
-        device: device to move the arguments' tensors to; None leaves them where they are.
-    """
-
-    method: str
-    role: str | None = None
-    collects: bool = True
-    joins: bool = False
-    private: bool = True
-    total: int | None = None
-    rows: int | None = None
-    real: int | None = None
-    device: str | None = None
-
-
-def call_message(spec: MethodSpec, plan: CallPlan, shard: Shard, *, collects: bool) -> CallMessage:
-    """The message for the ranks of one shard."""
-    how = spec.registration
-    joins, private = plan.join is Join.ROWS, how.inputs == "copy"
-    rows = plan.rows, shard.rows, shard.real
-    return CallMessage(spec.name, spec.role, collects, joins, private, *rows, how.device)
-
-
-BESIDE = 0
-"""Placeholder in a message for arguments that are sent separately. None means no arguments."""
-
-
-def decode_message(data: bytes, beside: tuple[Encoded, ...]) -> tuple[CallMessage, Encoded | None, Encoded | None]:
-    """Decode (message, whole arguments, shard); arguments that were sent separately are inserted."""
-    message, whole, shard = _unpickle_again(data) if len(data) <= _SHORT_BYTES else pickle.loads(data)
-    if beside:
-        rest = iter(beside)
-        whole, shard = (next(rest) if encoded == BESIDE else encoded for encoded in (whole, shard))
-    return message, whole, shard
-
-
-_SHORT_BYTES = 256
-"""Messages of this size are often the same as before. What they hold does not change, so it is kept."""
-
-_unpickle_again = functools.lru_cache(maxsize=64)(pickle.loads)

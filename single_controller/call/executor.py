@@ -16,7 +16,7 @@ from dispatch.errors import BatchError, DispatchError, ResultError, SingleContro
 from dispatch.move import move
 from dispatch.plan import DeferredArgument, Parameter, split_arguments
 from dispatch.register import label, method_spec
-from single_controller.call.codec import CallMessage, Encoded, KeptResult, encode
+from single_controller.call.codec import CallMessage, Encoded, encode
 from single_controller.call.errors import GroupBrokenError
 from single_controller.call.joining import CallResults, Located
 from single_controller.call.result import Failure, RankResult
@@ -150,9 +150,7 @@ class Executor:
         ended = time.time()
         return RankResult(info.rank, clock=Clock(begun, begun, ended, ended))
 
-    def run(
-        self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, received: float, *, keep: bool = False
-    ) -> tuple[RankResult, Encoded | BaseException | None]:
+    def run(self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, received: float) -> RankResult:
         """Run one call.
 
         Args:
@@ -160,10 +158,6 @@ class Executor:
             whole: the arguments that all ranks get.
             shard: the arguments of this rank's shard.
             received: when the call arrived, in seconds since the epoch.
-            keep: return the encoded result beside the `RankResult` instead of inside it.
-
-        Returns:
-            The `RankResult`, and, with ``keep``, the encoded result, or the exception that the method raised.
         """
         alike = False
         entry = object()
@@ -200,27 +194,25 @@ class Executor:
             began = time.time()
             value = self.call(message.role, message.method, args, kwargs)
             ended = time.time()
-            result = RankResult(-1 if self.info is None else self.info.rank)
+            empty = False
             if not message.collects:
                 value = None
             elif message.joins and rows is not None and real is not None and real != rows:
-                result.empty = real == 0
+                empty = real == 0
                 value = self._trim(message.method, value, rows, real)
-            returned = self._encode(message, value, result, KeptResult if keep else Encoded)
+            encoded, length, not_rows = (None, None, None) if value is None else self._encode(message, value)
             # After the method, which may have registered coordinates: the driver then asks for the new layout.
-            result.layout_version = self.workers[message.role]._report().version
-            result.clock = Clock(received, began, ended, time.time())
+            version = self.workers[message.role]._report().version
+            nbytes, clock = 0 if encoded is None else encoded.nbytes, Clock(received, began, ended, time.time())
+            rank = -1 if self.info is None else self.info.rank
+            return RankResult(rank, version, encoded, length, not_rows, empty, nbytes, clock)
         except BaseException as error:  # a KeyboardInterrupt in the method too: the driver waits for a result
             if self._reraise(error):
                 raise
             alike = self._refusing or (alike and isinstance(error, SingleControllerError))
-            return self.failed(error, message.method, message.role, alike=alike), error
+            return self.failed(error, message.method, message.role, alike=alike)
         finally:
             del self._calls[entry]
-        result.kept = keep
-        if not keep:
-            result.value = returned
-        return result, returned
 
     def call_directly(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`call`, on behalf of a process that has the transport's handle of the rank instead of the group."""
@@ -282,23 +274,20 @@ class Executor:
                     except Exception:  # the others must still run
                         logger.warning("%s failed to clean up", type(worker).__name__, exc_info=True)
 
-    def _encode(self, message: CallMessage, value: Any, result: RankResult, kind: type[Encoded]) -> Encoded | None:
-        """Encode what the method returned, and note its rows and size. None on a rank without a value."""
-        if value is None and kind is Encoded:
-            return None
+    def _encode(self, message: CallMessage, value: Any) -> tuple[Encoded, int | None, str | None]:
+        """Encode what the method returned. Returns its number of rows too, or why it has none."""
+        length, not_rows = None, None
         try:
-            result.rows = None if value is None else batch.length(value)
+            length = batch.length(value)
         except BatchError as error:
-            result.not_rows = str(error)
+            not_rows = str(error)
         try:
-            encoded = encode(value, kind, in_process=self._in_process)
+            return encode(value, in_process=self._in_process), length, not_rows
         except Exception as error:
             raise TypeError(
                 f"the result of {message.method}(), {batch.described(value)}, cannot be pickled: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        result.nbytes = encoded.nbytes
-        return encoded
 
     def locate_arguments(self, asked: Sequence[Asked], count: int) -> list[dict[Parameter | None, Any]]:
         """Locate the deferred arguments of a call on behalf of all its ranks.

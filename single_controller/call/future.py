@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures as cf
-import contextlib
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar, cast
 
 from dispatch.batch import Deferred
@@ -16,7 +15,6 @@ from dispatch.plan import DeferredArgument
 from single_controller.call.call import Call
 from single_controller.call.errors import CallTimeoutError
 from single_controller.call.joining import CallResults, Located, join_results
-from single_controller.call.monitor import monitor
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -54,7 +52,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
             SingleControllerError: the call's error.
         """
         if self._call is not None:
-            monitor.wait(self._call, timeout)
+            self._call.wait(timeout)
             if not self._value:
                 self._value.append(self._call.value())
         else:
@@ -75,7 +73,8 @@ class WorkerFuture(Deferred, Generic[R_co]):
     def done(self) -> bool:
         """Whether the call has ended, with or without an error."""
         if self._call is not None:
-            return monitor.poll(self._call)
+            self._call.check_process()
+            return self._call.settled
         try:
             self._source()[0].wait(timeout=0.0)
         except CallTimeoutError:
@@ -111,7 +110,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
     def wait(self) -> None:
         """Wait until the call has ended, with or without an error."""
         if self._call is not None:
-            monitor.wait(self._call)
+            self._call.wait()
 
     def check_argument(self) -> None:
         """See `dispatch.batch.Deferred`."""
@@ -147,10 +146,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
         if call is None:  # in another process, only a thread can wait
             return await _in_thread(self.result)
         call.check_process()
-        # The first to come: the last result, or an outcome without it. Each is told in a thread of the library.
-        await _told(call, call.when_settled, call.when_results_arrive)
-        if not monitor.poll(call):  # an error that may be the echo of a death: the monitor finds out
-            await _told(call, call.when_settled)
+        await asyncio.wrap_future(call.outcome)
         # Fetching, unpickling and joining may take time, in which the event loop goes on.
         return self.result() if call.is_plain else await _in_thread(self.result)
 
@@ -166,50 +162,17 @@ class WorkerFuture(Deferred, Generic[R_co]):
         return f"<WorkerFuture of {self._call.label}(), {state}>"
 
 
-async def _told(call: Call, *registrations: Callable[[Callable[[], None]], None]) -> None:
-    """Wait until a call has called back."""
-    loop = asyncio.get_running_loop()
-    told = loop.create_future()
-
-    def wake() -> None:
-        if not told.done():  # it is cancelled when the task is
-            told.set_result(None)
-
-    def tell() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(wake)
-
-    for register in registrations:
-        register(tell)
-    try:
-        await told
-    finally:
-        call.discard(tell)  # the task may have been cancelled, and the call may run for hours
-
-
-async def _in_thread(function: Callable[[], R_co]) -> R_co:
-    """Run a function in a thread of its own: those of the loop's executor are few, and every one of them might wait."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[R_co] = loop.create_future()
+def _in_thread(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
+    """Run a function in a thread "future-wait" of its own: those of the loop's executor are few, and every one of them
+    might wait."""
+    done: Future[R_co] = Future()
+    done.set_running_or_notify_cancel()  # cancelling the task must not make the thread's result an error
 
     def run() -> None:
-        done: cf.Future[R_co] = cf.Future()
         try:
             done.set_result(function())
         except BaseException as error:
             done.set_exception(error.with_traceback(None))
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(_copy, done, outcome)
 
     threading.Thread(target=run, name="future-wait", daemon=True).start()
-    return await outcome
-
-
-def _copy(done: cf.Future[R_co], outcome: asyncio.Future[R_co]) -> None:
-    if outcome.done():  # it is cancelled when the task is
-        return
-    error = done.exception()
-    if error is None:
-        outcome.set_result(done.result())
-    else:
-        outcome.set_exception(error)
+    return asyncio.wrap_future(done)

@@ -14,17 +14,15 @@ from dispatch.checks import check_seconds
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout
 from dispatch.modes import Mode, has_axes
-from dispatch.plan import CallPlan, plan_call
+from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
-from single_controller.call.call import TRANSPORT_GONE, Call, GroupState
+from single_controller.call.call import TRANSPORT_GONE, Call, GroupState, monitor
 from single_controller.call.closing import Closing
 from single_controller.call.errors import ForkedProcessError, ranks_text
-from single_controller.call.execute import CallsByName, Planner
 from single_controller.call.future import WorkerFuture
 from single_controller.call.layout_report import layout_from
 from single_controller.call.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
-from single_controller.call.monitor import monitor
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.call.status import GroupStatus, group_status
 from single_controller.call.supervision import OnDeath, Replay, ReplayLog, Watcher, check_alone, check_ranks, restart
@@ -35,6 +33,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ERROR_GRACE_SECONDS = 5.0
+
+Planner = Callable[[MethodSpec, Layout, tuple[Any, ...], dict[str, Any]], CallPlan]
 
 RESERVED = frozenset({"resource_pool"})
 """Names that a group uses, besides the attributes of its class."""
@@ -76,7 +76,7 @@ def _axis_size(axis: str, meaning: str) -> property:
     )
 
 
-class WorkerGroup(CallsByName, Closing):
+class WorkerGroup(Closing):
     """Workers of one class, one per rank. Their registered methods are methods of the group.
 
     ``group.m(x)`` shards the arguments as the method declares, runs it on the ranks and joins the results. Several
@@ -103,6 +103,7 @@ class WorkerGroup(CallsByName, Closing):
             table.check_names(reserved)
             if role in reserved:
                 raise DispatchError(f"{role!r} is a name that a worker group uses itself: rename the role")
+        monitor.start()
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
         self._replays = ReplayLog(self._state)
         self._records: dict[str | None, _RoleRecord] = {role: _RoleRecord() for role in (None, *classes)}
@@ -281,7 +282,7 @@ class WorkerGroup(CallsByName, Closing):
             self._state.check_process()
         except ForkedProcessError:
             return  # the workers belong to the process that this one was forked from
-        monitor.forget(self._state.close())
+        self._state.close()
         self._replays.clear()
         if self._state.transport is not None:
             self._state.transport.kill()
@@ -352,28 +353,82 @@ class WorkerGroup(CallsByName, Closing):
         begun = time.time()
         self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
-        plan = self._plan(spec, args, kwargs, options)
-        call = self._send(spec, plan, future=not blocking, options=options, begun=begun)
+        call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         if not blocking:
             return WorkerFuture(call)
-        monitor.wait(call, just_sent=True)
+        call.wait()
         return call.value()
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
-        """See `CallsByName`."""
+        """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
         begun = time.time()
         self._check()
         spec = self._any_method(name)
         layout = _without_coordinates(self.world_size)
-        call = self._send(spec, plan(spec, layout, args, kwargs), future=not wait, begun=begun)
+        call = self._send(spec, plan(spec, layout, args, kwargs), begun=begun)
         if spec.registration.replay:
             self._log_replay(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
         if not wait:
             return call.refs()
-        monitor.wait(call, just_sent=True)
+        call.wait()
         return call.value()
+
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Same as `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call any method, registered or not, on all ranks without waiting.
+
+        Args:
+            method_name: name of the method.
+            args: if every argument is a list of length world_size, rank i gets item i of each. If none is a list, every
+                rank gets them unchanged. ``Broadcast(x)`` is always sent whole.
+            kwargs: likewise.
+
+        Returns:
+            The transport's references, one per rank; ObjectRefs on Ray.
+
+        Raises:
+            AttributeError: the worker has no such method.
+            DispatchError: only some arguments are lists, or a list has another length.
+        """
+        refs: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=False)
+        return refs
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`execute_all_async`, but wait and return the results by rank.
+
+        Raises:
+            SingleControllerError: a rank raised or died, besides what `execute_all_async` raises.
+        """
+        results: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=True)
+        return results
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Same as `execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call any method on rank 0 alone, with unchanged arguments, without waiting.
+
+        Returns:
+            The transport's reference to the result; an ObjectRef on Ray.
+
+        Raises:
+            AttributeError: the worker has no such method.
+        """
+        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """`execute_rank_zero_async`, but wait and return the value.
+
+        Raises:
+            SingleControllerError: the rank raised or died, besides what `execute_rank_zero_async` raises.
+        """
+        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=True)
 
     def _check(self) -> None:
         """Raise unless the group takes calls. During a restart, wait for its end first."""
@@ -403,9 +458,8 @@ class WorkerGroup(CallsByName, Closing):
         self,
         spec: MethodSpec,
         plan: CallPlan,
-        *,
-        future: bool,
         options: CallOptions = DECLARED,
+        *,
         begun: float | None = None,
         recorded: bool = True,
     ) -> Call:
@@ -413,8 +467,12 @@ class WorkerGroup(CallsByName, Closing):
         with state.sending:
             state.check()  # again: another thread may have closed the group while this one waited
             transport = self._transport
+            stats = self._records[self._role].stats if recorded else None
+            call = Call(
+                state, spec, plan, transport, timeout=options.timeout, stats=stats, begun=begun, device=options.device
+            )
             try:
-                sent = transport.send(spec, plan, future=future)
+                sent = transport.send(spec, plan, call)
             except PartlySentError as error:
                 # The ranks that have the call would wait for the others in its first collective.
                 cause, reached = error.__cause__, ranks_text(error.reached)
@@ -428,16 +486,9 @@ class WorkerGroup(CallsByName, Closing):
                     # Ctrl-C in the middle: some ranks may have the call and others not. The next collective would hang.
                     state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
                 raise
-            stats = self._records[self._role].stats if recorded else None
-            call = Call(
-                state, spec, plan, sent, timeout=options.timeout, stats=stats, begun=begun, device=options.device
-            )
             state.sent += 1
             call.number = state.sent
-        if future and transport.synchronous:
-            monitor.poll(call)  # it has already ended
-        elif future:
-            monitor.watch(call)
+            call.sent(sent)
         return call
 
     # --- the layout ---------------------------------------------------------------------------------------------------
@@ -448,8 +499,6 @@ class WorkerGroup(CallsByName, Closing):
         if self._table is None:
             names = ", ".join(f"group.{role}.layout" for role in self.roles)
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
-        for call in self._running_references():
-            monitor.poll(call)  # the call may have ended, and registered something new, unnoticed by this process
         record, known = self._records[self._role], self._records[self._role].layout
         with self._state.lock:  # the monitor's thread adds the ranks of calls that end
             latest = dict(self._state.layout_versions.get(self._role, {}))
@@ -461,14 +510,10 @@ class WorkerGroup(CallsByName, Closing):
             known = record.layout = self._ask_layout()
         return known[1]
 
-    def _running_references(self) -> list[Call]:
-        with self._state.lock:
-            return list(self._state.referred)
-
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:
         spec = self._any_method("_report")
-        call = self._send(spec, CallPlan.empty(self.world_size), future=False, recorded=False)
-        monitor.wait(call, just_sent=True)
+        call = self._send(spec, CallPlan.empty(self.world_size), recorded=False)
+        call.wait()
         reports = call.value()
         return {rank: result.layout_version for rank, result in call.rank_results().items()}, layout_from(reports)
 
@@ -495,15 +540,31 @@ class WorkerGroup(CallsByName, Closing):
         raise NotImplementedError(f"{type(self).__name__} does not restart")
 
     def _wait_for_constructors(
-        self, transport: Transport, plan: CallPlan, sent: Sent, timeout: float | None, state: GroupState | None = None
+        self,
+        transport: Transport,
+        plan: CallPlan,
+        send: Callable[[Call], Sent],
+        timeout: float | None,
+        state: GroupState | None = None,
     ) -> None:
+        """Have ranks run their constructors.
+
+        Args:
+            transport: what carries that call.
+            plan: has the ranks.
+            send: sends it.
+            timeout: seconds that it may take, or None.
+            state: the state that the call belongs to; by default the group's.
+
+        Raises:
+            SingleControllerError: the error of the call.
+        """
         spec = method_spec(Worker, "__init__")
         if spec is None:
             raise TypeError("Worker has no constructor")
-        call = Call(state or self._state, spec, plan, sent, transport=transport, timeout=timeout, starting=True)
-        monitor.wait(call)
-        if call.error is not None:
-            raise call.error
+        call = Call(state or self._state, spec, plan, transport, timeout=timeout, starting=True)
+        call.sent(send(call))
+        wait_and_check(call)
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         if ranks is None:
@@ -522,10 +583,7 @@ class WorkerGroup(CallsByName, Closing):
             if ranks is not None:
                 plan = plan.only(ranks)
             if plan.ranks:
-                call = group._send(replay.spec, plan, future=False, options=replay.options)
-                monitor.wait(call)
-                if call.error is not None:
-                    raise call.error
+                wait_and_check(group._send(replay.spec, plan, replay.options))
 
     def _log_replay(
         self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[WorkerGroup], CallPlan]
@@ -602,6 +660,13 @@ class WorkerGroup(CallsByName, Closing):
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
         what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
+
+
+def wait_and_check(call: Call) -> None:
+    """Wait for a call, and raise its error."""
+    call.wait()
+    if call.error is not None:
+        raise call.error
 
 
 @functools.lru_cache(maxsize=64)

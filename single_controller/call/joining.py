@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
 from dispatch.rows import share_rows
-from single_controller.call.codec import decoded, private_copy
+from single_controller.call.codec import private_copy
 from single_controller.call.result import RankResult
 
 
@@ -29,11 +28,7 @@ class CallResults(Protocol):
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
         """Wait until all ranks have ended; the collecting ranks' `RankResult`s, in order. Raise the call's error as
-        soon as one rank has failed or died, or `fail` was called, and `CallTimeoutError` after ``timeout`` seconds."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """The call has this error, whether or not its ranks have ended: whoever waits in this process gets it."""
+        soon as it has one, and `CallTimeoutError` after ``timeout`` seconds."""
         ...
 
     def refs(self) -> list[Any]:
@@ -53,65 +48,43 @@ class CallResults(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class InlineResults:
-    """Results that came inside the `RankResult`s. Only `values` is needed of them.
-
-    Attributes:
-        label: the call's method, for messages.
-        results: the collecting ranks' results, in order.
-    """
-
-    label: str
-    results: Sequence[RankResult]
-
-    def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
-        """See `CallResults.values`."""
-        # Nobody else reads these values, so even a private one may stay in shared memory.
-        return [
-            None
-            if (encoded := self.results[k].value) is None
-            else decoded(
-                self.label,
-                self.results[k].rank,
-                encoded.decode_result if private else functools.partial(encoded.decode, private=False),
-            )
-            for k in which
-        ]
-
-
-def join_results(
-    source: CallResults | InlineResults, results: list[RankResult], join: Join, *, private: bool = True
-) -> Any:
+def join_results(source: CallResults, results: Sequence[RankResult], join: Join, *, private: bool = True) -> Any:
     """The whole value of a call, as its mode promises it.
 
     Raises:
         ResultError: the results cannot be joined.
     """
-    return _join(
-        source, [k for k, result in enumerate(results) if not (join is Join.ROWS and result.empty)], join, private
-    )
+    which = [k for k, result in enumerate(results) if not (join is Join.ROWS and result.empty)]
+    return _fetch_and_join(source, which, join, private)
 
 
-def _join(source: CallResults | InlineResults, which: Sequence[int], join: Join, private: bool) -> Any:
-    if join is not Join.ROWS:
-        values = source.values(which, private=private)
-        return values if join is Join.LIST else values[0]
-    if len(which) == 1:
-        values, must_copy = source.values(which, private=private), False
+def _fetch_and_join(source: CallResults, which: Sequence[int], join: Join, private: bool) -> Any:
+    if join is Join.ROWS and len(which) > 1:
+        values, _ = _values_to_join(source, which, private)
     else:
-        values, must_copy = _values_to_join(source, which, private)
+        values = source.values(which, private=private)
+    return join_values(source.label, values, join)
+
+
+def join_values(label: str, values: list[Any], join: Join) -> Any:
+    """Make one value of the results of ranks.
+
+    Raises:
+        ResultError: they cannot be joined.
+    """
+    if join is not Join.ROWS:
+        return values if join is Join.LIST else values[0]
     try:
-        if must_copy or len(values) > 1:
+        if len(values) > 1:
             return batch.join(values)
         if values[0] is not None and batch.length(values[0]) is None:
             raise BatchError(f"{batch.describe(values[0])} has no rows to join")
         return values[0]
     except BatchError as error:
         raise ResultError(
-            f"{source.label}(): the results of {len(values)} ranks cannot be joined: {error}. Use a mode that returns "
+            f"{label}(): the results of {len(values)} ranks cannot be joined: {error}. Use a mode that returns "
             "a list by rank instead, such as Dispatch.DP_COMPUTE_METRIC or ONE_TO_ALL",
-            method=source.label,
+            method=label,
         ) from error
 
 
@@ -154,7 +127,7 @@ class Located:
         if self.item:
             return source.values(self.which, private=private)[0]
         if self.cuts is None:
-            return _join(source, self.which, self.join, private)
+            return _fetch_and_join(source, self.which, self.join, private)
         if self.join is Join.LIST:
             items = source.values(self.which, private=private)
             return [items[k] for k, start, stop in self.cuts if stop > start]
@@ -243,7 +216,7 @@ def _lengths(source: CallResults, results: list[RankResult], join: Join) -> list
     return lengths
 
 
-def _values_to_join(source: CallResults | InlineResults, which: Sequence[int], private: bool) -> tuple[list[Any], bool]:
+def _values_to_join(source: CallResults, which: Sequence[int], private: bool) -> tuple[list[Any], bool]:
     """Results that are about to be joined, and whether only joining gives all of them memory of their own.
 
     Joining copies tensors and arrays anyway, so they are fetched as views. Everything else is copied here.

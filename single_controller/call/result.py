@@ -7,13 +7,12 @@ import functools
 import logging
 import math
 import os
-import pickle
 import re
 import time
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import dispatch
 from dispatch.errors import ResultError, SingleControllerError
@@ -311,15 +310,13 @@ _DISPATCH = os.path.dirname(os.path.abspath(dispatch.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-@dataclass(slots=True)
-class RankResult:
-    """How a call ended on one rank.
+class RankResult(NamedTuple):
+    """How a call ended on one rank. It is also the message in which the rank says so.
 
     Attributes:
         rank: the rank.
         layout_version: version of the worker's `LayoutReport` after the call.
-        value: the encoded result, if the driver waits for it and this rank collects. None also stands for a result
-            of None.
+        value: the encoded result, if this rank collects. None also stands for a result of None.
         rows: rows of the result, if it is a batch.
         not_rows: why the result cannot be cut into rows.
         empty: whether all rows of this rank's shard were padding, so that there is nothing to join.
@@ -341,19 +338,3 @@ class RankResult:
     failure: Failure | None = None
     kept: bool = False
     died: str | None = None
-
-    def to_message(self) -> bytes:
-        """Encode for the way back."""
-        # A plain tuple: pickle would write the name of a named tuple's class into each message.
-        clock = None if self.clock is None else tuple(self.clock)
-        parts = self.rank, self.layout_version, self.value, self.rows, self.not_rows, self.empty, self.nbytes
-        return pickle.dumps((*parts, clock, self.failure, self.kept, self.died), protocol=5)
-
-    @classmethod
-    def from_message(cls, message: bytes | RankResult) -> RankResult:
-        """Decode what `to_message` returned."""
-        if not isinstance(message, bytes):
-            return message
-        result = cls(*pickle.loads(message))
-        result.clock = None if result.clock is None else Clock(*result.clock)
-        return result

@@ -12,7 +12,6 @@ and return are only as exact as the clocks agree.
 from __future__ import annotations
 
 import json
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,12 +60,6 @@ class RankRecord:
     clock: Clock | None = None
     arrived: float = 0.0
 
-    @property
-    def answered(self) -> float:
-        """Deprecated name of ``arrived``."""
-        warnings.warn("RankRecord.answered was renamed to arrived", DeprecationWarning, stacklevel=2)
-        return self.arrived
-
 
 @dataclass(slots=True)
 class CallRecord:
@@ -99,25 +92,6 @@ class CallRecord:
     ran: float = 0.0
     back: float = 0.0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
-
-    def add(self, rank: int, clock: Clock, nbytes: int, arrived: float) -> None:
-        """A rank has returned.
-
-        Args:
-            rank: the rank.
-            clock: when it did what.
-            nbytes: bytes of its result.
-            arrived: when its `RankResult` arrived here.
-        """
-        self.received = max(self.received, clock.received)
-        self.opened = max(self.opened, clock.began - clock.received)
-        self.ran = max(self.ran, clock.ended - clock.began)
-        self.back = max(self.back, arrived - clock.ended)
-        self.returned += nbytes
-        if self.ranks:  # `CallStats.record_ranks` may drop them at any time
-            record = self.ranks.get(rank)
-            if record is not None:
-                record.clock, record.returned, record.arrived = clock, nbytes, arrived
 
     def phases(self) -> dict[str, float]:
         """Seconds in each phase; those of the slowest rank where ranks take part."""
@@ -181,16 +155,21 @@ class Stats:
 
 
 class CallStats:
-    """The records of one group. Recording costs a call a few microseconds.
+    """The records of one group. A call appends its record to `calls` and fills it in: that is all that recording costs.
 
-    No lock: calls are opened by one thread at a time (`GroupState.sending`) and closed under `GroupState.lock`. Beside
-    these, `record_ranks` and `stats` only read the deque and replace attributes.
+    No lock: calls are appended and trimmed by one thread at a time (`GroupState.sending`), and filled in under
+    `GroupState.lock`. Any thread may read.
+
+    Attributes:
+        calls: the latest calls, oldest first.
+        recorded: how many of the latest calls keep their ranks.
     """
 
     def __init__(self) -> None:
-        self._calls: deque[CallRecord] = deque()
-        self._methods: dict[str, MethodStats] = {}
-        self._recorded = 0
+        self.calls: deque[CallRecord] = deque()
+        self.recorded = 0
+        self._methods: dict[str, MethodStats] = {}  # of the calls that are not in `calls` any more
+        self._unsettled: list[CallRecord] = []  # those of them that had no outcome yet
 
     def record_ranks(self, calls: int) -> None:
         """Keep the ranks of that many of the latest calls, from the next call on; 0 drops those that are kept.
@@ -200,49 +179,45 @@ class CallStats:
         """
         if not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
             raise ValueError(f"record_ranks(calls={calls!r}): expected a number of calls; 0 keeps none")
-        self._recorded = calls
-        known = list(self._calls)
+        self.recorded = calls
+        known = list(self.calls)
         for record in known[: max(0, len(known) - calls)]:
             record.ranks = {}
 
-    def open(self, record: CallRecord, sent: Mapping[int, int]) -> None:
-        """A call was sent.
-
-        Args:
-            record: the call.
-            sent: rank -> bytes of arguments.
-        """
-        record.sent = sum(sent.values())
-        calls, recorded = self._calls, self._recorded
-        if recorded:
-            record.ranks = {rank: RankRecord(nbytes) for rank, nbytes in sent.items()}
-            if len(calls) >= recorded:
-                calls[-recorded].ranks = {}
-        calls.append(record)
+    def trim(self) -> None:
+        """Keep no more than the latest calls, and no more of their ranks than was asked for."""
+        calls, recorded = self.calls, self.recorded
+        if recorded and len(calls) > recorded:
+            calls[-recorded - 1].ranks = {}
         while len(calls) > max(KEPT_CALLS, recorded):
-            calls.popleft()
-
-    def close(self, record: CallRecord) -> None:
-        """A call has an outcome."""
-        stats = self._methods.setdefault(record.method, MethodStats())
-        stats.calls += 1
-        stats.failed += record.failed is not None
-        stats.sent += record.sent
-        stats.returned += record.returned
-        totals = stats.seconds
-        for phase, seconds in record.phases().items():
-            totals[phase] = totals.get(phase, 0.0) + seconds
-
-    def add_join(self, record: CallRecord, seconds: float) -> None:
-        """The results were joined; only the first time counts."""
-        if not record.joined:
-            record.joined = seconds
-            totals = self._methods.setdefault(record.method, MethodStats()).seconds
-            totals["join"] = totals.get("join", 0.0) + seconds
+            self._unsettled.append(calls.popleft())
+        still = []
+        for record in self._unsettled:
+            if record.settled:
+                _add(self._methods, record)
+            else:
+                still.append(record)
+        self._unsettled = still
 
     def stats(self) -> Stats:
         """A snapshot."""
-        return Stats(dict(self._methods), list(self._calls))
+        methods = {name: replace(stats, seconds=dict(stats.seconds)) for name, stats in list(self._methods.items())}
+        calls = list(self.calls)
+        for record in (*self._unsettled, *calls):
+            if record.settled:
+                _add(methods, record)
+        return Stats(methods, calls)
+
+
+def _add(methods: dict[str, MethodStats], record: CallRecord) -> None:
+    """Add a call that has an outcome to the sums of its method."""
+    stats = methods.setdefault(record.method, MethodStats())
+    stats.calls += 1
+    stats.failed += record.failed is not None
+    stats.sent += record.sent
+    stats.returned += record.returned
+    for phase, seconds in record.phases().items():
+        stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
 
 
 def write_trace(path: str | Path, name: str, calls: Iterable[CallRecord]) -> None:

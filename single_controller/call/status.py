@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dispatch.drawing import aligned
+from dispatch.tables import aligned
 from single_controller.call.call import GroupState
 from single_controller.call.executor import RunningCall
 from single_controller.call.transport import MAX_STACK_SECONDS, Death, RankProcess

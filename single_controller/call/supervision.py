@@ -57,14 +57,14 @@ class ReplayLog:
     def add_when_done(self, call: Call, replay: Replay) -> None:
         """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""
 
-        def remember() -> None:
+        def remember(_: object) -> None:
             key = replay.spec.role, replay.spec.name
             with self._state.lock:
                 known = self._replays.get(key)
                 if call.error is None and not self._state.closed and (known is None or known.number < replay.number):
                     self._replays[key] = replay
 
-        call.when_settled(remember)
+        call.outcome.add_done_callback(remember)  # under the lock
 
     def clear(self) -> None:
         """Forget all calls, and with them their arguments."""

@@ -6,19 +6,15 @@ A group plans calls, tracks deadlines and joins results. The transport starts wo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
 
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.call.executor import RunningCall
 from single_controller.call.joining import CallResults
 from single_controller.call.result import RankResult
-
-Token = Hashable
-"""Stands for one rank's result that was not read yet."""
-
 
 MAX_STACK_SECONDS = 2.0
 """How long ranks may take to say where they are. An error or a log line that shows it waits for that."""
@@ -54,21 +50,38 @@ class Death(NamedTuple):
     generation: int
 
 
-@dataclass(frozen=True)
-class Sent:
+Outcome = Future[Callable[[], Exception] | None]
+"""Done once a call has an outcome: None, or what returns its error, the same each time."""
+
+
+class Receiver(Protocol):
+    """A call that was sent: what a transport tells results to.
+
+    Attributes:
+        outcome: done once the call has an outcome.
+    """
+
+    outcome: Outcome
+
+    def arrive(self, result: RankResult) -> None:
+        """A rank has ended, was lost, or its reply was. Any thread may call this, holding no lock of a transport; only
+        the first result of a rank counts. It is short, and does not wait."""
+        ...
+
+
+class Sent(NamedTuple):
     """A call that was sent.
 
     Attributes:
-        tokens: token -> rank, for every called rank.
-        results: makes what fetches the collecting ranks' results; None if they all come inside the `RankResult`s.
+        results: makes what fetches the collecting ranks' results, wherever they are.
         nbytes: rank -> bytes of arguments sent to it, for `stats`.
-        waiting: what waits for the deferred arguments on behalf of all ranks; None if each rank waits itself.
+        withdraw: tells ranks that wait for deferred arguments that these will not come, so that they end their call;
+            None where ranks see that themselves.
     """
 
-    tokens: dict[Token, int]
-    results: Callable[[], CallResults] | None = None
-    nbytes: dict[int, int] = field(default_factory=dict)
-    waiting: Token | None = None
+    results: Callable[[], CallResults]
+    nbytes: Mapping[int, int]
+    withdraw: Callable[[], None] | None = None
 
 
 class PartlySentError(Exception):
@@ -113,48 +126,20 @@ class Transport(ABC):
         """The host of a rank, for messages."""
 
     @abstractmethod
-    def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
+    def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:
         """Send a call to the ranks of its plan without waiting. Each distinct shard is sent once.
 
         Args:
             spec: the method.
             plan: which rank gets what.
-            future: whether results may stay where they were computed until somebody asks for them. Otherwise they come
-                inside the `RankResult`s.
+            call: told each rank's result, possibly before this method returns. The transport refers to it weakly: the
+                group keeps it as long as its results matter.
 
         Raises:
             DispatchError: an argument cannot be sent. No rank has seen the call.
             PartlySentError: some ranks have it, and others do not. Only a synchronous transport, which runs the ranks
                 one after the other, lets the exception itself through.
             Exception: any other exception means that no rank has seen the call.
-        """
-
-    @abstractmethod
-    def collect(self, tokens: Mapping[Token, int], timeout: float) -> dict[Token, RankResult]:
-        """Wait until all results have arrived, at most ``timeout`` seconds, and return those that have.
-
-        A rank whose process has ended has a result that says so: this method never raises for a dead rank. A rank with
-        which contact was lost has none until it is known whether it is dead: see `probe`.
-
-        Args:
-            tokens: token -> rank.
-            timeout: seconds.
-        """
-
-    def withdraw(self, tokens: Iterable[Token]) -> None:  # noqa: B027  (nothing to do where ranks can see it)
-        """Tell ranks that wait for deferred arguments that these will not come, so that they end their call.
-
-        Args:
-            tokens: `Sent.waiting`, or the tokens of the ranks.
-        """
-
-    @abstractmethod
-    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
-        """Call a short function, in any thread, once all results have arrived or are lost.
-
-        Args:
-            tokens: the results.
-            callback: kept until then, even if nobody waits any longer.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -164,9 +165,9 @@ class LocalWorkerGroup(WorkerGroup):
         new = {rank: LocalRank(rank, self._size, self._threads) for rank in chosen}
         transport = LocalTransport([new.get(rank) or known[rank] for rank in range(self._size)], self._threads)
         try:
-            sent = transport.start(self._classes(), arguments, chosen)
             plan = CallPlan.empty(self._size).only(chosen)
-            self._wait_for_constructors(transport, plan, sent, self._start_timeout)
+            send = functools.partial(transport.start, self._classes(), arguments, chosen)
+            self._wait_for_constructors(transport, plan, send, self._start_timeout)
         except BaseException:
             for rank in new.values():
                 rank.end("its start failed")

@@ -3,8 +3,7 @@
 Arguments and results are encoded as for Ray. So every reader gets its own value, a value that Ray could not send is
 refused, and what the sender changes afterwards reaches nobody.
 
-A rank's call is a `concurrent.futures.Future`, which is also its token. It holds what `Executor.run` returned;
-only a bug in the library would set an exception.
+A rank's call is a `concurrent.futures.Future` of its `RankResult`; only a bug in the library would set an exception.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import concurrent.futures as cf
 import contextlib
 import copy
 import functools
-import itertools
 import os
 import queue
 import socket
@@ -29,27 +27,25 @@ from dispatch.errors import ResultError
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.call.codec import (
-    CallMessage,
-    Encoded,
-    add_reference_types,
-    call_message,
-    decoded,
-    encode_arguments,
-)
+from single_controller.call.codec import CallMessage, Encoded, add_reference_types, decode_result, encode_call
 from single_controller.call.errors import CallTimeoutError, LocalGroupError, WorkerDiedError
 from single_controller.call.executor import Constructor, Executor, RunningCall
 from single_controller.call.future import WorkerFuture
 from single_controller.call.joining import Located, locate
 from single_controller.call.result import RankResult
-from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, RankProcess, Sent, Token, Transport
+from single_controller.call.transport import (
+    MAX_STACK_SECONDS,
+    Outcome,
+    PartlySentError,
+    RankProcess,
+    Receiver,
+    Sent,
+    Transport,
+)
 from single_controller.call.worker import RankInfo, Worker
 
 HOST = f"{socket.gethostname()}, in the driver's process"
 """The host of every rank, for messages."""
-
-Outcome = tuple[RankResult, Encoded | BaseException | None]
-"""What `Executor.run` returns."""
 
 Jobs = queue.SimpleQueue[Callable[[], None] | None]
 """The work of a rank's thread; None ends it. Not a `queue.Queue`, whose ``put`` a finalizer must not call."""
@@ -80,7 +76,7 @@ class LocalRank:
         self.died: str | None = None
         self._lock = threading.Lock()
         # Weak, so that a result lives only as long as somebody may read it.
-        self._futures: weakref.WeakSet[cf.Future[Outcome]] = weakref.WeakSet()
+        self._futures: weakref.WeakSet[cf.Future[RankResult]] = weakref.WeakSet()
         # Bound and not listening: held for a process group that the only rank of a group may make.
         rendezvous = socket.socket()
         rendezvous.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -98,7 +94,7 @@ class LocalRank:
         self._finalize = weakref.finalize(self, _release, self._jobs, self._executor, rendezvous)
         self._finalize.atexit = False
 
-    def start(self, classes: Mapping[str | None, type[Worker]], arguments: Encoded) -> cf.Future[Outcome]:
+    def start(self, classes: Mapping[str | None, type[Worker]], arguments: Encoded) -> cf.Future[RankResult]:
         """Create the workers.
 
         Args:
@@ -110,29 +106,20 @@ class LocalRank:
             given = arguments.decode()
             return {role: (cls, *given[role]) for role, cls in classes.items()}
 
-        return self._submit(lambda: (self._executor.start(self._info, constructors), None))
+        return self.submit(lambda: self._executor.start(self._info, constructors))
 
     def call(
-        self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, *, keep: bool, concurrent: bool
-    ) -> cf.Future[Outcome]:
-        """Run a call. See `Executor.run`.
+        self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, *, concurrent: bool
+    ) -> cf.Future[RankResult]:
+        """Run a call. See `Executor.run`; ``concurrent``: whether it may overtake and overlap others."""
+        return self.submit(lambda: self._executor.run(message, whole, shard, time.time()), concurrent=concurrent)
 
-        Args:
-            message: what to run.
-            whole: the arguments that all ranks get.
-            shard: the arguments of this rank's shard.
-            keep: leave the result in the future instead of in the `RankResult`.
-            concurrent: whether the call may overtake and overlap others.
-        """
-        run = self._executor.run
-        return self._submit(lambda: run(message, whole, shard, time.time(), keep=keep), concurrent=concurrent)
-
-    def fail(self, error: Exception, spec: MethodSpec) -> cf.Future[Outcome]:
+    def fail(self, error: Exception, spec: MethodSpec) -> cf.Future[RankResult]:
         """The outcome of a call that cannot begin, for a reason outside this rank."""
         result = self._executor.failed(error, spec.name, spec.role)
         if result.failure is not None:
             result.failure.ours = result.failure.alike = True  # raised as it is: this rank's method did not raise it
-        return self._submit(lambda: (result, error))
+        return self.submit(lambda: result)
 
     def stacks(self) -> str:
         """Where its calls are. See `Executor.stacks`."""
@@ -152,8 +139,8 @@ class LocalRank:
             _set_result(future, self._lost())
         self._finalize()  # runs `_release` once, however often it is called
 
-    def _submit(self, job: Callable[[], Outcome], *, concurrent: bool = False) -> cf.Future[Outcome]:
-        future: cf.Future[Outcome] = cf.Future()
+    def submit(self, job: Callable[[], RankResult], *, concurrent: bool = False) -> cf.Future[RankResult]:
+        future: cf.Future[RankResult] = cf.Future()
         run = functools.partial(self._run, job, future)
         with self._lock:
             # Also without a thread of its own: `end`, called in another thread, settles what this one runs below.
@@ -168,7 +155,7 @@ class LocalRank:
         run()  # outside the lock, because without threads this is the user's method
         return future
 
-    def _run(self, job: Callable[[], Outcome], future: cf.Future[Outcome]) -> None:
+    def _run(self, job: Callable[[], RankResult], future: cf.Future[RankResult]) -> None:
         try:
             # A job that was queued before the rank ended must not run after it.
             outcome = self._lost() if self.died is not None else job()
@@ -178,8 +165,8 @@ class LocalRank:
             outcome = self._lost()
         _set_result(future, outcome)
 
-    def _lost(self) -> Outcome:
-        return RankResult(self.rank, died=self.died), None
+    def _lost(self) -> RankResult:
+        return RankResult(self.rank, died=self.died)
 
 
 class LocalTransport(Transport):
@@ -199,70 +186,43 @@ class LocalTransport(Transport):
 
     @property
     def connected(self) -> bool:
-        """See `Transport.connected`. This process exists as long as somebody asks."""
+        """True: this process exists as long as somebody asks."""
         return True
 
     def host(self, rank: int) -> str:
         """This machine."""
         return HOST
 
-    def start(self, classes: Mapping[str | None, type[Worker]], arguments: Encoded, ranks: Sequence[int]) -> Sent:
+    def start(
+        self, classes: Mapping[str | None, type[Worker]], arguments: Encoded, ranks: Sequence[int], call: Receiver
+    ) -> Sent:
         """Run the constructors on some ranks. See `LocalRank.start`."""
-        return Sent({self.ranks[rank].start(classes, arguments): rank for rank in ranks})
+        futures = {rank: self.ranks[rank].start(classes, arguments) for rank in ranks}
+        return _sent("__init__", futures, (), {}, call)
 
-    def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
-        """See `Transport.send`. Each distinct shard is encoded once; every rank that reads it decodes it."""
-        whole = encode_arguments(spec, plan.whole, in_process=True)
-        shards = [encode_arguments(spec, shard.values, in_process=True) for shard in plan.shards]
+    def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:
+        """Send a call. Each distinct shard is encoded once; every rank that reads it decodes it."""
+        encoded = encode_call(spec, plan, in_process=True)
         failed_input = _failed_input(plan) if self.synchronous else None
-        futures: dict[int, cf.Future[Outcome]] = {}
+        futures: dict[int, cf.Future[RankResult]] = {}
         nbytes: dict[int, int] = {}
-        for rank in plan.ranks:
-            number = plan.shard_of[rank] or 0
-            nbytes[rank] = sum(encoded.nbytes for encoded in (whole, shards[number]) if encoded is not None)
+        for rank, message, whole, shard in encoded:
+            nbytes[rank] = sum(part.nbytes for part in (whole, shard) if part is not None)
             if failed_input is not None:
                 futures[rank] = self.ranks[rank].fail(failed_input, spec)
                 continue
-            collects = rank in plan.collecting
             try:
-                futures[rank] = self.ranks[rank].call(
-                    call_message(spec, plan, plan.shards[number], collects=collects),
-                    whole,
-                    shards[number],
-                    keep=future and collects,
-                    concurrent=spec.registration.concurrent,
-                )
+                futures[rank] = self.ranks[rank].call(message, whole, shard, concurrent=spec.registration.concurrent)
             except Exception as error:
                 if futures and not self.synchronous:  # no further thread can be started, for example
                     raise PartlySentError(list(futures), rank) from error
                 raise
-        results = LocalResults(spec.label, futures, plan.collecting) if future else None
-        tokens: dict[Token, int] = {token: rank for rank, token in futures.items()}
-        return Sent(tokens, None if results is None else lambda: results, nbytes)
-
-    def collect(self, tokens: Mapping[Token, int], timeout: float) -> dict[Token, RankResult]:
-        """See `Transport.collect`."""
-        done = cf.wait([token for token in tokens if isinstance(token, cf.Future)], timeout).done
-        return {future: future.result()[0] for future in done}
-
-    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
-        """See `Transport.when_arrived`."""
-        arrived = itertools.count(1).__next__
-
-        def count(_: cf.Future[Outcome]) -> None:
-            if arrived() == len(tokens):
-                callback()
-
-        for token in tokens:
-            if isinstance(token, cf.Future):
-                token.add_done_callback(count)
+        return _sent(spec.label, futures, plan.collecting, nbytes, call)
 
     def deaths(self) -> dict[int, str]:
-        """See `Transport.deaths`."""
         return {rank.rank: rank.died for rank in self.ranks if rank.died is not None}
 
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
-        """See `Transport.stacks`."""
         return {rank: self.ranks[rank].stacks() for rank in ranks}
 
     @property
@@ -271,69 +231,66 @@ class LocalTransport(Transport):
         return (RankProcess(socket.gethostname(), "in the driver's process", os.getpid()),) * self.world_size
 
     def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
-        """See `Transport.running`."""
         return {rank: self.ranks[rank].running() for rank in ranks}
 
     def kill(self) -> None:
-        """See `Transport.kill`. A method that is running in a thread cannot be stopped: the thread ends after it."""
+        """A method that is running in a thread cannot be stopped: the thread ends after it."""
         self.ended = True
         for rank in self.ranks:
             rank.end("its group was closed or restarted")
 
 
+def _sent(
+    label: str,
+    futures: Mapping[int, cf.Future[RankResult]],
+    collecting: Sequence[int],
+    nbytes: Mapping[int, int],
+    call: Receiver,
+) -> Sent:
+    for future in futures.values():
+        future.add_done_callback(functools.partial(_tell, weakref.ref(call)))
+    return Sent(functools.partial(LocalResults, label, futures, collecting, call.outcome), nbytes)
+
+
+def _tell(weak: weakref.ref[Receiver], future: cf.Future[RankResult]) -> None:
+    call = weak()
+    if call is not None:
+        call.arrive(future.result()._replace(kept=True))  # `LocalResults` fetches the value
+
+
 class LocalResults:
     """The results of one call. See `single_controller.call.joining.CallResults`.
 
-    Lock: ``_lock`` protects ``_running`` and ``_located``. It is a leaf.
+    Lock: ``_lock`` protects ``_located``. It is a leaf.
 
     Args:
         label: the call's method, for messages.
         futures: rank -> future, of all called ranks.
         collecting: the collecting ranks, in order.
+        outcome: the call's.
     """
 
-    def __init__(self, label: str, futures: Mapping[int, cf.Future[Outcome]], collecting: Sequence[int]) -> None:
+    def __init__(
+        self, label: str, futures: Mapping[int, cf.Future[RankResult]], collecting: Sequence[int], outcome: Outcome
+    ) -> None:
         self.label = label
         self.futures = futures
         self._collecting = tuple(collecting)
-        # One event for all ranks that wait: each of them looking at each future would cost the square of their number.
-        self._ended: cf.Future[RankResult | Exception | None] = cf.Future()
-        self._running = len(futures)
+        self._outcome = outcome
         self._lock = threading.RLock()
         self._located: dict[tuple[Join, str, int, str], list[Located]] = {}
-        this = weakref.ref(self)  # a future keeps its callbacks, and would keep the results in a cycle
-        for future in futures.values():
-            future.add_done_callback(functools.partial(_note_end, this))
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
-        """See `CallResults.wait`."""
         try:
-            failed = self._ended.result(timeout)
+            failed = self._outcome.result(timeout)
         except TimeoutError:
             raise self.late([rank for rank, future in self.futures.items() if not future.done()], timeout) from None
-        if isinstance(failed, RankResult):
-            failed = self.error(failed)
         if failed is not None:
-            raise copy.copy(failed) from failed.__cause__
-        return [self.futures[rank].result()[0] for rank in self._collecting]
-
-    def fail(self, error: Exception) -> None:
-        """See `CallResults.fail`."""
-        with contextlib.suppress(cf.InvalidStateError):
-            self._ended.set_result(error)
-
-    def note_end(self, result: RankResult) -> None:
-        """A rank has ended."""
-        with self._lock:
-            self._running -= 1
-            last = self._running == 0
-        if last or result.failure is not None or result.died is not None:
-            failed = result if result.failure is not None or result.died is not None else None
-            with contextlib.suppress(cf.InvalidStateError):  # another rank has failed
-                self._ended.set_result(failed)
+            raise copy.copy(failed()) from failed().__cause__
+        return [self.futures[rank].result() for rank in self._collecting]
 
     def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
-        """See `CallResults.locate`. Remembered for the other ranks."""
+        """Remembered for the other ranks."""
         self.wait()
         key = (join, argument.kind, argument.count, argument.uneven)
         with self._lock:
@@ -342,23 +299,17 @@ class LocalResults:
             return self._located[key]
 
     def only(self, which: Sequence[int]) -> LocalResults:
-        """See `CallResults.only`."""
         return self
 
     def refs(self) -> list[LocalRef]:
-        """See `CallResults.refs`."""
         return [LocalRef(self, rank) for rank in self._collecting]
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
-        """See `CallResults.values`."""
         return [self.value(self._collecting[k], private) for k in which]
 
     def value(self, rank: int, private: bool) -> Any:
         """Decode the result of one rank, which has ended."""
-        encoded = self.futures[rank].result()[1]
-        if not isinstance(encoded, Encoded):
-            return None
-        return decoded(self.label, rank, functools.partial(encoded.decode, private=private))
+        return decode_result(self.label, rank, self.futures[rank].result().value, private=private)
 
     def error(self, result: RankResult) -> Exception | None:
         """The error of one rank, or None."""
@@ -411,10 +362,11 @@ class LocalRef:
         """
         results, rank = self._results, self._rank
         try:
-            result, value = results.futures[rank].result(timeout)
+            result = results.futures[rank].result(timeout)
         except TimeoutError:
             raise results.late([rank], timeout) from None
-        error = value if isinstance(value, Exception) else results.error(result)
+        cause = None if result.failure is None else result.failure.cause
+        error = cause if isinstance(cause, Exception) else results.error(result)
         if error is not None:
             raise error
         return results.value(rank, private=True)
@@ -445,16 +397,10 @@ def _release(jobs: Jobs | None, executor: Executor, rendezvous: socket.socket) -
     rendezvous.close()
 
 
-def _note_end(results: weakref.ref[LocalResults], future: cf.Future[Outcome]) -> None:
-    found = results()
-    if found is not None:
-        found.note_end(future.result()[0])
-
-
-def _set_result(future: cf.Future[Outcome], outcome: Outcome) -> None:
+def _set_result(future: cf.Future[RankResult], result: RankResult) -> None:
     """Set a result, unless there is one: `LocalRank.end` may have set it while the method was still running."""
     with contextlib.suppress(cf.InvalidStateError):
-        future.set_result(outcome)
+        future.set_result(result)
 
 
 def _ends_rank(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from ray import PlacementGroupID
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from single_controller.call.codec import Encoded, decoded
+from single_controller.call.codec import Encoded, decode_result
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
 from single_controller.call.worker import Worker
 from single_controller.ray.compat import all_actors
@@ -29,19 +29,12 @@ IDENTITY_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RunningWorkers:
-    """Running workers.
+    """Running workers."""
 
-    Attributes:
-        transport: sends calls to them.
-        encoded: role -> class, encoded.
-        master: address and port of their rendezvous.
-        placement_groups: Ray's ids of their placement groups, in hex.
-    """
-
-    transport: RayTransport
-    encoded: Encoded
-    master: tuple[str, int]
-    placement_groups: tuple[str, ...]
+    transport: RayTransport  # sends calls to them
+    encoded: Encoded  # role -> class, encoded
+    master: tuple[str, int]  # address and port of their rendezvous
+    placement_groups: tuple[str, ...]  # Ray's ids of their placement groups, in hex
 
     def classes(self) -> dict[str | None, type[Worker]]:
         """Their classes by role.
@@ -49,7 +42,7 @@ class RunningWorkers:
         Raises:
             ResultError: a class cannot be loaded here.
         """
-        classes: dict[str | None, type[Worker]] = decoded("from_detached", 0, self.encoded.decode)
+        classes: dict[str | None, type[Worker]] = decode_result("from_detached", 0, self.encoded, private=True)
         return classes
 
 

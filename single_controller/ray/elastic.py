@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError, RayError
 
 from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
-from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, Call, GroupState
+from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, GroupState
 from single_controller.call.errors import (
     CallTimeoutError,
     GroupBrokenError,
@@ -34,14 +34,14 @@ from single_controller.call.errors import (
     WorkerDiedError,
     ranks_text,
 )
-from single_controller.call.group import WorkerGroup
+from single_controller.call.group import WorkerGroup, wait_and_check
 from single_controller.call.methods import CallOptions
-from single_controller.call.monitor import FIRST_WAIT_SECONDS, monitor
 from single_controller.call.supervision import check_ranks, restart
-from single_controller.call.transport import MAX_STACK_SECONDS, Sent
+from single_controller.call.transport import MAX_STACK_SECONDS
 from single_controller.ray.placement.reservation import wait_started
 from single_controller.ray.results import one_line
 from single_controller.ray.start import (
+    SendJoin,
     StartPlan,
     WaitForConstructors,
     enlist,
@@ -319,7 +319,7 @@ class ElasticGroup(WorkerGroup):
             known = {**transport.probe(sorted(unknown)[:MAX_PROBED]), **transport.deaths()}
             dead |= {rank for rank, reason in known.items() if reason is not None}
             unknown -= known.keys()
-            time.sleep(FIRST_WAIT_SECONDS if unknown else 0.0)
+            time.sleep(0.01 if unknown else 0.0)
         return dead
 
     def _replicas(self, ranks: Collection[int], end: float) -> dict[int, list[tuple[int, int]]]:
@@ -415,14 +415,7 @@ class ElasticGroup(WorkerGroup):
             group = self if role is None else self._role_group(role)
             spec = group._any_method("_report")
             options = CallOptions(timeout=timeout)
-            call = group._send(spec, CallPlan.empty(self.world_size), future=False, options=options, recorded=False)
-            monitor.wait(call)
-            if call.error is not None:
-                raise call.error
-        with self._state.lock:
-            ended = self._state.running()
-        for call in ended:
-            monitor.poll(call)  # it has its results, but nobody may have looked
+            wait_and_check(group._send(spec, CallPlan.empty(self.world_size), options, recorded=False))
 
     def _join(
         self, before: RayTransport, encoded: Any, timeout: float | None, chosen: Sequence[int] | None = None
@@ -439,8 +432,8 @@ class ElasticGroup(WorkerGroup):
             self._rendezvous = join(plan, transport, everyone, encoded, wait, (address, None))
 
     def _waits_for_constructors(self, timeout: float | None, state: GroupState) -> WaitForConstructors:
-        def wait(transport: RayTransport, plan: CallPlan, sent: Sent) -> None:
-            self._wait_for_constructors(transport, plan, sent, timeout, state)
+        def wait(transport: RayTransport, plan: CallPlan, send: SendJoin) -> None:
+            self._wait_for_constructors(transport, plan, send, timeout, state)
 
         return wait
 
@@ -451,10 +444,7 @@ class ElasticGroup(WorkerGroup):
             group = self if role is None else self._role_group(role)
             spec, options = group._any_method("_change_membership"), CallOptions(timeout=timeout)
             plan = group._plan(spec, (self.generation + 1,), {}, options)
-            call: Call = group._send(spec, plan, future=False, options=options, recorded=False)
-            monitor.wait(call)
-            if call.error is not None:
-                raise call.error
+            wait_and_check(group._send(spec, plan, options, recorded=False))
 
 
 def complete_replicas(replicas: Mapping[int, Sequence[tuple[int, int]]], world_size: int) -> list[int]:

@@ -13,8 +13,6 @@ from dispatch.plan import CallPlan
 from single_controller.call.colocate import Colocated
 from single_controller.call.errors import GroupBrokenError
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.call.monitor import monitor
-from single_controller.call.transport import Sent
 from single_controller.call.worker import Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
@@ -25,6 +23,7 @@ from single_controller.ray.records.group_records import Registration
 from single_controller.ray.records.takeover import Takeover, find_takeover
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import (
+    SendJoin,
     StartPlan,
     checked_address,
     checked_environment,
@@ -334,7 +333,7 @@ class RayWorkerGroup(ElasticGroup):
             if self._registration is not None:
                 self._registration.write()
         else:
-            monitor.forget(self._state.close())
+            self._state.close()
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -372,8 +371,8 @@ class RayWorkerGroup(ElasticGroup):
         super()._replay(ranks)
         self._ray.fresh = frozenset()
 
-    def _wait_started(self, transport: RayTransport, plan: CallPlan, sent: Sent) -> None:
-        self._wait_for_constructors(transport, plan, sent, self._start_timeout)
+    def _wait_started(self, transport: RayTransport, plan: CallPlan, send: SendJoin) -> None:
+        self._wait_for_constructors(transport, plan, send, self._start_timeout)
 
 
 def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import math
+import pickle
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -27,20 +30,15 @@ from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, ResultError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.call.codec import (
-    Encoded,
-    add_reference_types,
-    decoded,
-    keep_encoded,
-    use_pickler,
-)
+from single_controller.call.codec import Encoded, add_reference_types, decode_result, keep_encoded, use_pickler
 from single_controller.call.errors import CallTimeoutError, ResultLostError, WorkerDiedError
 from single_controller.call.joining import CallResults, Located, locate
 from single_controller.call.result import Failure, RankResult
+from single_controller.call.transport import Outcome, Receiver
 from single_controller.ray.compat import exit_detail
 from single_controller.ray.rank.call_thread import call_cancelled
-from single_controller.wire.handshake import BESIDE, KEPT, REPLY
-from single_controller.wire.link import Reply
+from single_controller.wire.handshake import KEPT, REPLY
+from single_controller.wire.link import Link, Reply
 
 # Here, because drivers and ranks both import this module. Ray has its own copy of cloudpickle. With another one, a
 # class of __main__ that a user also sends through Ray itself would arrive as two distinct classes. Ray must see the
@@ -58,8 +56,104 @@ MAX_WAIT_SECONDS = 0.5
 """The longest wait for results before this process looks whether some rank has failed, or the wait is in vain."""
 
 
-Kept = tuple[bytes | None, "list[ray.ObjectRef] | None"]
-"""What `RankActor._sc_result` returns: the reply, or None if it is in the object too, and a reference to the object."""
+Kept = tuple[RankResult, "list[ray.ObjectRef] | None"]
+"""What `RankActor._sc_result` returns: a result, and the reference to its value where the rank keeps that."""
+
+
+class RankReply(Reply):
+    """The reply of one rank to one call, on the driver.
+
+    Args:
+        link: the link that carries the call.
+        rank: the rank.
+        host: its host, for messages.
+        actor: its handle.
+        call: the call, which is told the result.
+
+    Attributes:
+        result: the result, once it has arrived.
+    """
+
+    __slots__ = ("_actor", "_call", "_fetched", "_kept", "host", "rank", "result")
+
+    def __init__(self, link: Link, rank: int, host: str, actor: Any, call: weakref.ref[Receiver]) -> None:
+        super().__init__(link)
+        self.rank, self.host = rank, host
+        self.result: RankResult | None = None
+        self._actor, self._call = actor, call
+        self._kept: Any = None  # Ray's reference to what `RankActor._sc_result` returns
+        self._fetched: Kept | None = None
+
+    def arrive(self, kind: int, payload: bytes) -> None:
+        if kind == REPLY:
+            self._tell(pickle.loads(payload))
+            return
+        # At once, so that what the rank keeps is the driver's to drop.
+        with contextlib.suppress(Exception):  # Ray was shut down
+            self.request(keeps=True)
+        if kind == KEPT:
+            self._tell(pickle.loads(payload))
+        elif self._kept is not None:
+            self._kept.future().add_done_callback(self._take_beside)
+
+    def lose(self, reason: str, *, dead: bool) -> None:
+        if dead:
+            self._tell(RankResult(self.rank, died=reason))
+            return
+        self._tell(RankResult(self.rank, failure=Failure.lost_contact(self.rank, self.host, reason)))
+
+    def _take_beside(self, done: Future[Kept]) -> None:
+        error = done.exception()
+        if error is None:
+            self._tell(done.result()[0])
+        elif isinstance(error, RayError):
+            lost = Failure(self.rank, self.host, "", type(error).__name__, what_is_lost(error), lost=True)
+            self._tell(RankResult(self.rank, failure=lost))
+
+    def _tell(self, result: RankResult) -> None:
+        self.result = result
+        call = self._call()
+        if call is not None:
+            call.arrive(result)
+
+    def request(self, *, keeps: bool = False) -> Any:
+        """Ray's reference to what the rank keeps of the call; None if it has replied and keeps nothing.
+
+        Args:
+            keeps: whether the rank is known to keep something.
+        """
+        with self.link.lock:
+            keeps = keeps or (self.result is not None and self.result.kept)
+            if self._kept is None and (keeps or self.link.want(self)):
+                self._kept = self._task("_sc_result").remote(self.link.session, self.number)
+            return self._kept
+
+    def fetch(self) -> Kept:
+        """What the rank keeps of a call that has ended.
+
+        Raises:
+            RayError: it is lost.
+        """
+        if self._fetched is None:
+            self._fetched = ray.get(self.request())
+        return self._fetched
+
+    def elsewhere(self) -> Kept | ray.ObjectRef:
+        """What stands for this reply in another process."""
+        ref = self.request()
+        if ref is not None:
+            return ref
+        if self.result is None:
+            raise RuntimeError("the reply was lost")
+        return self.result, None
+
+    def value(self) -> ray.ObjectRef:
+        """Ray's reference to the value."""
+        kept = self.elsewhere()
+        return self._task("_sc_value").remote(kept if isinstance(kept, tuple) else [kept])
+
+    def _task(self, name: str) -> Any:
+        return getattr(self._actor, name).options(concurrency_group=RESULT)
 
 
 class RayResults:
@@ -68,56 +162,58 @@ class RayResults:
     Args:
         label: the call's method, for messages.
         ranks: all called ranks: the collecting ranks in the order of their results, then the others.
-        entries: for each of them its `Reply`, on the driver; elsewhere what the rank keeps, or a reference to that.
+        entries: for each of them its `RankReply`, on the driver; elsewhere what the rank keeps, or a reference to that.
         count: number of collecting ranks.
         hosts: the hosts of the ranks, for messages.
-        tasks: on the driver, what makes Ray's tasks for a reply.
+        outcome: on the driver, the call's.
     """
 
     def __init__(
         self,
         label: str,
         ranks: Sequence[int],
-        entries: Sequence[Reply | Kept | ray.ObjectRef],
+        entries: Sequence[RankReply | Kept | ray.ObjectRef],
         count: int,
         hosts: Sequence[str],
-        tasks: ReplyTasks | None = None,
+        outcome: Outcome | None = None,
     ) -> None:
         self.label = label
         self._ranks = ranks
         self._entries = list(entries)
         self._count = count
         self._hosts = hosts
-        self._tasks = tasks
+        self._outcome = outcome
         self._refs: list[ray.ObjectRef] | None = None
-        self._failed: Exception | None = None
 
     def refs(self) -> list[ray.ObjectRef]:
         """See `CallResults.refs`."""
         if self._refs is None:
-            if self._tasks is None:
+            replies = [entry for entry in self._entries[: self._count] if isinstance(entry, RankReply)]
+            if len(replies) < self._count:
                 raise RuntimeError(f"the references to the results of {self.label}() are only on its driver")
-            self._refs = [self._tasks.value(entry) for entry in self._entries[: self._count]]
+            self._refs = [reply.value() for reply in replies]
         return list(self._refs)
-
-    def fail(self, error: Exception) -> None:
-        """See `CallResults.fail`."""
-        self._failed = error
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
         """See `CallResults.wait`."""
-        end = None if timeout is None else time.monotonic() + timeout
         found: dict[int, RankResult] = {}
+        if self._outcome is not None:
+            try:
+                failed = self._outcome.result(timeout)
+            except TimeoutError:
+                raise self._late(found, timeout) from None
+            if failed is not None:
+                raise copy.copy(failed()) from failed().__cause__
+            return [entry.result for entry in self._entries[: self._count] if entry.result is not None]  # type: ignore
+        end = None if timeout is None else time.monotonic() + timeout
         pause, cancelled = 0.01, math.inf
         while True:
             left = pause if end is None else max(0.0, min(pause, end - time.monotonic()))
             # Not for long, because after a failure the other ranks may wait in a collective and never end.
-            self._look({k for k in range(len(self._entries)) if k not in found}, found, left)
-            failed = next((result.failure for result in found.values() if result.failure is not None), None)
-            if failed is not None:
-                raise failed.error()
-            if self._failed is not None:
-                raise copy.copy(self._failed) from self._failed.__cause__
+            self._look(found, left)
+            failure = next((result.failure for result in found.values() if result.failure is not None), None)
+            if failure is not None:
+                raise failure.error()
             if len(found) == len(self._entries):
                 return [found[k] for k in range(self._count)]
             cancelled = min(cancelled, time.monotonic() if call_cancelled() else math.inf)
@@ -126,48 +222,84 @@ class RayResults:
                     f"{self.label}() has failed on its driver, so its results will not come", method=self.label
                 )
             if end is not None and time.monotonic() >= end:
-                late = sorted(rank for k, rank in enumerate(self._ranks) if k not in found)
-                raise CallTimeoutError(
-                    f"{self.label}() has not ended after a wait of {timeout:g} s; ranks {late} are running",
-                    method=self.label,
-                    ranks=late,
-                    call_goes_on=True,
-                )
+                raise self._late(found, timeout)
             pause = min(2 * pause, MAX_WAIT_SECONDS)
 
-    def _look(self, missing: set[int], found: dict[int, RankResult], seconds: float) -> None:
+    def _late(self, found: Mapping[int, RankResult], timeout: float | None) -> CallTimeoutError:
+        late = sorted(rank for k, rank in enumerate(self._ranks) if k not in found)
+        return CallTimeoutError(
+            f"{self.label}() has not ended after a wait of {timeout:g} s; ranks {late} are running",
+            method=self.label,
+            ranks=late,
+            call_goes_on=True,
+        )
+
+    def _look(self, found: dict[int, RankResult], seconds: float) -> None:
         """Wait for what is missing, and read what has come."""
-        refs: dict[Any, int] = {}
-        for k in sorted(missing):
-            entry = self._entries[k]
-            if isinstance(entry, Reply):
-                if not entry.kind and seconds > 0:
-                    entry.arrivals.all.wait(seconds)
-                    seconds = 0.0
-                if entry.lost is not None:
-                    found[k] = RankResult(
-                        self._ranks[k], failure=Failure.lost_contact(self._ranks[k], self._hosts[k], entry.lost)
-                    )
-                elif entry.kind == BESIDE and self._tasks is not None:
-                    found[k] = self._result(k, self._tasks.fetch(entry))
-                elif entry.kind:
-                    found[k] = RankResult.from_message(entry.payload)
-            elif isinstance(entry, tuple):
-                found[k] = self._result(k, entry)
-            else:
+        refs = {}
+        for k, entry in enumerate(self._entries):
+            if isinstance(entry, tuple):
+                found[k] = entry[0]
+            elif k not in found:
                 refs[entry] = k
         if refs:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds, fetch_local=False)
             for ref in ready:
-                k = refs[ref]
-                self._entries[k] = kept = self._get(k, ref)
-                found[k] = self._result(k, kept)
+                found[refs[ref]] = self._kept(refs[ref])[0]
 
-    def _get(self, k: int, ref: Any) -> Kept:
+    def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
+        """See `CallResults.locate`."""
+        return locate(self, join, argument)
+
+    def only(self, which: Sequence[int]) -> RayResults:
+        """See `CallResults.only`."""
+        ranks, hosts = [self._ranks[k] for k in which], [self._hosts[k] for k in which]
+        entries = [self._entries[k] for k in which]
+        return RayResults(self.label, ranks, entries, len(which), hosts, self._outcome)
+
+    def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
+        """See `CallResults.values`.
+
+        Raises:
+            ResultError: a result is lost, or cannot be fetched or unpickled.
+        """
+        encoded: dict[int, Encoded | None] = {}
+        refs: dict[int, Any] = {}
+        for k in which:
+            result, kept = self._kept(k)
+            if result.kept and kept is not None:
+                refs[k] = kept[0]
+            else:
+                encoded[k] = result.value
+        if refs:
+            with keep_encoded():
+                try:
+                    encoded |= zip(refs, ray.get(list(refs.values())), strict=True)
+                except RayError:  # asking one by one tells which
+                    encoded |= {k: self._get(k, ref) for k, ref in refs.items()}
+        # Nobody else reads these values on the driver.
+        shared = self._outcome is None
+        return [decode_result(self.label, self._ranks[k], encoded[k], private=private, shared=shared) for k in which]
+
+    def _kept(self, k: int) -> Kept:
+        """The result of a rank that has ended, and the reference to its value where the rank keeps it."""
+        entry = self._entries[k]
+        if isinstance(entry, tuple):
+            return entry
+        if not isinstance(entry, RankReply):
+            self._entries[k] = entry = self._get(k, entry)
+            return entry
+        if entry.result is not None and not entry.result.kept:
+            return entry.result, None
+        try:
+            return entry.fetch()
+        except RayError as error:
+            raise self._lost(k, error) from error
+
+    def _get(self, k: int, ref: ray.ObjectRef) -> Any:
         rank, host = self._ranks[k], self._hosts[k]
         try:
-            kept: Kept = ray.get(ref)
-            return kept
+            return ray.get(ref)
         except ActorUnavailableError as error:  # the driver that made the call finds out whether the rank is dead
             raise ResultLostError(
                 f"the result of {self.label}() on rank {rank}, whose future is an argument here, was lost, because "
@@ -187,136 +319,14 @@ class RayResults:
         except RayError as error:
             raise self._lost(k, error) from error
 
-    def _result(self, k: int, kept: Kept) -> RankResult:
-        message, refs = kept
-        if message is not None:
-            return RankResult.from_message(message)
-        try:
-            result: RankResult = ray.get(refs or [])[0]
-            return result
-        except RayError as error:
-            raise self._lost(k, error) from error
-
-    def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
-        """See `CallResults.locate`."""
-        return locate(self, join, argument)
-
-    def only(self, which: Sequence[int]) -> RayResults:
-        """See `CallResults.only`."""
-        ranks, hosts = [self._ranks[k] for k in which], [self._hosts[k] for k in which]
-        return RayResults(self.label, ranks, [self._entries[k] for k in which], len(which), hosts, self._tasks)
-
-    def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
-        """See `CallResults.values`.
-
-        Raises:
-            ResultError: a result is lost, or cannot be fetched or unpickled.
-        """
-        encoded: dict[int, Encoded | None] = {}
-        refs: dict[int, Any] = {}
-        for k in which:
-            entry = self._entries[k]
-            if isinstance(entry, Reply) and entry.result is not None and not entry.result.kept:
-                encoded[k] = entry.result.value
-                continue
-            kept = self._kept(k)
-            result = self._result(k, kept)
-            if result.kept and kept[1] is not None:
-                refs[k] = kept[1][0]
-            else:
-                encoded[k] = result.value
-        if refs:
-            with keep_encoded():
-                try:
-                    encoded |= zip(refs, ray.get(list(refs.values())), strict=True)
-                except RayError:  # asking one by one tells which
-                    encoded |= {k: self._fetch(k, ref) for k, ref in refs.items()}
-        # Nobody else reads these values on the driver, so even a private one may stay in shared memory.
-        alone = self._tasks is not None and private
-        return [
-            None
-            if (value := encoded[k]) is None
-            else decoded(
-                self.label,
-                self._ranks[k],
-                value.decode_result if alone else functools.partial(value.decode, private=private),
-            )
-            for k in which
-        ]
-
-    def _kept(self, k: int) -> Kept:
-        entry = self._entries[k]
-        if isinstance(entry, Reply):
-            if entry.kind == REPLY or self._tasks is None:
-                return entry.payload, None
-            try:
-                return self._tasks.fetch(entry)
-            except RayError as error:
-                raise self._lost(k, error) from error
-        if not isinstance(entry, tuple):
-            self._entries[k] = entry = self._get(k, entry)
-        return entry
-
-    def _fetch(self, k: int, ref: Any) -> Encoded:
-        try:
-            value: Encoded = ray.get(ref)
-            return value
-        except RayError as error:
-            raise self._lost(k, error) from error
-
     def _lost(self, k: int, error: RayError) -> ResultError:
         rank, host = self._ranks[k], self._hosts[k]
         text = f"the result of rank {rank} of {self.label}() ({host}) {what_is_lost(error)}"
         return ResultError(text, method=self.label, rank=rank, host=host)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        entries = [
-            entry if not isinstance(entry, Reply) or self._tasks is None else self._tasks.entry(entry)
-            for entry in self._entries
-        ]
+        entries = [entry.elsewhere() if isinstance(entry, RankReply) else entry for entry in self._entries]
         return RayResults, (self.label, self._ranks, entries, self._count, self._hosts)
-
-
-class ReplyTasks:
-    """Makes Ray's tasks that concern a reply, on the driver.
-
-    Args:
-        actors: the actors of the ranks.
-    """
-
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self._actors = actors
-
-    def request(self, reply: Reply) -> Any:
-        """Ray's reference to what the rank keeps of a call; None if it has replied and keeps nothing."""
-        with reply.link.lock:
-            if reply.kept is None and (reply.kind in (KEPT, BESIDE) or reply.link.want(reply)):
-                reply.kept = self._task(reply, "_sc_result").remote(reply.link.session, reply.number)
-            return reply.kept
-
-    def fetch(self, reply: Reply) -> Kept:
-        """What the rank keeps of a call that has ended.
-
-        Raises:
-            RayError: it is lost.
-        """
-        if reply.read is None:
-            reply.read = ray.get(self.request(reply))
-        kept: Any = reply.read
-        return kept[0] or reply.payload or None, kept[1]
-
-    def entry(self, reply: Reply) -> Kept | ray.ObjectRef:
-        """What another process needs."""
-        ref = self.request(reply)
-        return (reply.payload, None) if ref is None else ref
-
-    def value(self, reply: Any) -> ray.ObjectRef:
-        """Ray's reference to the value."""
-        ref = self.request(reply)
-        return self._task(reply, "_sc_value").remote((reply.payload, None) if ref is None else [ref])
-
-    def _task(self, reply: Reply, name: str) -> Any:
-        return getattr(self._actors[reply.rank], name).options(concurrency_group=RESULT)
 
 
 # Ranks in the driver's own process see that the driver has given up.

@@ -8,6 +8,7 @@ their start messages at once. Rank 0's address travels along as a reference.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import uuid
@@ -21,6 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from dispatch.plan import CallPlan
+from single_controller.call.call import Call
 from single_controller.call.errors import PlacementError, WorkerDiedError
 from single_controller.call.pool import local_ranks
 from single_controller.call.transport import Sent
@@ -50,36 +52,23 @@ and the standby may never be: its slot may have been on a host that is gone."""
 
 @dataclass(frozen=True)
 class StartPlan:
-    """What a group starts, the first time and at each restart.
+    """What a group starts, the first time and at each restart."""
 
-    Attributes:
-        pool: the pool that the workers run in.
-        process: what runs in each process.
-        bin_pack: whether each entry of the pool must be on one node.
-        prefix: prefix of the actors' names.
-        detached: whether the actors outlive the driver. Their names then have no random part.
-        master: address and port of the rendezvous; None for what rank 0 chooses.
-        environment: ``worker_env``, and two variables for workers written for verl.
-        use_gpu: whether each worker takes its share of a GPU.
-        name: the group's name, for messages.
-        namespace: Ray's namespace of the actors' names; None for the driver's.
-        standby: how many of the pool's slots, the last ones, have a standby instead of a rank.
-    """
-
-    pool: RayResourcePool
-    process: ProcessSpec
-    bin_pack: bool
-    prefix: str
-    detached: bool
-    master: tuple[str | None, int | None]
-    environment: dict[str, str]
-    use_gpu: bool
-    name: str
-    namespace: str | None = None
-    standby: int = 0
+    pool: RayResourcePool  # the pool that the workers run in
+    process: ProcessSpec  # what runs in each process
+    bin_pack: bool  # whether each entry of the pool must be on one node
+    prefix: str  # prefix of the actors' names
+    detached: bool  # whether the actors outlive the driver. Their names then have no random part.
+    master: tuple[str | None, int | None]  # address and port of the rendezvous; None for what rank 0 chooses
+    environment: dict[str, str]  # ``worker_env``, and two variables for workers written for verl
+    use_gpu: bool  # whether each worker takes its share of a GPU
+    name: str  # the group's name, for messages
+    namespace: str | None = None  # Ray's namespace of the actors' names; None for the driver's
+    standby: int = 0  # how many of the pool's slots, the last ones, have a standby instead of a rank
 
 
-WaitForConstructors = Callable[[RayTransport, CallPlan, Sent], None]
+SendJoin = Callable[[Call], Sent]
+WaitForConstructors = Callable[[RayTransport, CallPlan, SendJoin], None]
 """Waits until the constructors have returned, and raises the error of one that failed."""
 
 
@@ -268,11 +257,8 @@ def join(
     # chosen the port, and the driver does not wait in between.
     rendezvous: Any = transport.ranks[0].actor._sc_rendezvous.remote(*master) if None in master else ray.put(master)
     transport.check_reachable(chosen)
-    wait(
-        transport,
-        CallPlan.empty(transport.world_size).only(chosen),
-        transport.send_join(chosen, encoded, rendezvous, leave=leave),
-    )
+    send = functools.partial(transport.send_join, chosen, encoded, rendezvous, leave=leave)
+    wait(transport, CallPlan.empty(transport.world_size).only(chosen), send)
     try:
         found: tuple[str, int] = ray.get(rendezvous)
     except RayError as error:

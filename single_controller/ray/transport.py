@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -24,21 +24,27 @@ from ray.exceptions import RayError
 from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.call.codec import BESIDE as SEPARATE
-from single_controller.call.codec import Encoded, call_message, encode, encode_arguments
+from single_controller.call.codec import SEPARATE, Encoded, encode, encode_call
 from single_controller.call.errors import StartError
 from single_controller.call.executor import Asked, RunningCall
-from single_controller.call.result import MAX_INLINE_BYTES, Failure, RankResult
-from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, RankProcess, Sent, Token, Transport
+from single_controller.call.result import MAX_INLINE_BYTES
+from single_controller.call.transport import (
+    MAX_STACK_SECONDS,
+    PartlySentError,
+    RankProcess,
+    Receiver,
+    Sent,
+    Transport,
+)
 from single_controller.ray.compat import death_of, death_seconds, node_service, ray_worker
 from single_controller.ray.placement.plan import StandbyPlan
 from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import LOCATE, TAKE, Location, StartMessage, running_calls
-from single_controller.ray.results import RESULT, LocatedResults, RayResults, ReplyTasks, one_line, put, what_is_lost
+from single_controller.ray.results import LocatedResults, RankReply, RayResults, one_line, put
 from single_controller.wire.connection import hub
-from single_controller.wire.handshake import BESIDE, CALL, CANCEL, CONCURRENT, JOIN
-from single_controller.wire.link import CONNECT_SECONDS, GONE_SECONDS, Answer, Arrivals, Link, Reply, ask, wait_open
+from single_controller.wire.handshake import CALL, CANCEL, CONCURRENT, JOIN
+from single_controller.wire.link import CONNECT_SECONDS, GONE_SECONDS, Answer, Link, ask, wait_open
 
 logger = logging.getLogger(__name__)
 
@@ -120,17 +126,6 @@ class Standby:
         return StandbyPlan(group, address, hostname, self.slot.entry, self.slot.bundle, memory)
 
 
-class _Sendable(NamedTuple):
-    """Encoded arguments as they are sent: inside the call message, or beside it as an argument of the Ray call."""
-
-    inside: Encoded | int | None
-    beside: tuple[Any, ...]
-    nbytes: int
-
-
-_NOTHING = _Sendable(None, (), 0)
-
-
 class RayTransport(Transport):
     """Sends calls to actors.
 
@@ -163,7 +158,6 @@ class RayTransport(Transport):
         weakref.finalize(self, _release, list(self.links.values())).atexit = False
         self._hosts = [f"{rank.location.hostname}, {rank.location.address}" for rank in self.ranks]
         self._links = [self.links[_key(rank)] for rank in self.ranks]
-        self._tasks = ReplyTasks([rank.actor for rank in self.ranks])
         self._pool = pool
         self._pid = os.getpid()
         self._ray = ray_worker()
@@ -177,7 +171,6 @@ class RayTransport(Transport):
 
     @property
     def connected(self) -> bool:
-        """See `Transport.connected`."""
         # Ray makes another core worker each time that this process connects, and drops it after it has disconnected.
         worker = self._ray
         return (
@@ -188,49 +181,54 @@ class RayTransport(Transport):
         """The node's name and address."""
         return self._hosts[rank]
 
-    def send(self, spec: MethodSpec, plan: CallPlan, *, future: bool) -> Sent:
-        """See `Transport.send`."""
-        waiting = None
+    def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:
+        """Send a call: to each rank one frame, and beside it, in a Ray task, what is large or holds references."""
+        withdraw = None
         if plan.deferred and spec.registration.materialize_futures and len(plan.ranks) > 1:
-            plan, waiting = self._locate(spec, plan)
-        # Encode everything before anything is sent: an argument that cannot be pickled must reach no rank.
+            plan, withdraw = self._locate(spec, plan)
         try:
-            encoded = [encode_arguments(spec, shard.values) for shard in plan.shards]
-            whole = encode_arguments(spec, plan.whole)
-            largest = max((shard.nbytes for shard in encoded if shard is not None), default=0)
+            # Encode and store everything before anything is sent: an argument that fails must reach no rank.
+            encoded = encode_call(spec, plan)
+            largest = max((shard.nbytes for _, _, _, shard in encoded if shard is not None), default=0)
             room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
-            sendable_whole = _sendable(whole, room)
-            shards = [_sendable(shard, MAX_INLINE_BYTES) for shard in encoded]
+            stored: dict[int, Any] = {}
+            frames: dict[int, tuple[bytes, list[Any]]] = {}
+            messages, nbytes = [], {}
+            for rank, message, whole, shard in encoded:
+                nbytes[rank] = (whole.nbytes if whole else 0) + (shard.nbytes if shard else 0)
+                if id(message) not in frames:  # ranks with the same message have the same shard
+                    inside: list[Any] = [tuple(message)]
+                    beside = []
+                    for part, most in ((whole, room), (shard, MAX_INLINE_BYTES)):
+                        if part is not None and (part.nbytes > most or part.references):
+                            if id(part) not in stored:  # Ray must see the references in small arguments too
+                                stored[id(part)] = put(part) if part.nbytes > most else part
+                            beside.append(stored[id(part)])
+                            inside.append(SEPARATE)
+                        else:
+                            inside.append(part)
+                    frames[id(message)] = pickle.dumps(inside, protocol=5), beside
+                messages.append((rank, *frames[id(message)]))
+            kind = CONCURRENT if spec.registration.concurrent else CALL
+            replies = self._send(kind, messages, spec.label, call)
         except BaseException:
-            self.withdraw([waiting] if waiting is not None else [])
+            if withdraw is not None:
+                withdraw()
             raise
+        if withdraw is None and plan.deferred:
+            withdraw = functools.partial(_cancel, list(replies.values()))
         collecting = frozenset(plan.collecting)
-        messages: dict[tuple[int, bool], bytes] = {}
-        prepared: list[tuple[int, bytes, tuple[Any, ...]]] = []
-        nbytes: dict[int, int] = {}
-        for rank, number in enumerate(plan.shard_of):
-            if number is None:
-                continue
-            shard, collects = shards[number], rank in collecting
-            message = messages.get((number, collects))
-            if message is None:
-                about = call_message(spec, plan, plan.shards[number], collects=collects)
-                message = pickle.dumps((about, sendable_whole.inside, shard.inside), protocol=5)
-                messages[number, collects] = message
-            prepared.append((rank, message, (*sendable_whole.beside, *shard.beside)))
-            nbytes[rank] = sendable_whole.nbytes + shard.nbytes
-        kind = CONCURRENT if spec.registration.concurrent else CALL
-        try:
-            replies = self._send(kind, prepared, spec.label)
-        except BaseException:
-            self.withdraw([waiting] if waiting is not None else [])
-            raise
-        order = [*plan.collecting, *(rank for rank, _, _ in prepared if rank not in collecting)]
-        of_ranks = order, [replies[rank] for rank in order], len(plan.collecting)
+        order = [*plan.collecting, *(rank for rank in replies if rank not in collecting)]
         results = functools.partial(
-            RayResults, spec.label, *of_ranks, [self._hosts[rank] for rank in order], self._tasks
+            RayResults,
+            spec.label,
+            order,
+            [replies[rank] for rank in order],
+            len(plan.collecting),
+            [self._hosts[rank] for rank in order],
+            call.outcome,
         )
-        return Sent({reply: rank for rank, reply in replies.items()}, results, nbytes, waiting)
+        return Sent(results, nbytes, withdraw)
 
     def check_reachable(self, ranks: Sequence[int]) -> None:
         """Wait until connections to ranks are open.
@@ -248,27 +246,31 @@ class RayTransport(Transport):
                     "driver's host"
                 )
 
-    def send_join(self, chosen: Sequence[int], made: Encoded, rendezvous: Any, *, leave: bool) -> Sent:
+    def send_join(self, chosen: Sequence[int], made: Encoded, rendezvous: Any, call: Receiver, *, leave: bool) -> Sent:
         """Have ranks join a rendezvous: see `RankActor._join`.
 
         Args:
             chosen: the ranks.
             made: the constructors, encoded.
             rendezvous: Ray's reference to the address and port.
+            call: told when they have.
             leave: whether processes that have workers leave their process groups.
         """
-        prepared = [
-            (rank, pickle.dumps((self.ranks[rank].message, leave), protocol=5), (made, rendezvous)) for rank in chosen
+        messages = [
+            (rank, pickle.dumps((self.ranks[rank].message, leave), protocol=5), [made, rendezvous]) for rank in chosen
         ]
-        return Sent({reply: rank for rank, reply in self._send(JOIN, prepared, "__init__").items()})
+        replies = list(self._send(JOIN, messages, "__init__", call).values())
+        return Sent(functools.partial(RayResults, "__init__", chosen, replies, 0, self._hosts, call.outcome), {})
 
-    def _send(self, kind: int, prepared: Sequence[tuple[int, bytes, tuple[Any, ...]]], label: str) -> dict[int, Reply]:
+    def _send(
+        self, kind: int, messages: Sequence[tuple[int, bytes, list[Any]]], label: str, call: Receiver
+    ) -> dict[int, RankReply]:
         """Send a call to ranks, each with its message and what goes beside it."""
-        replies: dict[int, Reply] = {}
-        arrivals = Arrivals(len(prepared))
-        for rank, message, beside in prepared:
+        replies: dict[int, RankReply] = {}
+        weak = weakref.ref(call)
+        for rank, message, beside in messages:
             link = self._links[rank]
-            reply = Reply(rank, link, arrivals)
+            reply = RankReply(link, rank, self._hosts[rank], self.ranks[rank].actor, weak)
             try:
                 link.send(kind, message, reply, functools.partial(self._give, rank, beside) if beside else None)
             except Exception as error:
@@ -280,7 +282,7 @@ class RayTransport(Transport):
             replies[rank] = reply
         return replies
 
-    def _give(self, rank: int, beside: tuple[Any, ...], session: bytes, number: int) -> None:
+    def _give(self, rank: int, beside: list[Any], session: bytes, number: int) -> None:
         """Send what goes beside a call: through Ray, which counts the references in it."""
         link = self._links[rank]
         take = self.ranks[rank].actor._sc_take.options(concurrency_group=TAKE)
@@ -295,62 +297,12 @@ class RayTransport(Transport):
 
         taken.future().add_done_callback(when_taken)
 
-    def collect(self, tokens: Mapping[Token, int], timeout: float) -> dict[Token, RankResult]:
-        """See `Transport.collect`."""
-        replies = cast("Mapping[Reply, int]", tokens)
-        arrivals = next(iter(replies)).arrivals if replies else None
-        if arrivals is not None and timeout > 0:
-            arrivals.all.wait(timeout)
-        arrived: dict[Token, RankResult] = {}
-        late: dict[Reply, int] = {}
-        for reply, rank in replies.items():
-            if reply.kind and reply.kind != BESIDE:
-                arrived[reply] = reply.result = RankResult.from_message(reply.payload)
-            elif reply.kind and reply.read is not None:
-                arrived[reply] = self._read(reply)
-            else:
-                late[reply] = rank
-        if late and self.connected:  # Ray may have been shut down, and asking it would start another one
-            deaths = self.deaths()
-            for reply, rank in late.items():
-                if rank in deaths:
-                    arrived[reply] = RankResult(rank, died=deaths[rank])
-                elif reply.lost is not None:
-                    arrived[reply] = RankResult(rank, failure=Failure.lost_contact(rank, self.host(rank), reply.lost))
-        return arrived
-
-    def _read(self, reply: Reply) -> RankResult:
-        """The result of a rank that is kept there as a whole."""
-        try:
-            _, refs = self._tasks.fetch(reply)
-            result: RankResult = ray.get(refs or [])[0]
-            return result
-        except RayError as error:
-            where, kind = self.host(reply.rank), type(error).__name__
-            return RankResult(reply.rank, failure=Failure(reply.rank, where, "", kind, what_is_lost(error), lost=True))
-
-    def when_arrived(self, tokens: Sequence[Token], callback: Callable[[], None]) -> None:
-        """See `Transport.when_arrived`. Called back in the hub's thread."""
-        if tokens:
-            cast(Reply, tokens[0]).arrivals.when_all(callback)
-        else:
-            callback()
-
-    def withdraw(self, tokens: Iterable[Token]) -> None:
-        """See `Transport.withdraw`."""
-        for token in tokens:
-            if isinstance(token, Reply):
-                token.link.note(CANCEL, token.number)
-            else:
-                rank, number = cast("tuple[int, int]", token)
-                self._links[rank].note(CANCEL, number)
-
     def deaths(self) -> dict[int, str]:
-        """See `Transport.deaths`. Needs no dashboard, and asks Ray's control store only about ranks that have died."""
+        """Needs no dashboard, and asks Ray's control store only about ranks that have died."""
         for number, rank in enumerate(self.ranks):
             if number not in self._deaths and (reason := death_of(rank.actor) or self._gone(number)) is not None:
                 self._deaths[number] = reason  # for good: Ray restarts none of these actors
-                self._links[number].close()  # Ray may say so a moment before the process ends
+                self._links[number].close(reason)  # Ray may say so a moment before the process ends
         return dict(self._deaths)
 
     def _gone(self, rank: int) -> str | None:
@@ -367,17 +319,14 @@ class RayTransport(Transport):
         return "its host is gone: neither its process nor its Ray node responds"
 
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
-        """See `Transport.stacks`."""
         answers = self.ask("stacks", ranks, seconds)
         return {rank: answer.text if answer.ok else f"  {answer.text}" for rank, answer in answers.items()}
 
     @property
     def processes(self) -> tuple[RankProcess, ...]:
-        """See `Transport.processes`."""
         return tuple(rank.location.process for rank in self.ranks)
 
     def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
-        """See `Transport.running`."""
         return {rank: running_calls(answer) for rank, answer in self.ask("status", ranks, seconds).items()}
 
     def ask(self, command: str, ranks: Iterable[int], seconds: float) -> dict[int, Answer]:
@@ -409,11 +358,10 @@ class RayTransport(Transport):
 
     @property
     def death_seconds(self) -> float:  # type: ignore[override]
-        """See `Transport.death_seconds`."""
         return min(death_seconds(), DEATH_SECONDS)
 
     def probe(self, ranks: Collection[int]) -> dict[int, str | None]:
-        """See `Transport.probe`. A rank that answers is alive, and so is one whose connection outlives the time after
+        """A rank that answers is alive, and so is one whose connection outlives the time after
         which a silent host would have lost it: C code that holds the GIL keeps a rank from answering."""
         deaths, known = self.deaths(), dict[int, str | None]()
         with self._asking:
@@ -439,7 +387,6 @@ class RayTransport(Transport):
         return known
 
     def kill(self) -> None:
-        """See `Transport.kill`."""
         self.ended = True
         for link in self._links:
             link.close()
@@ -452,11 +399,11 @@ class RayTransport(Transport):
                     logger.debug("%s could not be killed", process.name, exc_info=True)
             remove_pools_of(rank.actor for rank in self.ranks)
 
-    def _locate(self, spec: MethodSpec, plan: CallPlan) -> tuple[CallPlan, Token | None]:
+    def _locate(self, spec: MethodSpec, plan: CallPlan) -> tuple[CallPlan, Callable[[], None] | None]:
         """Have the first rank locate the deferred arguments for all ranks. See `Executor.locate_arguments`.
 
         Returns:
-            The plan with references to what that rank finds, and the token to withdraw if it waits in vain.
+            The plan with references to what that rank finds, and what ends its wait if it waits in vain.
         """
         first = plan.ranks[0]
         values = [plan.whole, *(shard.values for shard in plan.shards)]
@@ -473,8 +420,7 @@ class RayTransport(Transport):
         try:
             encoded = encode((list(asked.values()), len(places)))
         except Exception:
-            for _, key, value in wanted:
-                encode_arguments(spec, {key: value})  # names the argument
+            encode_call(spec, plan)  # names the argument
             raise
         link = self._links[first]
         number = LOCATE_NUMBERS | next(self._located)
@@ -491,7 +437,8 @@ class RayTransport(Transport):
             source = LocatedResults(value.source.label, refs[places[n]], key, first)
             located[n][key] = replace(value, source=source)
         shards = tuple(replace(shard, values=of) for shard, of in zip(plan.shards, located[1:], strict=True))
-        return replace(plan, whole=located[0], shards=shards), (first, number)
+        withdraw = functools.partial(link.note, CANCEL, number)
+        return replace(plan, whole=located[0], shards=shards), withdraw
 
 
 class _Suspect:
@@ -525,25 +472,14 @@ def _key(rank: Rank) -> bytes:
 def _link(rank: Rank) -> Link:
     if rank.location.wire is None:
         raise ValueError(f"{rank.name} does not say where it listens")
-    actor = weakref.ref(rank.actor)  # Ray ends an actor when its last handle is gone, and the hub keeps the link
-
-    def keep(reply: Reply) -> None:
-        # At once, so that what the rank keeps is the driver's to drop.
-        this = actor()
-        if this is not None:
-            with contextlib.suppress(Exception), reply.link.lock:  # Ray was shut down, or whoever reads it is told
-                if reply.kept is None:
-                    task = this._sc_result.options(concurrency_group=RESULT)
-                    reply.kept = task.remote(reply.link.session, reply.number)
-                if reply.kind == BESIDE:
-                    cast(Any, reply.kept).future().add_done_callback(lambda done: _read_beside(reply, done))
-
-    return Link(rank.location.wire, keep)
+    return Link(rank.location.wire)
 
 
-def _read_beside(reply: Reply, done: Future[Any]) -> None:
-    reply.read = (None, []) if done.exception() is not None else done.result()
-    reply.arrivals.one()
+def _cancel(replies: Sequence[RankReply]) -> None:
+    """Tell ranks that the deferred arguments of a call will not come."""
+    for reply in replies:
+        if reply.result is None:
+            reply.link.note(CANCEL, reply.number)
 
 
 def _responds(address: tuple[str, int]) -> bool:
@@ -560,15 +496,3 @@ def _not_sent(label: str, error: RayError) -> DispatchError:
     return DispatchError(
         f"{label}() could not be sent: {what}. No rank received the call", method=label.rpartition(".")[2]
     )
-
-
-def _sendable(encoded: Encoded | None, room: int) -> _Sendable:
-    """Arguments travel inside the message if they are small enough, and otherwise are stored once in Ray's store."""
-    if encoded is None:
-        return _NOTHING
-    nbytes = encoded.nbytes
-    if nbytes > room:
-        return _Sendable(SEPARATE, (put(encoded),), nbytes)
-    if encoded.references:  # Ray must see the references in it
-        return _Sendable(SEPARATE, (encoded,), nbytes)
-    return _Sendable(encoded, (), nbytes)

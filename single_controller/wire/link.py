@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from single_controller.wire.connection import MAX_FRAME_BYTES, SILENCE_SECONDS, Connection, hub, tls_context
@@ -71,67 +70,27 @@ class Answer(NamedTuple):
     told: bool = True
 
 
-@dataclass(eq=False, slots=True)
-class Arrivals:
-    """Counts the replies to one call.
-
-    Attributes:
-        left: how many have not arrived.
-        all: set once every rank has replied, or its reply is lost.
-    """
-
-    left: int
-    all: threading.Event = field(default_factory=threading.Event)
-    _callbacks: list[Callable[[], None]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def one(self) -> None:
-        """One more has arrived."""
-        with self._lock:
-            self.left -= 1
-            if self.left > 0:
-                return
-            callbacks, self._callbacks = self._callbacks, []
-        self.all.set()
-        for callback in callbacks:
-            callback()
-
-    def when_all(self, callback: Callable[[], None]) -> None:
-        """Call a short function once all have arrived, in any thread."""
-        with self._lock:
-            if self.left > 0:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-
-@dataclass(eq=False)
 class Reply:
-    """Stands for the reply of one rank to one call.
+    """Stands for the reply of one rank to one call. `Link` calls its methods in the hub's thread.
 
     Attributes:
-        rank: the rank.
         link: the link that carries the call.
         number: number of the call on the link.
-        arrivals: of the whole call.
-        kind: ``REPLY``, ``KEPT`` or ``BESIDE``; 0 until it has arrived.
-        payload: the reply.
-        lost: why no reply will come.
-        kept: Ray's reference to what `RankActor._sc_result` returns for the call, once somebody has asked for it.
-        read: what that task has returned, once it was read.
-        result: the reply, decoded, once it was read.
     """
 
-    rank: int
-    link: Link
-    arrivals: Arrivals
-    number: int = 0
-    kind: int = 0
-    payload: bytes = b""
-    lost: str | None = None
-    kept: object = None
-    read: object = None
-    result: Any = None
+    __slots__ = ("__weakref__", "link", "number")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.number = 0
+
+    def arrive(self, kind: int, payload: bytes) -> None:
+        """It has arrived: a ``REPLY``, ``KEPT`` or ``BESIDE`` frame."""
+        raise NotImplementedError
+
+    def lose(self, reason: str, *, dead: bool) -> None:
+        """It will not come. ``dead``: because the rank's process has ended, and ``reason`` says why."""
+        raise NotImplementedError
 
 
 class Link:
@@ -142,7 +101,6 @@ class Link:
 
     Args:
         address: where the rank listens.
-        on_kept: called, in the hub's thread, with a reply whose value stays on the rank and is still wanted.
 
     Attributes:
         opened: set once the rank has been reached for the first time.
@@ -150,13 +108,12 @@ class Link:
         users: how many transports have it. The last one to go closes it.
     """
 
-    def __init__(self, address: WireAddress, on_kept: Callable[[Reply], None] | None = None) -> None:
+    def __init__(self, address: WireAddress) -> None:
         self.address = address
         self.opened = threading.Event()
         self.session = new_nonce()
         self.users = 0
         self.lock = threading.RLock()
-        self._on_kept = on_kept
         self._connection: Connection | None = None
         self._dialling: Connection | socket.socket | None = None
         self._closed = False
@@ -244,13 +201,17 @@ class Link:
         """Whether there is a connection."""
         return self._connection is not None
 
-    def close(self) -> None:
-        """Close the connection. What has not arrived is lost."""
+    def close(self, dead: str | None = None) -> None:
+        """Close the connection. What has not arrived is lost.
+
+        Args:
+            dead: why the rank's process has ended, if it has.
+        """
         with self.lock:
             self._closed = True
             connection, self._connection = self._connection, None
             dialling, self._dialling = self._dialling, None
-            self._give_up("the connection was closed")
+            self._give_up(dead or "the connection was closed", dead=dead is not None)
         for one in (connection, dialling):
             if isinstance(one, socket.socket):
                 hub.remove(one)
@@ -279,14 +240,13 @@ class Link:
         """Up to this number, all replies have arrived."""
         return next(iter(self._unanswered), self._sent + 1) - 1
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, dead: bool = False) -> None:
         unanswered, self._unanswered = self._unanswered, {}
         asked, self._asked = self._asked, {}
         for _, _, weak in unanswered.values():
             reply = weak()
             if reply is not None:
-                reply.lost = reason
-                hub.soon(reply.arrivals.one)  # not now, because whoever calls this holds the lock
+                hub.soon(functools.partial(reply.lose, reason, dead=dead))  # not now: the caller holds the lock
         for answer in asked.values():
             hub.soon(functools.partial(answer, Answer(f"unknown: {reason}", ok=False, told=False)))
 
@@ -314,15 +274,10 @@ class Link:
             if self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
                 self._send(connection, ACK, 0)
             reply = call[2]()
-            if reply is None:
-                if kind != REPLY:
-                    self.note(DROP, number)
-                return
-            reply.payload, reply.kind = payload, kind
-        if kind != REPLY and self._on_kept is not None:
-            self._on_kept(reply)
-        if kind != BESIDE:  # of which the transport tells once it has fetched it
-            reply.arrivals.one()  # outside the lock, because callbacks acquire those of groups, which come before it
+            if reply is None and kind != REPLY:
+                self.note(DROP, number)
+        if reply is not None:
+            reply.arrive(kind, payload)  # outside the lock, because it acquires those of groups, which come before it
 
     def _dial(self) -> None:
         with self.lock:

@@ -6,8 +6,8 @@ import signal
 import sys
 import threading
 
+from single_controller.call.call import Call
 from single_controller.call.group import WorkerGroup
-from single_controller.call.monitor import Monitor
 
 
 class Interrupts:
@@ -23,7 +23,7 @@ class Interrupts:
     def _handle(self, _, frame):
         while self._armed and frame is not None:
             # While a call is being sent, it breaks the group. Before, while the layout is asked for, nothing is sent.
-            if frame.f_code is Monitor.wait.__code__ and frame.f_back.f_code is WorkerGroup._invoke.__code__:
+            if frame.f_code is Call.wait.__code__ and frame.f_back.f_code is WorkerGroup._invoke.__code__:
                 self._armed = False
                 raise KeyboardInterrupt
             frame = frame.f_back

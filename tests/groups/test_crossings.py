@@ -18,6 +18,7 @@ from single_controller import (
     GroupBrokenError,
     RayClassWithInitArgs,
     RayWorkerGroup,
+    StartError,
     Worker,
     WorkerDiedError,
     WorkerError,
@@ -135,22 +136,22 @@ def test_error_has_what_the_other_ranks_returned_and_is_the_methods_own(heavy):
     assert heavy.fail_on(-1) == [f"rank {rank}" for rank in range(4)]
 
 
-def test_future_in_a_process_that_can_start_no_thread(heavy, monkeypatch):
-    from single_controller.call.monitor import monitor
-
-    start = threading.Thread.start
+def test_group_in_a_process_that_can_start_no_thread(pool, monkeypatch):
+    """The thread that looks for deaths is started before anything is sent; calls start none."""
+    from single_controller.call.call import monitor
 
     def refuse(thread):
-        if thread.name == "call-monitor":
-            raise RuntimeError("can't start new thread")
-        start(thread)
+        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         patch.setattr(monitor, "_thread", None)
-        future = heavy.kept.remote()
-        assert len(future.result()) == 4
-    assert len(heavy.kept.remote().result()) == 4
+        with pytest.raises(StartError, match="looks for dead workers could not be started: can't start new thread"):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Fragile))
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert len(group.pid.remote().result()) == len(group.pid()) == 4
 
 
 def test_watcher_names_many_ranks_in_a_short_message(make_group):

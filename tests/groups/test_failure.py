@@ -32,7 +32,6 @@ from single_controller import (
     WorkerError,
     attach,
 )
-from single_controller.call.monitor import monitor
 
 anywhere = pytest.mark.transports("ray", "local", "local-threads")
 overlapping = pytest.mark.transports("ray", "local-threads")
@@ -365,22 +364,20 @@ class TestTimeouts:
 
     @overlapping
     def test_look_that_fails_breaks_nothing(self, make_group, monkeypatch, caplog):
-        """The process has too many open files for a while: calls that nobody waits for are watched on."""
+        """The process has too many open files for a while: calls are looked at again."""
         group = make_group(Fragile)
-        collect, failed = group._transport.collect, []
+        deaths, failed = group._transport.deaths, []
 
-        def collect_not_always(tokens, timeout, **options):
+        def deaths_not_always():
             if threading.current_thread().name == "call-monitor" and len(failed) < 3:
                 failed.append(1)
                 raise OSError(24, "Too many open files")
-            return collect(tokens, timeout, **options)
+            return deaths()
 
-        monkeypatch.setattr(group._transport, "collect", collect_not_always)
-        future = group.fail.remote([2])
-        monitor.watch(future._call)  # as after a wait that was given up
-        wait_until(lambda: future._call.settled)
+        monkeypatch.setattr(group._transport, "deaths", deaths_not_always)
+        with pytest.raises(CallTimeoutError):
+            group.sleep.options(timeout=0.6)(60)
         assert len(failed) == 3 and caplog.text.count("could not be looked at") == 1
-        assert group.broken is None and isinstance(future.exception(), WorkerError)
 
 
 class TestClose:

@@ -126,12 +126,10 @@ def test_await_raises_a_new_exception_each_time(make_group):
 
 
 @overlapping
-def test_await_that_was_given_up_leaves_nothing_behind(make_group, monkeypatch):
+def test_await_that_was_given_up_leaves_nothing_behind(make_group):
     """A driver that waits in steps, for a call that takes hours."""
     group = make_group(Fragile)
     future = group.sleep.remote(0.8)
-    asked, when_arrived = [], group._transport.when_arrived
-    monkeypatch.setattr(group._transport, "when_arrived", lambda *args: (asked.append(1), when_arrived(*args)))
 
     async def main():
         tasks = weakref.WeakSet()
@@ -146,7 +144,6 @@ def test_await_that_was_given_up_leaves_nothing_behind(make_group, monkeypatch):
         return left, await asyncio.wait_for(_value(future), 10)
 
     assert asyncio.run(main()) == (0, [0, 1, 2, 3])
-    assert len(asked) == 1, "the transport calls back once for each await"
 
 
 @pytest.mark.transports("ray")
@@ -176,28 +173,28 @@ def test_await_that_failed_does_not_keep_a_dropped_group(transport):
 
 @pytest.mark.ray_when_full
 @overlapping
-def test_slow_fetch_for_one_call_delays_no_other_result(make_group, counters, monkeypatch):
-    """The monitor's thread looks at a call nobody waits for, whose result takes long to arrive here."""
+def test_slow_look_at_one_group_delays_no_result(make_group, counters, monkeypatch):
+    """The monitor's thread asks for the deaths of a group, which takes long."""
     slow = make_group(Fragile)
-    fetching, arrived = threading.Event(), threading.Event()
-    collect = slow._transport.collect
+    looking, looked = threading.Event(), threading.Event()
+    deaths = slow._transport.deaths
 
-    def collect_slowly(tokens, timeout, **options):
+    def deaths_slowly():
         if threading.current_thread().name == "call-monitor":
-            fetching.set()
-            arrived.wait(5)
-        return collect(tokens, timeout, **options)
+            looking.set()
+            looked.wait(5)
+        return deaths()
 
-    monkeypatch.setattr(slow._transport, "collect", collect_slowly)
-    later = slow.ping.remote()
+    monkeypatch.setattr(slow._transport, "deaths", deaths_slowly)
+    later = slow.sleep.remote(0.5)
     other = counters.add.remote(0)
-    assert fetching.wait(5)
+    assert looking.wait(5)
     begin = time.monotonic()
     assert other.result() == [100, 101, 102, 103]
     assert asyncio.run(_value(counters.add.remote(0))) == [100, 101, 102, 103]
-    took = time.monotonic() - begin
-    arrived.set()
-    assert took < 2 and later.result() == [0, 1, 2, 3]
+    assert later.result() == [0, 1, 2, 3]
+    assert time.monotonic() - begin < 2
+    looked.set()
 
 
 @overlapping
@@ -419,7 +416,7 @@ def test_call_that_is_withdrawn_at_once_costs_no_later_call(make_group, counters
     never = make_group(Fragile).sleep.remote(60)
     for _ in range(10 if depth.full else 4):
         waiting = counters.echo.remote(never)
-        counters._transport.withdraw([waiting._call._waiting])
+        waiting._call._sent.withdraw()
         begin = time.monotonic()
         assert counters.add(0) == [100, 101, 102, 103]
         assert time.monotonic() - begin < 5
@@ -503,12 +500,12 @@ def test_consumers_cost_no_reference_per_producer(counters, smaller, monkeypatch
     from single_controller.ray import transport as module
 
     sent = []
-    encode = module.encode_arguments
-    monkeypatch.setattr(module, "encode_arguments", lambda *given: sent.append(encode(*given)) or sent[-1])
+    encode = module.encode_call
+    monkeypatch.setattr(module, "encode_call", lambda *given: sent.append(encode(*given)) or sent[-1])
     future = counters.double.remote(torch.arange(40))
     sent.clear()
     assert torch.equal(smaller[5].double(future), torch.arange(40) * 4)
-    assert [len(encoded.references) for encoded in sent if encoded is not None] == [1] * 5
+    assert [len(shard.references) for _, _, _, shard in sent[-1]] == [1] * 5
 
 
 def test_exception_of_results_that_cannot_be_joined(counters):
@@ -525,7 +522,7 @@ def test_errors_of_ray_are_causes_of_a_lost_result(make_group, counters, smaller
     )
     lost.wait()
     entries = lost._source()[0]._entries
-    entries[0] = entries[0].payload, [failed]  # on one host, nothing loses a result
+    entries[0] = entries[0].result, [failed]  # on one host, nothing loses a result
     with pytest.raises(ResultError, match=r"the result of rank 0 of echo\(\)") as caught:
         smaller[2].echo(lost)
     error, original = caught.value, caught.value.__cause__

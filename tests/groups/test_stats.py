@@ -179,18 +179,11 @@ class At1024Ranks(Transport):
     def host(self, rank):
         return "host"
 
-    def send(self, spec, plan, *, future):
-        return Sent({(id(plan), rank): rank for rank in range(1024)}, None, dict.fromkeys(range(1024), 100))
-
-    def collect(self, tokens, timeout):
+    def send(self, spec, plan, call):
         now = time.time()
-        return {
-            token: RankResult(rank, clock=Clock(now, now + 1, now + 2 + rank, now + 2000), nbytes=10)
-            for token, rank in tokens.items()
-        }
-
-    def when_arrived(self, tokens, callback):
-        callback()
+        for rank in range(1024):
+            call.arrive(RankResult(rank, clock=Clock(now, now + 1, now + 2 + rank, now + 2000), nbytes=10))
+        return Sent(None, dict.fromkeys(range(1024), 100))
 
     def deaths(self):
         return {}
@@ -212,7 +205,8 @@ def make_calls(stats, number):
     spec, plan = registered_methods(Counter)["add"], CallPlan.empty(1024)
 
     def call():
-        Call(state, spec, plan, state.transport.send(spec, plan, future=False), stats=stats).drive(0.0)
+        made = Call(state, spec, plan, state.transport, stats=stats)
+        made.sent(state.transport.send(spec, plan, made))
 
     call()
     tracemalloc.start()

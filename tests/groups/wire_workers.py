@@ -2,16 +2,18 @@
 
 import gc
 import os
+import pickle
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import ray
 import torch
 from group_workers import Fragile
 
 from single_controller import Dispatch, register
-from single_controller.call.result import RankResult
+from single_controller.ray.rank import actor
 from single_controller.wire import connection, link
 
 
@@ -95,13 +97,12 @@ class Wired(Fragile):
     @register(Dispatch.ONE_TO_ALL)
     def break_reply(self):
         """Have the encoding of this call's reply fail, after the method has returned."""
-        encode = RankResult.to_message
 
-        def fail(result):
-            RankResult.to_message = encode
+        def fail(*_, **__):
+            actor.pickle = pickle
             raise MemoryError("no room for the reply")
 
-        RankResult.to_message = fail
+        actor.pickle = SimpleNamespace(dumps=fail, loads=pickle.loads)
 
     @register(Dispatch.ONE_TO_ALL)
     def kept(self):

@@ -30,8 +30,8 @@ from plan_helpers import (
 )
 from tensordict import TensorDict, tensorclass
 
-from dispatch import Broadcast, register_batch_type
-from dispatch.batch import cut, describe, goes_whole, imported, join, length, shard, trim
+from dispatch import Broadcast, batch, register_batch_type
+from dispatch.batch import cut, describe, imported, join, length, shard, trim
 from dispatch.errors import BatchError
 from dispatch.rows import share_rows
 
@@ -107,7 +107,6 @@ class TestWhole:
         ids=repr,
     )
     def test_values_sent_whole_have_no_rows(self, value):
-        assert goes_whole(value)
         assert length(value) is None
 
     def test_dict_values_without_rows_are_in_every_shard(self):
@@ -305,6 +304,11 @@ class TestUserTypes:
         register_batch_type(Sliced, **{**table_functions(), "length": lambda value: 2 * len(value.items)})
         assert length(Sliced([1, 2, 3])) == 6
 
+    def test_registration_wins_over_a_type_that_was_a_batch_before(self):
+        assert length(np.zeros(3)) == 3
+        register_batch_type(np.ndarray, **{**table_functions(), "length": lambda array: 40})
+        assert length(np.zeros(3)) == 40
+
     def test_equal_shards_use_the_types_own_chunk(self):
         class Counting(Sliced):
             asked: list[int] = []  # noqa: RUF012
@@ -352,6 +356,20 @@ class TestDescribe:
     def test_shape_attribute_may_be_anything(self, shape):
         thing = type("Blob", (), {"shape": staticmethod(shape) if callable(shape) else shape})()
         assert "Blob" in describe(thing)
+
+
+def test_tensors_are_concatenated_by_the_given_function(monkeypatch):
+    given = []
+    monkeypatch.setattr(batch._TENSOR, "join", batch._TENSOR.join)  # restores it
+
+    def concatenate(tensors, dim=0):
+        given.append(len(tensors))
+        return torch.cat(tensors, dim)
+
+    batch.concatenate_tensors_with(concatenate)
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    joined = join([{"a": torch.ones(2), "b": jagged, "c": TensorDict({"d": torch.ones(2)}, [2])}] * 3)
+    assert sorted(map(len, joined.values())) == [6, 6, 6] and given.count(3) >= 3
 
 
 def test_values_can_be_measured_before_torch_is_imported(monkeypatch):

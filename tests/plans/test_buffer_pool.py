@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from dispatch import buffer_pool as module
-from dispatch.buffer_pool import MIN_BYTES, BufferPool, buffer_pool, cat_tensors
+from single_controller.call import buffer_pool as module
+from single_controller.call.buffer_pool import MIN_BYTES, BufferPool, buffer_pool, cat_tensors
 
 
 @pytest.fixture

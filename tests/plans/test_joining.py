@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
 from dispatch.batch import Deferred
-from dispatch.buffer_pool import buffer_pool
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
+from single_controller.call.buffer_pool import buffer_pool
 from single_controller.call.joining import join_results, locate
 from single_controller.call.result import RankResult
 

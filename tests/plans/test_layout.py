@@ -72,7 +72,7 @@ class TestAxes:
 
 class TestRouting:
     def test_flat(self):
-        assert Routing.flat(3) == Routing(3, (0, 1, 2), (0, 1, 2))
+        assert Layout.flat(3).by_rank == Routing(3, (0, 1, 2), (0, 1, 2))
 
     def test_only_calls_the_given_ranks_and_keeps_their_order(self):
         routing = Routing.only((2, 0), 4)
@@ -151,3 +151,67 @@ class TestMesh:
     def test_inconsistent_dp_ranks_are_rejected(self, dp_rank, collects):
         with pytest.raises((DispatchError, ValueError)):
             Layout({}, {"m": Mesh("m", dp_rank, collects)}).mesh("m").routing  # noqa: B018
+
+
+class TestTable:
+    ACTOR = Mesh("actor", (0, 1, 2, 3), (True,) * 4)
+    ROLLOUT = Mesh("rollout", (0, 0, 1, 1), (False, True, True, False))
+
+    def test_coordinates_shards_and_collecting_ranks(self):
+        lines = str(TP2_DP2_PP2).splitlines()
+        assert lines[0].split() == ["rank", "tp", "dp", "pp", "shard"]
+        assert [line.split() for line in lines[1:-1]] == [
+            ["0", "0", "0", "0", "0"],
+            ["1", "1", "0", "0", "0"],
+            ["2", "0", "1", "0", "1"],
+            ["3", "1", "1", "0", "1"],
+            ["4", "0", "0", "1", "0", "*"],
+            ["5", "1", "0", "1", "0"],
+            ["6", "0", "1", "1", "1", "*"],
+            ["7", "1", "1", "1", "1"],
+        ]
+        assert lines[-1] == "* collecting rank of its shard"
+
+    def test_columns_are_aligned_with_their_names(self):
+        header, *rows = str(layout_of(coordinates({"tp": 2, "dp": 12}, ("tp", "dp")))).splitlines()[:-1]
+        for name in ("rank", "tp", "dp"):
+            end = header.index(name) + len(name)
+            assert all(row[end - 1].isdigit() and row[end : end + 1] in ("", " ") for row in rows)
+
+    def test_each_mesh_has_a_column(self):
+        lines = str(
+            Layout({"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]}, {"actor": self.ACTOR, "rollout": self.ROLLOUT})
+        ).splitlines()
+        assert lines[0].split() == ["rank", "dp", "tp", "shard", "mesh", "actor", "mesh", "rollout"]
+        assert [line.split() for line in lines[1:-1]] == [
+            ["0", "0", "0", "0", "*", "0", "*", "0"],
+            ["1", "0", "1", "0", "1", "*", "0", "*"],
+            ["2", "1", "0", "1", "*", "2", "*", "1", "*"],
+            ["3", "1", "1", "1", "3", "*", "1"],
+        ]
+
+    def test_meshes_without_axes(self):
+        lines = str(Layout({}, {"rollout": self.ROLLOUT})).splitlines()
+        assert [line.split() for line in lines[1:3]] == [["0", "0"], ["1", "0", "*"]]
+
+    def test_empty_layout(self):
+        assert str(Layout({})).split() == ["rank"]
+
+
+class TestLayoutWithAGap:
+    """Coordinates with a gap, so no rank collects for one shard: calls are errors, and the table shows why."""
+
+    GAP = Layout({"dp": [0, 2], "tp": [0, 0]})
+
+    def test_table_has_the_coordinates_and_no_shards(self):
+        assert [line.split() for line in str(self.GAP).splitlines()] == [
+            ["rank", "dp", "tp"],
+            ["0", "0", "0"],
+            ["1", "2", "0"],
+        ]
+
+    def test_valid_mesh_is_shown(self):
+        layout = Layout(
+            self.GAP.axes, {"good": Mesh("good", (0, 1), (True, True)), "bad": Mesh("bad", (0, 2), (True, True))}
+        )
+        assert str(layout).splitlines()[0].split() == ["rank", "dp", "tp", "mesh", "good"]

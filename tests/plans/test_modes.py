@@ -1,6 +1,7 @@
 """Dispatch and Execute: printing, looking up, adding, replacing and pickling modes, and which ones are rejected."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -44,6 +45,12 @@ def to_all(group, *args, **kwargs):
 
 def last_only(group, results):
     return results[-1]
+
+
+def declare_unchecked(mode):
+    """The spec of a method whose declaration was unpickled."""
+    spec = declare("ONE_TO_ALL")
+    return dataclasses.replace(spec, registration=dataclasses.replace(spec.registration, mode=mode))
 
 
 class TestNamespaces:
@@ -129,6 +136,16 @@ class TestPickle:
             again = pickle.loads(pickle.dumps(member))
             assert again == member
             assert repr(again) == repr(member)
+
+    def test_member_that_is_registered_after_it_arrived(self):
+        made = register_dispatch_mode("MINE", to_all, last_only)
+        pickled = pickle.dumps(made)
+        Dispatch.remove(made)
+        spec = declare_unchecked(pickle.loads(pickled))
+        with pytest.raises(DispatchError, match=r"unknown dispatch mode 'MINE'.*register_dispatch_mode"):
+            plan_call(spec, plain_layout(2), (1,), {})
+        register_dispatch_mode("MINE", to_all, last_only)
+        assert plan_call(spec, plain_layout(2), (1,), {}).ranks == [0, 1]
 
     def test_pickled_mode_still_works(self):
         mode = pickle.loads(pickle.dumps(Dispatch.ALL_TO_ALL))
@@ -238,7 +255,7 @@ class TestExtension:
         spec = declare(mode)
         assert Dispatch.remove(mode if spelling == "member" else spelling) == mode
         assert "MINE" not in Dispatch
-        with pytest.raises(ValueError, match="unknown dispatch mode 'MINE'"):
+        with pytest.raises(ValueError, match=r"unknown dispatch mode 'MINE'"):
             plan_call(spec, plain_layout(2), (1,), {})
         assert register_dispatch_mode("MINE", to_all, last_only) == mode
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dispatch.drawing import aligned
+from dispatch.tables import aligned
 from single_controller.call.errors import PlacementError
 from single_controller.ray.placement.feasibility import (
     Amounts,

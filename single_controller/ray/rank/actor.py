@@ -23,8 +23,7 @@ import ray
 from ray.exceptions import RayError
 
 from dispatch.batch import register_batch_type, user_batch_types
-from single_controller.call.codec import BESIDE as SEPARATE
-from single_controller.call.codec import Encoded, decode_message, encode, keep_encoded
+from single_controller.call.codec import SEPARATE, CallMessage, Encoded, encode, keep_encoded
 from single_controller.call.executor import Executor, RunningCall
 from single_controller.call.result import MAX_INLINE_BYTES, Failure, RankResult
 from single_controller.call.transport import RankProcess
@@ -35,7 +34,7 @@ from single_controller.ray.rank.collectives import abort_collectives, end_collec
 from single_controller.ray.rank.devices import own_devices
 from single_controller.ray.rank.frames import frames_file
 from single_controller.ray.rank.worker_env import set_environment
-from single_controller.ray.results import RESULT, fetch, what_is_lost
+from single_controller.ray.results import RESULT, Kept, fetch, what_is_lost
 from single_controller.wire.handshake import BESIDE, CONCURRENT, JOIN, KEPT, REPLY, WireAddress
 from single_controller.wire.link import Answer, Session
 from single_controller.wire.listener import Listener
@@ -233,7 +232,8 @@ class RankActor:
             self._run(kind, session, number, payload)
         except Exception as error:  # of this library or of Ray: without a reply, the driver would wait for ever
             logger.exception("call %d has failed outside of its method", number)
-            session.reply(REPLY, number, self._executor.failed(error, "", None).to_message())
+            result = self._executor.failed(error, "", None)
+            session.reply(REPLY, number, pickle.dumps(result, protocol=5))
 
     def _run(self, kind: int, session: Session, number: int, payload: bytes) -> None:
         """Run a call, and send its reply."""
@@ -246,15 +246,17 @@ class RankActor:
             else:
                 self._send_cancelled(session, number, "__init__", None, "rank 0 has not told the rendezvous")
             return
-        call, whole, shard = decode_message(payload, ())
+        about, whole, shard = pickle.loads(payload)
+        call = CallMessage(*about)
         if SEPARATE in (whole, shard):
-            beside = session.take_parts(number)
+            beside = list(session.take_parts(number))
             if not beside:
                 text = "the call that computes its deferred argument has failed"
                 self._send_cancelled(session, number, call.method, call.role, text)
                 return
-            call, whole, shard = decode_message(payload, beside)
-        result, _ = self._executor.run(call, whole, shard, received)
+            whole, shard = (beside.pop(0) if part == SEPARATE else part for part in (whole, shard))
+            del beside
+        result = self._executor.run(call, whole, shard, received)
         del whole, shard, payload
         if result.failure is not None and number in session.cancelled:
             result.failure.alike = True  # the driver knows more: the call that computes an argument has failed
@@ -263,49 +265,45 @@ class RankActor:
     def _send_cancelled(self, session: Session, number: int, method: str, role: str | None, text: str) -> None:
         rank = -1 if self._executor.info is None else self._executor.info.rank
         failure = Failure(rank, f"{self._hostname}, {self._address}", method, "", text, alike=True, role=role)
-        session.reply(REPLY, number, RankResult(rank, failure=failure).to_message())
+        session.reply(REPLY, number, pickle.dumps(RankResult(rank, failure=failure), protocol=5))
 
     def _send_reply(self, session: Session, number: int, result: RankResult, method: str, role: str | None) -> None:
         """Send a result. A large value stays here, and so does one with references, which Ray must see."""
-        value, failure = result.value, result.failure
+        value, cause = result.value, None if result.failure is None else result.failure.cause
         try:
             if value is not None and (value.references or value.nbytes > MAX_INLINE_BYTES):
                 # Now, because the next call may change the memory that the value refers to.
-                ref = ray.put(value.as_kept())
-                result.value, result.kept = None, True
-                message = result.to_message()
-                session.reply(KEPT, number, message, (message, ref))
+                ref, result = ray.put(value.as_kept()), result._replace(value=None, kept=True)
+                session.reply(KEPT, number, pickle.dumps(result, protocol=5), (result, ref))
                 return
-            cause = None if failure is None else failure.cause
             if isinstance(cause, Encoded) and (cause.references or cause.nbytes > MAX_INLINE_BYTES):
-                session.reply(BESIDE, number, b"", (None, ray.put(result)))
+                session.reply(BESIDE, number, b"", (result, None))
                 return
         except RayError as error:  # the store and the disk are full, for example
             result = self._executor.failed(error, method, role, lost=what_is_lost(error))
-        session.reply(REPLY, number, result.to_message())
+        session.reply(REPLY, number, pickle.dumps(result, protocol=5))
 
     def _sc_take(self, session: bytes, number: int, *parts: Any) -> None:
         """Take what comes beside a call: large arguments, and those with references."""
         self._listener.session(session).give_parts(number, parts)
 
-    def _sc_result(self, session: bytes, number: int) -> tuple[bytes | None, list[ray.ObjectRef] | None]:
-        """The reply to a call, once it has ended, and the reference to what the rank keeps of it: in a list, so that
+    def _sc_result(self, session: bytes, number: int) -> Kept:
+        """The result of a call, once it has ended, and the reference to what the rank keeps of it: in a list, so that
         Ray does not resolve it."""
-        message, ref = self._listener.session(session).take_kept(number)
-        return message, None if ref is None else [ref]
+        result, ref = self._listener.session(session).take_kept(number)
+        return pickle.loads(result) if isinstance(result, bytes) else result, None if ref is None else [ref]
 
-    def _sc_value(self, kept: list[ray.ObjectRef] | tuple[bytes | None, list[ray.ObjectRef] | None]) -> Any:
+    def _sc_value(self, kept: list[ray.ObjectRef] | Kept) -> Any:
         """The value of a call, or its exception: what ``ray.get(future.refs[0])`` gives.
 
         Args:
             kept: what `_sc_result` has returned, or the reference to it, in a list.
         """
-        message, refs = cast("tuple[bytes | None, list[Any]]", ray.get(kept[0]) if isinstance(kept, list) else kept)
-        result: RankResult = ray.get(refs[0]) if message is None else RankResult.from_message(message)
+        result, refs = cast(Kept, ray.get(kept[0]) if isinstance(kept, list) else kept)
         if result.failure is not None:
             error = result.failure.exception() or result.failure.error()
             raise _picklable(error)
-        if not result.kept:
+        if refs is None:
             return None if result.value is None else result.value.as_kept()
         with keep_encoded():
             return ray.get(refs[0])

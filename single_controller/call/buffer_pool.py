@@ -13,6 +13,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from dispatch.batch import concatenate_tensors_with
+
 if TYPE_CHECKING:
     import numpy
 
@@ -151,3 +153,5 @@ def cat_tensors(tensors: list[Any], dim: int = 0) -> Any:
 
 
 buffer_pool = BufferPool()
+
+concatenate_tensors_with(cat_tensors)
