@@ -10,9 +10,7 @@ import time
 
 import ray
 
-from single_controller import Dispatch, Execute, Worker, collect_all_to_all, register
-
-NO_SUCH_RANK = Execute.register("BAD_CALLS_NO_SUCH_RANK", lambda world_size: (world_size,))
+from single_controller import Dispatch, Worker, collect_all_to_all, register
 
 
 def as_told(group, made):
@@ -170,10 +168,6 @@ class Kit(Worker):
         self.seen += 1
         return x
 
-    @register(Dispatch.ONE_TO_ALL, NO_SUCH_RANK)
-    def nowhere(self):
-        self.seen += 1
-
     # --- coordinates -----------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
@@ -189,10 +183,9 @@ class Kit(Worker):
     # --- failures --------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
-    def fail(self, ranks=None, others_sleep=0.0, error=ValueError, message="the true cause"):
+    def fail(self, ranks=None, error=ValueError, message="the true cause"):
         if ranks is None or self.rank in ranks:
             raise error(message)
-        time.sleep(others_sleep)
 
     @register(Dispatch.ONE_TO_ALL)
     def fail_deep(self):

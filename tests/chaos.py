@@ -1,7 +1,6 @@
 """Kill processes at random moments, many times, and check that nothing hangs and nothing is leaked.
 
     python tests/chaos.py --rounds 50          # the long run, some ten minutes
-    python tests/chaos.py --churn 100          # create and close a group a hundred times
 
 A round creates a group and sends SIGKILL to one of its ranks, its driver or its node at a random moment: during start,
 idle, in a call, in a collective, during a restart. It then checks that the driver got the error in time, that the group
@@ -29,9 +28,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import ray  # noqa: E402
-from footprint import Footprint, runs  # noqa: E402
+from footprint import Footprint  # noqa: E402
 from group_workers import Fragile  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from waits import runs, wait_gone, wait_until  # noqa: E402
 
 from single_controller import (  # noqa: E402
     Dispatch,
@@ -92,7 +92,7 @@ class Round:
             assert group.ping() == list(range(RANKS)), "the group did not recover"
             pids = group.pid()
             group.close()
-        wait(lambda: not any(map(runs, pids)), 10, "processes of a closed group live on")
+        wait_gone(pids, 10)
         return told
 
     def _kill_started(self, group, moment):
@@ -120,7 +120,7 @@ class Round:
         killed = []
 
         def kill():
-            wait(lambda: started(known), 20, "no process was started")
+            wait_until(lambda: started(known), 20, "the start of a process")
             time.sleep(self.rng.uniform(0, 1.0))
             pids = started(known)
             if pids:
@@ -172,7 +172,7 @@ class Round:
     def node(self, moment, cluster):
         """Kill the node of a group, while another group runs on the head node."""
         node = cluster.add_node(num_cpus=4, resources={"side": 4})
-        wait(lambda: ray.cluster_resources().get("side") == 4, 20, "the node did not join")
+        wait_until(lambda: ray.cluster_resources().get("side") == 4, 20, "the node's joining")
         with (
             RayResourcePool([1], use_gpu=False) as near,
             RayWorkerGroup(near, RayClassWithInitArgs(Fragile)) as other,
@@ -192,7 +192,7 @@ class Round:
             told = seconds_until_told(ping_on if future is None else future.result, [killed], NODE_TOLD)
             assert other.ping() == [0], "a group on another node does not respond"
         # Until Ray counts the node as dead, the next driver may be sent to it.
-        wait(lambda: sum(found["Alive"] for found in ray.nodes()) == 1, 20, "the node is not counted as dead")
+        wait_until(lambda: sum(found["Alive"] for found in ray.nodes()) == 1, 20, "the node's death")
         return told
 
 
@@ -202,14 +202,6 @@ OUT = sys.stdout
 def say(line):
     """Print to the real standard output, even if it is redirected."""
     print(line, file=OUT, flush=True)
-
-
-def wait(condition, seconds, what):
-    """Wait until the condition holds, or raise."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def started(known):
@@ -285,35 +277,6 @@ def run(rounds, seed, nodes):
     return 0
 
 
-def churn(times):
-    """Create and close a group many times, and check that nothing grows. Returns the exit status."""
-    with cluster_of_one(), RayResourcePool([1], use_gpu=False) as pool:
-        with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
-            group.ping()
-        before, processes = Footprint.now(), processes_of_ray()
-        begun = time.monotonic()
-        for _ in range(times):
-            with (
-                RayResourcePool([1], use_gpu=False) as own,
-                RayWorkerGroup(own, RayClassWithInitArgs(Fragile)) as group,
-            ):
-                assert group.ping() == [0]
-        took = time.monotonic() - begun
-        before.wait_same(30)
-        wait(lambda: processes_of_ray() <= processes + 1, 30, f"{processes_of_ray()} processes, {processes} before")
-    say(f"{times} groups made and closed in {took:.0f} s; actors, processes, placement groups, /dev/shm as before")
-    return 0
-
-
-def processes_of_ray():
-    """The number of processes on this machine that run Ray workers."""
-    count = 0
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as line:
-            count += line.read().startswith(b"ray::")
-    return count
-
-
 @contextlib.contextmanager
 def cluster_of_one():
     """A Ray cluster of one node, with the health checks of a Ray that this library starts."""
@@ -344,9 +307,8 @@ def main():
     options.add_argument("--rounds", type=int, default=50)
     options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
     options.add_argument("--no-nodes", action="store_true", help="kill no nodes: each costs ten seconds")
-    options.add_argument("--churn", type=int, metavar="N", help="make and close a group N times instead")
     given = options.parse_args()
-    return churn(given.churn) if given.churn else run(given.rounds, given.seed, not given.no_nodes)
+    return run(given.rounds, given.seed, not given.no_nodes)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from fork_workers import forked_workers  # noqa: E402
 
 LEFT_OUT = pytest.StashKey[Counter]()
 LOCKS = pytest.StashKey[Path]()
-durations = budgets.Durations()
-"""Durations of this run. Complete only in the reporting process, which runs no tests itself under pytest-xdist."""
+durations = Counter()
+"""The seconds of each file. Complete only in the reporting process, which runs no tests itself under pytest-xdist."""
 
 FOLDERS_IN_ONE_PROCESS = ("tests/megatron/", "tests/train/backends/")
 """Their conftest.py shares worker groups among files."""
@@ -183,25 +183,23 @@ def pytest_runtest_teardown(nextitem):
 
 
 def pytest_runtest_logreport(report):
-    durations.add(report)
+    durations[report.nodeid.split("::")[0]] += report.duration
 
 
 def over_budget(config):
     """The files that took too long. Budgets are for `make test`: with ``--full`` there are none."""
-    return [] if config.getoption("--full") else durations.over_budget()
+    return [] if config.getoption("--full") else budgets.over_budget(durations)
 
 
 def pytest_terminal_summary(terminalreporter, config):
     too_long = over_budget(config)
     if too_long:
-        terminalreporter.stats["over budget"] = too_long
         terminalreporter.section("files over their budget", red=True)
         terminalreporter.line("\n".join(too_long))
         terminalreporter.line("Make them faster; tests/budgets.py says what a budget is.")
-    slowest = sorted(durations.seconds().items(), key=lambda item: -item[1])[:10]
-    if len(slowest) > 1:
+    if len(durations) > 1:
         terminalreporter.section("slowest files")
-        for file, seconds in slowest:
+        for file, seconds in durations.most_common(10):
             terminalreporter.line(f"{seconds:7.1f} s  {file}")
     left_out = config.stash[LEFT_OUT]
     if left_out:

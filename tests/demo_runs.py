@@ -2,7 +2,6 @@
 
 python tests/demo_runs.py            # FSDP, Megatron and vLLM, colocated and separate, five seeds each: twenty minutes
 python tests/demo_runs.py --seeds 1
-python tests/demo_runs.py --resume   # one run killed at step 20 of 40, and resumed on 2 ranks and on 1
 """
 
 import argparse
@@ -140,34 +139,12 @@ def run_resumed(folder, rollouts, save_interval, kill_at, *given, ranks=(2, 1)):
     return whole, before, after
 
 
-def report_resumed(ranks, *given):
-    """Run `run_resumed` at the demo's size, and print how far the rewards differ."""
-    with tempfile.TemporaryDirectory() as folder:
-        whole, before, after = run_resumed(folder, 40, 10, 20, *given, ranks=ranks)
-    print(f"killed after step {max(before)}; up to there it was {_apart(whole, before):.4f} from the whole run at most")
-    for count, rewards in after.items():
-        print(
-            f"{count} ranks went on with step {min(rewards)}; {_apart(whole, rewards):.4f} from the whole run at most"
-        )
-    return _apart(whole, before) <= 0.02 and all(
-        min(rewards) == 20 and _apart(whole, rewards) <= 0.02 for rewards in after.values()
-    )
-
-
-def _apart(whole, part):
-    return max(abs(whole[step] - reward) for step, reward in part.items())
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--ranks", default="2,1", help="with --resume: on how many it goes on")
     parser.add_argument("given", nargs="*", help="key=value, for all runs")
     asked = parser.parse_args()
-    if asked.resume:
-        sys.exit(not report_resumed([int(count) for count in asked.ranks.split(",")], *asked.given))
     failed = 0
     for way in asked.ways:
         for seed in range(asked.seeds):

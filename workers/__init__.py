@@ -51,11 +51,11 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.train.args import read_args as read_args
     from workers.train.checkpoints import CheckpointError as CheckpointError
     from workers.train.hf_export import export_hf as export_hf
-    from workers.train.train_placement import RolePlacement as RolePlacement
-    from workers.train.train_placement import place as place
     from workers.train.tracking import RunLog as RunLog
     from workers.train.train_group import RayTrainGroup as RayTrainGroup
     from workers.train.train_model import TrainModel as TrainModel
+    from workers.train.train_placement import RolePlacement as RolePlacement
+    from workers.train.train_placement import place as place
     from workers.train.train_worker import TrainWorker as TrainWorker
     from workers.train.train_worker import own_rows as own_rows
     from workers.weight_sync.sync_protocol import WeightSyncError as WeightSyncError

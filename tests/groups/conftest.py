@@ -1,8 +1,13 @@
 """Worker groups that several test files share; no test changes their processes.
 
-Tests of behavior common to all groups run on every engine: Ray, and the driver's own process with and without threads.
-A file lists its engines in ENGINES, a test with ``@pytest.mark.engines``; the default is Ray alone.
+Tests of behavior common to all groups run on every transport: Ray, and the driver's process with and without threads.
+A file lists its transports in TRANSPORTS, a test with ``@pytest.mark.transports``; the default is Ray alone.
 """
+
+import os
+import subprocess
+import sys
+import textwrap
 
 import group_workers as workers
 import pytest
@@ -11,16 +16,16 @@ from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 
 
 def pytest_generate_tests(metafunc):
-    if "engine" in metafunc.fixturenames:
-        mark = metafunc.definition.get_closest_marker("engines")
-        names = mark.args if mark else getattr(metafunc.module, "ENGINES", ("ray",))
+    if "transport" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("transports")
+        names = mark.args if mark else getattr(metafunc.module, "TRANSPORTS", ("ray",))
         if metafunc.definition.get_closest_marker("ray_when_full"):
             left_out = pytest.mark.full("tests on Ray that also run in process")
             names = [pytest.param(name, marks=left_out) if name == "ray" else name for name in names]
-        metafunc.parametrize("engine", names, indirect=True, scope="session")
+        metafunc.parametrize("transport", names, indirect=True, scope="session")
 
 
-class Engine:
+class Kit:
     """Creates groups."""
 
     def make(self, cls, *args, world_size=4, group_options=None, **kwargs):
@@ -28,7 +33,7 @@ class Engine:
         return self.group(RayClassWithInitArgs(cls, *args, **kwargs), world_size, **(group_options or {}))
 
 
-class OnRay(Engine):
+class OnRay(Kit):
     """Groups on the shared pool of four slots, or on pools of their own."""
 
     def __init__(self, pool):
@@ -54,7 +59,7 @@ class OnRay(Engine):
             self.pools.pop().close()
 
 
-class InThisProcess(Engine):
+class InThisProcess(Kit):
     """Groups in the test's own process."""
 
     def __init__(self, threads):
@@ -71,7 +76,7 @@ class InThisProcess(Engine):
 
 
 @pytest.fixture(scope="session")
-def engine(request):
+def transport(request):
     """Creates the groups of a test and resolves their references."""
     if request.param == "ray":
         kit = OnRay(request.getfixturevalue("pool"))
@@ -92,22 +97,67 @@ def pool(ray_cluster):
 
 
 @pytest.fixture(scope="session")
-def counters(engine):
+def counters(transport):
     """Four counters. Tests leave their values unchanged."""
-    with engine.make(workers.Counter, start=100) as group:
+    with transport.make(workers.Counter, start=100) as group:
         yield group
 
 
 @pytest.fixture
-def make_group(engine):
+def make_group(transport):
     """Creates groups of four that are closed after the test."""
     groups = []
 
     def make(cls, *args, **kwargs):
-        group = engine.make(cls, *args, **kwargs)
+        group = transport.make(cls, *args, **kwargs)
         groups.append(group)
         return group
 
     yield make
     for group in groups:
         group.close()
+
+
+DRIVER = """
+import os, ray, signal, sys, threading, time
+ray.init({address!r}, namespace={namespace!r}, log_to_driver=False)
+from group_workers import Actor, Counter, Critic, Fragile
+from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, colocate
+"""
+"""The head of a script that is another driver of this Ray and namespace."""
+
+
+@pytest.fixture
+def start_driver(ray_cluster, tmp_path):
+    """Start a script as another driver, which is killed after the test if it still runs."""
+    import ray
+
+    context = ray.get_runtime_context()
+    started = []
+
+    def start(code, *arguments):
+        script = tmp_path / f"driver_{len(started)}.py"
+        head = DRIVER.format(address=context.gcs_address, namespace=context.namespace)
+        script.write_text(head + textwrap.dedent(code))
+        command = [sys.executable, str(script), *arguments]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def run_driver(start_driver):
+    """Run a script as another driver, and return what it prints behind "answer"."""
+
+    def run(code, *arguments):
+        process = start_driver(code, *arguments)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, printed
+        return next(line for line in printed.splitlines() if line.startswith("answer ")).removeprefix("answer ")
+
+    return run

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 import ray
+from waits import runs
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,6 @@ class Footprint:
             if time.monotonic() > end:
                 raise AssertionError(f"after {seconds:g} s there is left behind: {left}")
             time.sleep(0.1)
-
-
-def runs(pid: int) -> bool:
-    """Whether a process with this pid is running; a zombie is not."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def port_is_free(port: int) -> bool:

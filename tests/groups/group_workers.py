@@ -297,11 +297,11 @@ class Gate(Worker):
 class Grid(Worker):
     """Registers the coordinates that the test gives, one per rank."""
 
-    def __init__(self, axes=None, late=False, silent=()):
+    def __init__(self, axes=None, late=False):
         super().__init__()
         self.axes = axes or {}
         self.seen = None
-        if self.axes and not late and self.rank not in silent:
+        if self.axes and not late:
             self.set_layout()
 
     @register(Dispatch.ONE_TO_ALL)

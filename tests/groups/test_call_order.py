@@ -35,13 +35,6 @@ def failing():
     return produce.remote(10, None, 0.2)
 
 
-def test_small_call_after_a_future(log):
-    log.note.remote("slow", 0.3)
-    log.note("small")
-    log.note.remote("slow async", 0.1)
-    assert log.new() == [["slow", "small", "slow async"]] * 2
-
-
 def test_futures_after_a_small_call_of_another_thread(log):
     thread = threading.Thread(target=log.note, args=("slow", 0.3))
     thread.start()
@@ -62,20 +55,6 @@ def test_direct_calls_keep_their_own_order_and_wait_for_no_call_that_comes_later
     assert first == [f"group {number}" for number in range(6)]
     assert [one for one in second if one.startswith("direct")] == [f"direct {number}" for number in range(6)]
     assert [one for one in second if one.startswith("group")] == first
-
-
-def test_small_call_after_a_large_one(log):
-    log.note.remote("x" * 1_000_000, 0.1)
-    log.note("small")
-    assert [[entry[:5] for entry in entries] for entries in log.new()] == [["xxxxx", "small"]] * 2
-
-
-def test_small_call_after_an_async_one(log):
-    log.note_async.remote("async", 0.3)
-    log.note("small")
-    log.note_async("async 2", 0.1)
-    log.note("small 2")
-    assert log.new() == [["async", "small", "async 2", "small 2"]] * 2
 
 
 def interrupt_two(log):

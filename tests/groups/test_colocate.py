@@ -23,8 +23,8 @@ from single_controller import (
     create_colocated_worker_cls_fused,
 )
 
-ENGINES = ("ray", "local", "local-threads")
-on_ray = pytest.mark.engines("ray")
+TRANSPORTS = ("ray", "local", "local-threads")
+on_ray = pytest.mark.transports("ray")
 """For a test that depends on processes."""
 
 
@@ -33,8 +33,8 @@ def both(**actor):
 
 
 @pytest.fixture(scope="module")
-def group(engine):
-    with engine.group(colocate(both())) as group:
+def group(transport):
+    with transport.group(colocate(both())) as group:
         yield group
 
 
@@ -170,21 +170,21 @@ def test_group_of_one_class_has_no_roles(counters):
 
 
 @pytest.mark.ray_when_full
-def test_roles_are_created_in_order(engine):
+def test_roles_are_created_in_order(transport):
     late = {"early": RayClassWithInitArgs(Early, "counter"), "counter": RayClassWithInitArgs(Counter)}
     with pytest.raises(
         StartError, match=r"(?s)early\.__init__\(\) raised LookupError.*no worker of the role 'counter'"
     ) as caught:
-        engine.group(colocate(late))
+        transport.group(colocate(late))
     assert caught.value.role == "early"
-    with engine.group(colocate(dict(reversed(late.items())))) as group:
+    with transport.group(colocate(dict(reversed(late.items())))) as group:
         assert group.early.say() == ["Counter"] * 4
 
 
 @pytest.mark.ray_when_full
-def test_error_names_the_role_whose_constructor_raised(engine):
+def test_error_names_the_role_whose_constructor_raised(transport):
     with pytest.raises(StartError, match=r"actor\.__init__\(\) raised RuntimeError on rank 1.*cannot begin") as caught:
-        engine.group(colocate(both(fail=True)))
+        transport.group(colocate(both(fail=True)))
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
 
 
@@ -218,9 +218,9 @@ def test_invalid_roles_are_rejected(roles, error, message):
         colocate(roles)
 
 
-def test_role_name_must_not_hide_a_group_method(engine):
+def test_role_name_must_not_hide_a_group_method(transport):
     with pytest.raises(DispatchError, match="'restart' is a name that a worker group uses"):
-        engine.group(colocate({"restart": RayClassWithInitArgs(Actor)}))
+        transport.group(colocate({"restart": RayClassWithInitArgs(Actor)}))
 
 
 def test_roles_with_conflicting_process_options(pool):

@@ -2,15 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 
 import pytest
 import ray
 from group_workers import Counter, Drives, Fragile
-from test_failure import wait_until
+from waits import wait_gone, wait_until
 
 from single_controller import (
     CallTimeoutError,
@@ -26,30 +22,8 @@ from single_controller import (
 from single_controller.ray import group_records
 
 
-@pytest.fixture
-def another_driver(ray_cluster, tmp_path):
-    """Run a script as another driver of the same Ray and namespace."""
-    context = ray.get_runtime_context()
-
-    def run(code):
-        script = tmp_path / "driver.py"
-        script.write_text(
-            f"import ray\nray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)\n"
-            + textwrap.dedent(code)
-        )
-        done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=dict(os.environ)
-        )
-        assert done.returncode == 0, done.stderr
-        return next(line for line in done.stdout.splitlines() if line.startswith("answer ")).removeprefix("answer ")
-
-    return run
-
-
-def test_group_outlives_its_driver_and_is_found_again(another_driver):
-    names = another_driver("""
-        from group_workers import Counter
-        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+def test_group_outlives_its_driver_and_is_found_again(run_driver):
+    names = run_driver("""
         pool = RayResourcePool([2], use_gpu=False, detached=True, name_prefix="outliving_")
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="outliving_", detached=True)
         group.add(1)
@@ -78,11 +52,9 @@ def test_group_outlives_its_driver_and_is_found_again(another_driver):
                 ray.util.remove_placement_group(ray.util.get_placement_group(table["name"]))
 
 
-def test_attach_by_name_from_another_namespace_and_take_over(another_driver):
+def test_attach_by_name_from_another_namespace_and_take_over(run_driver):
     """The driver that started the workers is gone. Another one uses them, then ends them and removes their bundles."""
-    another_driver("""
-        from group_workers import Actor, Critic
-        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, colocate
+    run_driver("""
         pool = RayResourcePool([2], use_gpu=False, detached=True, name_prefix="handed_on_", resources={"crate": 1})
         made = colocate({"actor": RayClassWithInitArgs(Actor, 5), "critic": RayClassWithInitArgs(Critic)})
         group = RayWorkerGroup(pool, made, name_prefix="handed_on_", detached=True, namespace="trainers")
@@ -98,25 +70,18 @@ def test_attach_by_name_from_another_namespace_and_take_over(another_driver):
         group.actor.add(1)
     with attach("handed_on_", namespace="trainers", own=True) as group:  # closing the first one did not end the workers
         assert group.actor.add(0) == [7, 7] and group.actor.pid() == pids
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    wait_gone(pids)
     wait_until(lambda: ray.available_resources().get("crate") == 8)
     states = {t["state"] for t in ray.util.placement_group_table().values() if t["name"].startswith("handed_on_")}
     assert states <= {"REMOVED"}
 
 
 @pytest.mark.timeout(90)
-def test_killed_driver_s_group_is_replaced_and_restarted_by_another(ray_cluster, tmp_path):
+def test_killed_driver_s_group_is_replaced_and_restarted_by_another(start_driver):
     """The driver is killed, and a rank with it. Another driver takes over: it owns the group as the first one did."""
-    context = ray.get_runtime_context()
-    script = tmp_path / "driver.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import ray, time
-        ray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)
-        from group_workers import Counter
-        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    driver = start_driver("""
         from single_controller.ray import group_records
-        pool = RayResourcePool([4], use_gpu=False, detached=True, resources={{"crate": 1}})
+        pool = RayResourcePool([4], use_gpu=False, detached=True, resources={"crate": 1})
         made = RayClassWithInitArgs(Counter, 5)
         group = RayWorkerGroup(pool[1:], made, name_prefix="inherited_", detached=True, standby=1)
         group.add(1)
@@ -124,17 +89,12 @@ def test_killed_driver_s_group_is_replaced_and_restarted_by_another(ray_cluster,
             time.sleep(0.02)
         print("ready", *(rank.process.pid for rank in group.status().ranks), flush=True)
         time.sleep(60)
-        """)
-    )
-    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    try:
-        pids = next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]  # Ray prints there too
-    finally:
-        driver.kill()
-        driver.wait()
-        driver.stdout.close()
+    """)
+    pids = next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]  # Ray prints there too
+    driver.kill()
+    driver.wait()
     os.kill(int(pids[1]), signal.SIGKILL)
-    wait_until(lambda: not os.path.exists(f"/proc/{pids[1]}"))
+    wait_gone(pids[1:2])
     group = attach("inherited_", own=True)
     with group:
         wait_until(lambda: not group.alive()[1])
@@ -145,7 +105,7 @@ def test_killed_driver_s_group_is_replaced_and_restarted_by_another(ray_cluster,
         group.restart()
         assert group.generation == 2 and group.add(0) == [5, 6]
         pids = [rank.process.pid for rank in group.status().ranks]
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    wait_gone(pids)
     wait_until(lambda: ray.available_resources().get("crate") == 8)
     assert not any(record.name == group.name for record in group_records.read().groups.values())
 
@@ -162,11 +122,8 @@ def test_detached_group_keeps_its_names_on_restart(ray_cluster):
             assert group.worker_names == names and group.add(0) == [5, 6]
 
 
-def test_hanging_detached_workers_are_ended_by_name(another_driver, monkeypatch):
-    pids = another_driver("""
-        import os, signal
-        from group_workers import Fragile
-        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+def test_hanging_detached_workers_are_ended_by_name(run_driver, monkeypatch):
+    pids = run_driver("""
         pool = RayResourcePool([3], use_gpu=False, detached=True, resources={"crate": 1})
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="stuck_", detached=True)
         pids = group.pid()
@@ -180,7 +137,7 @@ def test_hanging_detached_workers_are_ended_by_name(another_driver, monkeypatch)
     with pytest.raises(ValueError, match="nowhere in this Ray"):
         end_detached("nobody")
     assert end_detached("stuck_Fragile") == 2
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in map(int, pids.split())))
+    wait_gone(pids.split())
     wait_until(lambda: ray.available_resources().get("crate") == 8)
 
 
@@ -223,77 +180,9 @@ def test_attaching_requires_all_ranks(counters):
         RayWorkerGroup.from_detached(name_prefix="nobody_")
 
 
-def test_attached_group_reports_a_death(make_group):
-    group = make_group(Fragile)
-    attached = RayWorkerGroup.from_detached(worker_handles=group.workers)
-    pids = attached.pid()
-    group.close()
-    end = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < end, "the workers of a closed group are still running"
-        time.sleep(0.05)
-    with pytest.raises(WorkerDiedError):
-        attached.ping()
-
-
 def test_detached_group_requires_a_detached_pool(pool):
     with pytest.raises(ValueError, match="detached=True too"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Counter), detached=True)
-
-
-def test_killed_driver_takes_its_workers_with_it(ray_cluster, tmp_path):
-    context = ray.get_runtime_context()
-    script = tmp_path / "driver.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import ray, time
-        ray.init({context.gcs_address!r}, log_to_driver=False)
-        from group_workers import Fragile
-        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-        group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(Fragile))
-        print(*group.pid(), flush=True)
-        group.sleep(60)
-        """)
-    )
-    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    try:
-        pids = [int(pid) for pid in driver.stdout.readline().split()]
-    finally:
-        driver.kill()
-        driver.wait()
-        driver.stdout.close()
-    end = time.monotonic() + 15
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < end, "the workers of a dead driver are still running"
-        time.sleep(0.1)
-    with RayResourcePool([1], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
-        assert group.add(0) == [0]
-
-
-def test_ctrl_c_during_the_start_leaves_nothing(ray_cluster, tmp_path):
-    context = ray.get_runtime_context()
-    script = tmp_path / "driver.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import ray, threading, time, os, signal
-        ray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)
-        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
-        class Slow(Worker):
-            def __init__(self):
-                super().__init__()
-                time.sleep(60)
-        pool = RayResourcePool([2], use_gpu=False)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell of the tests has set
-        threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            RayWorkerGroup(pool, RayClassWithInitArgs(Slow), name_prefix="interrupted_")
-        except KeyboardInterrupt:
-            time.sleep(1)
-            print([n for n in ray.util.list_named_actors() if n.startswith("interrupted_")], pool.closed)
-        """)
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[] False", done.stderr
 
 
 def test_ambiguous_prefix_is_rejected(pool):

@@ -18,12 +18,12 @@ from single_controller import (
     register,
 )
 
-ENGINES = ("ray", "local", "local-threads")
+TRANSPORTS = ("ray", "local", "local-threads")
 
 
 @pytest.fixture(scope="module")
-def group(engine):
-    with engine.make(workers.OnDevices) as group:
+def group(transport):
+    with transport.make(workers.OnDevices) as group:
         yield group
 
 

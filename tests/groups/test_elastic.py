@@ -7,7 +7,7 @@ import time
 
 import pytest
 from replace_workers import Lone, Member, Replica
-from test_failure import within
+from waits import within
 
 from single_controller import (
     GroupBrokenError,

@@ -1,11 +1,8 @@
 """Functions of the driver that run on the workers."""
 
-import pytest
 import torch
 
-from single_controller import DispatchError, WorkerError
-
-ENGINES = ("ray", "local", "local-threads")
+TRANSPORTS = ("ray", "local", "local-threads")
 
 
 def rows_and_rank(worker, batch, scale=1):
@@ -30,10 +27,3 @@ def test_function_gets_a_shard_and_results_are_joined(counters):
 def test_rank_zero_gets_the_arguments_unchanged(counters):
     assert counters.execute_func_rank_zero(sorted, [3, 1, 2], reverse=True) == [3, 2, 1]
     assert counters.execute_func_rank_zero(lambda: "no argument") == "no argument"
-
-
-def test_non_functions_and_errors(counters):
-    with pytest.raises(DispatchError, match=r"takes a function first, then batches; got an int 3"):
-        counters.execute_with_func_generator(3)
-    with pytest.raises(WorkerError, match=r"execute_with_func_generator\(\) raised ZeroDivisionError on rank"):
-        counters.execute_with_func_generator(lambda worker: 1 / 0)

@@ -2,16 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
+import depth
 import pytest
-import ray
-from footprint import Footprint, port_is_free, runs
+from footprint import Footprint, port_is_free
 from group_workers import Counter, Fragile, Landlord
-from test_failure import wait_until
+from waits import wait_gone, wait_until
 
 from single_controller import (
     RayClassWithInitArgs,
@@ -49,16 +46,8 @@ def test_close(before):
     group.close()
     pool.close()
     before.wait_same()
-    wait_until(lambda: not any(map(runs, pids)), 5)  # Ray reports an actor dead just before its process exits
+    wait_gone(pids, 5)  # Ray reports an actor dead just before its process exits
     wait_until(lambda: port_is_free(port), 5)  # a thread of the exiting process may hold the port a moment longer
-
-
-def test_exception_in_the_drivers_code(before):
-    with pytest.raises(ZeroDivisionError):
-        with pool_of(2) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
-            group.add(1)
-            raise ZeroDivisionError
-    before.wait_same()
 
 
 def test_worker_exception_and_death(before):
@@ -125,80 +114,49 @@ def test_pool_of_a_dropped_worker_is_freed_for_the_next_pool(before):
     before.wait_same()
 
 
-DRIVER = """
-import os, ray, signal, sys, threading, time
-ray.init({address!r}, namespace={namespace!r}, log_to_driver=False)
-from group_workers import Counter, Fragile
-from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
-class Slow(Worker):
-    def __init__(self):
-        super().__init__()
-        time.sleep(60)
-pool = RayResourcePool([2], use_gpu=False, resources={{"crate": 1}})
-"""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_driver_that_ends_during_the_start(before, start_driver, how):
+    def starting():
+        return any(name.startswith("Slow") for _, name in Footprint.now().actors)
 
-
-@pytest.fixture
-def driver(ray_cluster, tmp_path):
-    """Start another driver on this Ray; kill it after the test if it still runs."""
-    context = ray.get_runtime_context()
-    started = []
-
-    def start(code):
-        script = tmp_path / "driver.py"
-        head = DRIVER.format(address=context.gcs_address, namespace=context.namespace)
-        script.write_text(head + textwrap.dedent(code))
-        process = subprocess.Popen(
-            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "RayWorkerGroup(pool, RayClassWithInitArgs(Slow))",
-        "group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)); group.join_process_group(); "
-        "group.all_reduce(1, absent=1)",
-    ],
-    ids=["start", "collective"],
-)
-def test_killed_driver(before, driver, moment):
-    process = driver(f"threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n{moment}")
-    assert process.wait(60) == -signal.SIGKILL
-    before.wait_same(30)
-
-
-def test_ctrl_c_during_the_start(before, driver):
-    process = driver("""
+    process = start_driver("""
+        class Slow(Worker):
+            def __init__(self):
+                super().__init__()
+                time.sleep(60)
+        pool = RayResourcePool([2], use_gpu=False, resources={"crate": 1})
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell of the tests has set
-        threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             RayWorkerGroup(pool, RayClassWithInitArgs(Slow))
         except KeyboardInterrupt:
-            print("interrupted", flush=True)
-        time.sleep(60)
+            print("interrupted", pool.closed, flush=True)
+            time.sleep(60)
     """)
-    assert process.stdout.readline() == "interrupted\n"
-    end = time.monotonic() + 15  # the driver and its pool are alive; only the workers must end
-    while any(name.startswith("Slow") for _, name in Footprint.now().actors):
-        assert time.monotonic() < end, "the workers of an interrupted start are still running"
-        time.sleep(0.1)
+    wait_until(starting, 30)
+    process.send_signal(how)
+    if how == signal.SIGINT:
+        assert process.stdout.readline() == "interrupted False\n"
+        wait_until(lambda: not starting(), 15)  # the driver and its pool are alive; only the workers must end
+        process.kill()
+    before.wait_same(30)
+
+
+def test_driver_that_is_killed_during_a_collective(before, start_driver):
+    process = start_driver("""
+        pool = RayResourcePool([2], use_gpu=False, resources={"crate": 1})
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile))
+        group.join_process_group()
+        print("joined", flush=True)
+        group.all_reduce(1, absent=1)
+    """)
+    assert process.stdout.readline() == "joined\n"
+    time.sleep(0.3)
     process.kill()
     before.wait_same(30)
 
 
 def test_many_groups_in_sequence(before):
-    with pool_of(1) as pool:
-        for turn in range(6):
-            with RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
-                assert group.add(turn) == [turn]
+    for turn in range(60 if depth.full else 6):
+        with pool_of(1) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
+            assert group.add(turn) == [turn]
     before.wait_same()

@@ -28,16 +28,8 @@ def run(code, timeout=90):
     return [line for line in done.stdout.splitlines() if line.startswith("> ")]
 
 
-other_ends = pytest.mark.full("other ways for a driver to end, each in its own Ray cluster")
-
-
-@pytest.mark.parametrize(
-    "last",
-    [
-        "future = None",
-        *(pytest.param(end, marks=other_ends) for end in ("future.result()", "pass", "group.close(); pool.close()")),
-    ],
-)
+@pytest.mark.full("other ways for a driver to end, each in its own Ray cluster")
+@pytest.mark.parametrize("last", ["future = None", "future.result()", "pass", "group.close(); pool.close()"])
 def test_ray_shutdown_with_a_call_nobody_waited_for(last):
     """Ray aborts a process whose threads use it during shutdown, so the monitor must not."""
     out = run(f"""
@@ -53,16 +45,19 @@ def test_ray_shutdown_with_a_call_nobody_waited_for(last):
 
 
 def test_group_and_results_after_ray_shutdown():
-    """The results are in the memory of the former store."""
+    """The results are in the memory of the former store. Ray aborts a process that uses it while it shuts down, so the
+    monitor of the calls that nobody waits for must not."""
     out = run("""
         import torch
-        with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, counter()) as group:
-            with RayWorkerGroup(RayResourcePool([2], use_gpu=False), counter()) as closed:
+        ray.init("local", num_cpus=2, include_dashboard=False)
+        with RayResourcePool([1], use_gpu=False) as pool, RayWorkerGroup(pool, counter()) as group:
+            with RayWorkerGroup(RayResourcePool([1], use_gpu=False), counter()) as closed:
                 results = closed.echo(torch.ones(1 << 20))
                 refs = closed.execute_with_func_generator(lambda worker: [ray.put(worker.rank)])
                 # These ranks have imported no more than a rank needs, unlike those that the other tests fork.
                 print("> references:", [ray.get(ref, timeout=30) for [ref] in refs])
-            future = group.add.remote(0)
+            for _ in range(3):
+                future = group.add.remote(0)
             ray.shutdown()
             for call in (lambda: group.add(0), future.result, lambda: group.workers[0]):
                 try:
@@ -71,7 +66,7 @@ def test_group_and_results_after_ray_shutdown():
                     print("> broken:", "was shut down" in str(error), ray.is_initialized())
             results[0].fill_(3)
             print("> results:", [float(result.mean()) for result in results])
-            ray.init("local", num_cpus=4, include_dashboard=False)
+            ray.init("local", num_cpus=0, include_dashboard=False)
             try:
                 group.add(0)
             except GroupBrokenError as error:
@@ -83,10 +78,10 @@ def test_group_and_results_after_ray_shutdown():
         print("> closed without a word")
     """)
     assert out == [
-        "> references: [0, 1]",
+        "> references: [0]",
         "> broken: True False",
         "> broken: True False",
-        "> results: [3.0, 1.0]",
+        "> results: [3.0]",
         "> broken in the next Ray",
         "> the pool is gone",
         "> closed without a word",
@@ -113,12 +108,10 @@ def test_nodes_of_unequal_size_and_the_death_of_one():
         nodes = ray.get([w.node.remote() for w in group.workers])
         print("> local sizes:", [p[2:4] for p in ray.get([w.place.remote() for w in group.workers])])
         print("> same node:", nodes[0] == nodes[1], nodes[1] == nodes[2])
-        print("> joined:", group.join_process_group())
         lost = group.execute_with_func_generator.remote(lambda worker: bytes(1 << 20))
         while not lost.done():
             time.sleep(0.01)
         future = group.sleep.remote(120)
-        time.sleep(1)
         cluster.remove_node(small if nodes[2] == small.node_id else large, allow_graceful=False)
         begin = time.monotonic()
         try:
@@ -132,9 +125,8 @@ def test_nodes_of_unequal_size_and_the_death_of_one():
     """)
     assert out[0] == "> refused: True"
     assert out[1] in ("> local sizes: [(0, 2), (1, 2), (0, 1)]", "> local sizes: [(0, 1), (0, 2), (1, 2)]")
-    assert out[3] == "> joined: [(0, 3), (1, 3), (2, 3)]"
-    assert out[4].endswith("True"), out
-    assert out[5] == "> lost: ResultError execute_with_func_generator True True"
+    assert out[3].endswith("True"), out
+    assert out[4] == "> lost: ResultError execute_with_func_generator True True"
 
 
 @pytest.mark.full("a full store on a full disk, in its own Ray cluster")
@@ -154,37 +146,6 @@ def test_store_and_disk_are_full():
         print(">", group.add(0))
     """)
     assert out == ["> DispatchError None True", "> ResultError apply True", "> [0, 1]"]
-
-
-def test_logical_gpus_are_shared_and_ordered():
-    out = run("""
-        ray.init("local", num_cpus=16, num_gpus=4, include_dashboard=False, log_to_driver=False)
-        pool = RayResourcePool([4], max_colocate_count=2)
-        groups = [RayWorkerGroup(pool, counter()) for _ in range(2)]
-        for group in groups:
-            print("> devices:", [e["CUDA_VISIBLE_DEVICES"] for e in group.environment("CUDA_VISIBLE_DEVICES")])
-        try:
-            RayWorkerGroup(pool, counter())
-        except PlacementError as error:
-            print("> full:", "full" in str(error))
-        print("> free:", ray.available_resources().get("GPU", 0))
-        groups[0].close()
-        with RayWorkerGroup(pool, counter()) as again:
-            print("> again:", again.add(0))
-        try:
-            RayWorkerGroup(RayResourcePool([16]), counter())
-        except PlacementError as error:
-            print("> refused:", "missing: 12 GPU (asked 16, there are 4)" in str(error))
-        pool.close()
-    """)
-    assert out == [
-        "> devices: ['0', '1', '2', '3']",
-        "> devices: ['0', '1', '2', '3']",
-        "> full: True",
-        "> free: 0",
-        "> again: [0, 1, 2, 3]",
-        "> refused: True",
-    ]
 
 
 @pytest.mark.full("a payload larger than the store, which Ray spills to disk")

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 from replace_workers import Lone, Member
-from test_failure import wait_until, within
 from torch.distributed import TCPStore
+from waits import wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -244,10 +244,7 @@ def test_closed_group_ends_its_standby(wide):
         assert group.world_size == 1
         location = group._transport.standbys[0].location()
         assert group.add(1) == [1]
-    end = time.monotonic() + 10
-    while os.path.exists(f"/proc/{location.pid}") and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{location.pid}")
+    wait_gone([location.pid])
 
 
 class Lonely:

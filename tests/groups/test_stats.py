@@ -16,8 +16,8 @@ from single_controller.call.result import RankResult
 from single_controller.call.stats import CallStats, Clock, write_trace
 from single_controller.call.transport import Sent, Transport
 
-ENGINES = ("ray", "local", "local-threads")
-overlapping = pytest.mark.engines("ray", "local-threads")
+TRANSPORTS = ("ray", "local", "local-threads")
+overlapping = pytest.mark.transports("ray", "local-threads")
 """For a test whose ranks or calls must run at the same time."""
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import ray
 from group_workers import Counter, Fragile
-from test_failure import wait_until
+from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
 from single_controller.call.executor import RunningCall
@@ -120,7 +120,7 @@ def test_dropped_group_is_not_shown(pool):
     wait_until(lambda: not records_of("dropped_Counter"))
 
 
-@pytest.mark.engines("local", "local-threads")
+@pytest.mark.transports("local", "local-threads")
 def test_local_group(make_group):
     group = make_group(Fragile)
     assert [rank.running for rank in group.status().ranks] == [()] * 4

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from group_workers import Counter, Fragile, Model
-from test_failure import wait_until, within
+from waits import wait_gone, wait_until, within
 
 from single_controller import (
     GroupBrokenError,
@@ -127,7 +127,7 @@ def test_watcher_does_not_keep_a_dropped_group(pool):
     pids = [process["pid"] for process in group.process()]
     del group
     wait_until(lambda: not watcher.watching, 3)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    wait_gone(pids)
 
 
 class TestRestart:

@@ -2,16 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
-import time
 import warnings
 
 import pytest
 import ray
 from group_workers import Counter
 from test_other_clusters import run
+from waits import wait_until
 
 from single_controller import (
     Dispatch,
@@ -25,7 +23,7 @@ from single_controller import (
     register,
 )
 
-every_engine = pytest.mark.engines("ray", "local", "local-threads")
+every_transport = pytest.mark.transports("ray", "local", "local-threads")
 
 WORKERS = """
 import ray
@@ -76,8 +74,8 @@ def test_pools_roles_and_colocated_workers():
         WORKERS
         + textwrap.dedent("""
         import torch
-        from fork_workers import forked_workers
-        forks = forked_workers()
+        from fork_workers import RANKS_ONLY, forked_workers
+        forks = forked_workers(modules=RANKS_ONLY)
         start_server = forks.__enter__()
         ray.init(num_cpus=16, num_gpus=4, include_dashboard=False)
         start_server()
@@ -122,66 +120,35 @@ def test_pools_roles_and_colocated_workers():
     assert out == ["> the same everywhere"]
 
 
-def test_server_of_detached_workers_and_its_client(ray_cluster, tmp_path):
+def test_server_of_detached_workers_and_its_client(run_driver):
     """Two scripts: the first starts the workers and exits, the second finds them by their names."""
-    context = ray.get_runtime_context()
-    scripts = {
-        "server": """
-            resource_pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, detached=True, name_prefix="served_")
-            class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
-            worker_group = RayWorkerGroup(
-                resource_pool=resource_pool, ray_cls_with_init=class_with_args, name_prefix="served_", detached=True
-            )
-            print("answer", ",".join(worker_group.worker_names))
-        """,
-        "client": """
+    names = run_driver("""
+        resource_pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, detached=True, name_prefix="served_")
+        class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
+        worker_group = RayWorkerGroup(
+            resource_pool=resource_pool, ray_cls_with_init=class_with_args, name_prefix="served_", detached=True
+        )
+        print("answer", ",".join(worker_group.worker_names))
+    """)
+    try:
+        client = """
             worker_names = sys.argv[1].split(",")
             class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
             worker_group = RayWorkerGroup.from_detached(worker_names=worker_names, ray_cls_with_init=class_with_args)
             print("answer", worker_group.add(1), worker_group.world_size)
-        """,
-    }
-    names = []
-    try:
-        for name, code in scripts.items():
-            script = tmp_path / f"{name}.py"
-            script.write_text(
-                "import ray, sys\n"
-                f"ray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)\n"
-                "from group_workers import Counter\n"
-                "from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup\n"
-                + textwrap.dedent(code)
-            )
-            command = [sys.executable, str(script), ",".join(names)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))
-            assert done.returncode == 0, done.stderr
-            answer = next(line for line in done.stdout.splitlines() if line.startswith("answer ")).split(" ", 1)[1]
-            if name == "server":
-                names = answer.split(",")
-        assert answer == "[4, 5] 2"
+        """
+        assert run_driver(client, names) == "[4, 5] 2"
     finally:
-        if names:
-            RayWorkerGroup.from_detached(worker_names=names, own=True).close()
+        RayWorkerGroup.from_detached(worker_names=names.split(","), own=True).close()
 
 
-def test_driver_functions_and_calls_by_name(pool):
-    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Counter, start=1))
-    with group:
-        assert group.execute_with_func_generator(lambda worker, rows: [row + worker.rank for row in rows], [0] * 4) == [
-            0,
-            1,
-            2,
-            3,
-        ]
-        assert group.execute_func_rank_zero(lambda x, y: x + y, 1, y=2) == 3
-        # A group that a function refers to is attached where the function runs.
-        assert group.execute_with_func_generator(lambda worker: group.world_size) == [4] * 4
-        assert ray.get(ray.remote(lambda: group.execute_rank_zero_sync("plain", 1)).remote()) == 2
-        with pytest.raises(DispatchError, match="a pool cannot be sent to another process"):
-            group.execute_with_func_generator(lambda worker: pool.world_size)
-        assert ray.get(group.execute_all_async("plain", x=[1, 2, 3, 4])) == [2, 4, 6, 8]
-        assert ray.get(group.execute_rank_zero_async("plain", 1)) == 2
-        assert group.execute_rank_zero_sync("plain", 1) == 2
+def test_group_and_pool_in_functions_that_run_elsewhere(counters):
+    """A group that a function refers to is attached where the function runs."""
+    assert counters.execute_with_func_generator(lambda worker: counters.world_size) == [4] * 4
+    assert ray.get(ray.remote(lambda: counters.execute_rank_zero_sync("plain", 1)).remote()) == 101
+    pool = counters.resource_pool
+    with pytest.raises(DispatchError, match="a pool cannot be sent to another process"):
+        counters.execute_with_func_generator(lambda worker: pool.world_size)
 
 
 class Profiler:
@@ -220,7 +187,7 @@ class Outer(Worker, Profiler):
         return (self.tool, self._rank, self._world_size, self.query_collect_info("actor"), self.fused_worker_dict)
 
 
-@every_engine
+@every_transport
 def test_worker_that_wraps_another_and_has_a_second_base(make_group):
     group = make_group(Outer)
     assert group._query_dispatch_info("actor") == [0, 0, 1, 1]
@@ -257,7 +224,7 @@ class Hybrid(create_colocated_worker_raw_cls({"actor": counter(0), "critic": cou
         return self.critic.add(self.actor.add(x)), list(self.fused_worker_dict)
 
 
-@every_engine
+@every_transport
 def test_worker_around_fused_workers(make_group):
     group = make_group(Hybrid)
     group.fuse({"actor", "critic"})
@@ -267,7 +234,7 @@ def test_worker_around_fused_workers(make_group):
     assert group.actor.add(0) == [1, 2, 3, 4]
 
 
-@every_engine
+@every_transport
 def test_trace_of_fused_workers_has_their_calls_and_the_ranks(make_group, tmp_path):
     group = make_group(Hybrid)
     group.record_ranks()
@@ -314,9 +281,7 @@ def test_options_environment_and_attaching_without_constructor_arguments(pool):
 
         group.start_worker_aliveness_check(0.1)
         os.kill(group.pid()[2], signal.SIGKILL)
-        end = time.monotonic() + 30
-        while group.broken is None and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_until(lambda: group.broken is not None, 30)
         assert "rank 2" in group.broken
 
 

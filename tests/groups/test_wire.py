@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 import torch
-from group_workers import Actor, Critic
 from interrupted_waits import Interrupts
-from test_failure import in_fork, wait_until, within
+from test_failure import in_fork
+from waits import wait_until, within
 from wire_workers import Wired
 
 from single_controller import (
@@ -23,7 +23,6 @@ from single_controller import (
     WorkerDiedError,
     WorkerError,
     attach,
-    colocate,
 )
 
 pytestmark = pytest.mark.timeout(90)
@@ -88,14 +87,6 @@ class TestLostConnections:
         for one in connections(group):
             one._shut()
         assert len(future.result(timeout=10)) == 2
-
-    def test_death_of_a_rank_is_told_at_once(self, group):
-        pids = group.pid()
-        future = group.sleep.options(blocking=False)(30)
-        time.sleep(0.2)
-        os.kill(pids[1], signal.SIGKILL)
-        with within(5), pytest.raises(WorkerDiedError, match="rank 1 died during sleep"):
-            future.result()
 
 
 class TestValues:
@@ -235,15 +226,6 @@ class TestThreadsAndProcesses:
         with within(5), pytest.raises(WorkerDiedError, match=r"rank 1 died during end\(\)") as caught:
             group.end(1, how)
         assert caught.value.ranks == (1,)
-
-
-def test_roles(ray_cluster):
-    both = colocate({"actor": RayClassWithInitArgs(Actor, 1), "critic": RayClassWithInitArgs(Critic, 100)})
-    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, both) as group:
-        assert group.actor.add(1) == [2, 2] and group.critic.add(1) == [101, 101]
-        assert group.critic.take() == [(2, True, "Actor")] * 2
-        with pytest.raises(WorkerError, match=r"critic.fail\(\) raised ValueError .*the cause in Critic"):
-            group.critic.fail()
 
 
 def test_dropped_group_closes_its_connections(group):

@@ -129,18 +129,6 @@ def test_reset_connections_during_a_collective(healthy, group):
     assert healthy.driver.do("group.alive()") == [True] * 3
 
 
-def test_reset_connections_cost_no_result(healthy, group):
-    """They are opened again, and what was not answered is sent again. Ray heals its own connections by itself."""
-    healthy.driver.tell("group.count(seconds=2.0)")
-    time.sleep(1)
-    healthy.network.reset("h1", "h2")
-    outcome = healthy.driver.hear()
-    show("connections reset in a call", outcome)
-    assert outcome.value == [1, 1, 1], outcome.trace
-    assert healthy.driver.do("[group.count() for _ in range(3)]") == [[k] * 3 for k in (2, 3, 4)]
-    assert connected(healthy.driver) == 3
-
-
 # --- deaths -------------------------------------------------------------------------------------------------
 
 
@@ -182,10 +170,9 @@ def lose_power(made, method, seconds, checks=""):
     return there
 
 
-@pytest.mark.parametrize("method", ["sleep(60)", "all_reduce(1, absent=0)"])
-def test_power_loss(doomed, method):
+def test_power_loss(doomed):
     """No connection is closed. A new worker then runs on another host."""
-    there = lose_power(doomed, method, doomed.window + 2)
+    there = lose_power(doomed, "sleep(60)", doomed.window + 2)
     assert doomed.driver.do("group.restart(); group.ping()", 120) == [0, 1]
     assert set(doomed.driver.do("hosts_of(group)")) == {"h1", "h2", "h3"} - {there}
 
@@ -328,6 +315,7 @@ def test_slow_network_that_loses_packets():
         assert made.driver.do("group.broken") is None
         seconds = (time.monotonic() - begun) / 9
         print(f"\n{'100 ms late, 5 % lost':<44}{seconds:6.2f} s  per call or all-reduce")
+        assert seconds > 0.2  # a round trip
 
 
 def test_process_group_of_hosts_whose_names_stand_for_the_loopback():

@@ -143,5 +143,5 @@ def test_invalid_optimizer_options(options, message):
 @pytest.mark.parametrize("size", [0, -1, 1.5, None])
 def test_invalid_micro_batch_sizes(size, monkeypatch):
     monkeypatch.setattr(MegatronLMWorker, "needs_cuda", False)  # it fails before it needs megatron's
-    with pytest.raises(ValueError, match=f"micro_batch_size is an integer >= 1, got {size}"):
+    with pytest.raises(ValueError, match=f"micro_batch_size={size}: expected an integer of at least 1"):
         MegatronLMWorker(LLAMA, micro_batch_size=size)

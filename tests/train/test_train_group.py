@@ -74,8 +74,12 @@ def test_class_must_be_a_train_worker(ray_cluster, cls, message):
     ("make", "error", "message"),
     [
         (lambda: group_of({"clip_gradd": 1}), TrainArgsError, "did you mean 'clip_grad'"),
-        (lambda: group_of(ranks=0), ValueError, "num_gpus_per_node is an integer >= 1, got 0"),
-        (lambda: RayTrainGroup({}, 1.5, 1, actor_cls=Plain), ValueError, "num_nodes is an integer >= 1, got 1.5"),
+        (lambda: group_of(ranks=0), ValueError, "num_gpus_per_node=0: expected an integer of at least 1"),
+        (
+            lambda: RayTrainGroup({}, 1.5, 1, actor_cls=Plain),
+            ValueError,
+            "num_nodes=1.5: expected an integer of at least 1",
+        ),
         (lambda: group_of(share=1.5), ValueError, "num_gpus_per_actor=1.5: expected a share"),
         (lambda: group_of(role="judge"), ValueError, "role='judge': expected one of 'actor', 'critic'"),
         (lambda: group_of(num_resources_per_node=2), ValueError, "Pass resources= with it, and do not pass pg"),

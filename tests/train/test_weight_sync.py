@@ -305,13 +305,13 @@ def test_invalid_options_are_rejected(rollouts):
         ({"transport": "post"}, "use one of 'store', 'group', 'disk', 'device'"),
         ({"transport": "disk"}, "needs a folder"),
         ({"folder": "/tmp/x"}, "needs a folder; other transports do not use one"),
-        ({"bucket_bytes": 0}, "bucket_bytes is an integer >= 1, got 0"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0: expected an integer of at least 1"),
         ({"timeout": -1}, "timeout"),
         ({"neighbour": object()}, "'device'"),
         ({"verify": "all"}, "use one of 'fingerprint', 'full', 'none'"),
         ({"transport": "disk", "folder": "/tmp/x", "delta": True}, "use another transport than 'disk'"),
         ({"delta": True, "double_buffer": False}, "receivers that keep the version before"),
-        ({"full_every": -1}, "full_every is an integer >= 0, got -1"),
+        ({"full_every": -1}, "full_every=-1: expected an integer of at least 0"),
     ):
         with pytest.raises(ValueError, match=says):
             WeightSender(**bad)

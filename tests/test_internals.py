@@ -1,0 +1,96 @@
+"""docs/internals.md lists every thread and every lock of the library, and no other."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def sources():
+    for package in ("dispatch", "single_controller", "workers"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def listed(section):
+    """The names in the first column of a section's table."""
+    text = re.search(rf"^## {section}\n(.*?)^## ", (ROOT / "docs/internals.md").read_text(), re.M | re.S)[1]
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+
+
+def calls(node, *functions):
+    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in functions
+
+
+def threads(tree):
+    """(line, pattern of the name) of each thread that is started; the pattern is None if the name is unknown."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in ast.walk(tree):
+        if calls(node, "Timer"):  # has no name
+            yield node.lineno, "Timer"
+        elif calls(node, "Thread", "ThreadPoolExecutor"):
+            options = {option.arg: option.value for option in node.keywords}
+            prefix = node.args[1] if calls(node, "ThreadPoolExecutor") and len(node.args) > 1 else None
+            around = [one for one in functions if one.lineno <= node.lineno <= one.end_lineno]
+            yield node.lineno, pattern(options.get("name") or options.get("thread_name_prefix") or prefix, around[-1])
+
+
+def pattern(name, function):
+    match name:
+        case ast.Constant(value=str(text)):
+            return re.escape(text)
+        case ast.JoinedStr(values=parts):
+            return "".join(pattern(part, function) or ".+" for part in parts)
+        case ast.Name(id=variable):
+            values = (node.value for node in ast.walk(function) if isinstance(node, ast.Assign)
+                      and ast.unparse(node.targets[0]) == variable)  # fmt: skip
+            return next((pattern(value, function) for value in values), None)
+    return None
+
+
+def locks(node, owner=""):
+    """``Class.attribute`` of each lock, or the variable of a module."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Assign | ast.AnnAssign) and calls(child.value, "Lock", "RLock", "Condition"):
+            target = child.targets[0] if isinstance(child, ast.Assign) else child.target
+            yield owner + ast.unparse(target).removeprefix("self.")
+        yield from locks(child, f"{child.name}." if isinstance(child, ast.ClassDef) else owner)
+
+
+def test_all_threads_are_listed():
+    found = {f"{path}:{line}": name for path, tree in sources() for line, name in threads(tree)}
+    assert [where for where, name in found.items() if name in (None, ".+")] == [], "give them a name"
+    names = listed("Threads")
+    missing = {where: name for where, name in found.items() if not any(re.fullmatch(name, one) for one in names)}
+    assert missing == {}, "add them to the table of docs/internals.md"
+    gone = [one for one in names if not any(re.fullmatch(name, one) for name in found.values())]
+    assert gone == [], "remove them from the table of docs/internals.md"
+
+
+def test_all_locks_are_listed():
+    found = {lock for _, tree in sources() for lock in locks(tree)}
+    assert found - {*listed("Locks")} == set(), "add them to the table of docs/internals.md"
+    assert {*listed("Locks")} - found == set(), "remove them from the table of docs/internals.md"
+
+
+def test_threads_and_locks_of_all_spellings_are_found():
+    tree = ast.parse("""
+class A:
+    _shared = RLock()
+
+    def start(self, n):
+        self.turn: Any = threading.Condition(threading.Lock())
+        name = f"rank-{n}"
+        threading.Thread(target=f, name="a-b")
+        Thread(target=f, name=f"{n}-server")
+        Thread(target=f, name=name)
+        cf.ThreadPoolExecutor(2, "calls")
+        ThreadPoolExecutor(thread_name_prefix="calls")
+        threading.Timer(1, f)
+        Thread(target=f)
+_lock = Lock()
+""")
+    assert list(locks(tree)) == ["A._shared", "A.turn", "_lock"]
+    assert [name for _, name in threads(tree)] == [r"a\-b", r".+\-server", r"rank\-.+", "calls", "calls", "Timer", None]

@@ -1,0 +1,42 @@
+"""Waiting for events with a limit, which every test of processes needs."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class within:
+    """Assert that the block finishes within some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        self.begin = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        took = time.monotonic() - self.begin
+        assert took < self.seconds, f"took {took:.1f} s, more than {self.seconds} s"
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 10, what: str = "what was waited for") -> None:
+    """Wait until a condition is true; ``what`` names it in the error."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process with this pid is running; a zombie is not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_gone(pids: Iterable[int | str], seconds: float = 15) -> None:
+    """Wait until none of the processes runs."""
+    pids = [int(pid) for pid in pids]
+    wait_until(lambda: not any(map(runs, pids)), seconds, f"the end of {pids}")
