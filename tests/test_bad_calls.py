@@ -290,7 +290,9 @@ class Stubborn:
     def chunk(self, count):
         raise RuntimeError("no chunks today")
 
-    concat = None
+    @staticmethod
+    def concat(parts):
+        return parts[0]
 
 
 EIGHT = list(range(8))
