@@ -17,15 +17,17 @@ import numbers
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Generic, TypeVar, cast
+from itertools import chain, pairwise
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args
 
 from dispatch import jagged
 from dispatch.errors import BatchError
 from dispatch.jagged import Made
-from dispatch.rows import Share, share_rows
 
 T = TypeVar("T")
+
+Uneven = Literal["error", "pad", "ragged"]
+UNEVEN: tuple[str, ...] = get_args(Uneven)
 
 
 class Broadcast(Generic[T]):
@@ -183,6 +185,60 @@ def _library_type(value: Any) -> BatchType | None:
     return _WHOLE if numpy is not None and isinstance(value, numpy.generic) else None
 
 
+# --- which rows a shard has ---------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """The rows of one shard.
+
+    Attributes:
+        ranges: half-open ranges of row numbers, in order; more than one only with padding.
+        real: number of rows without padding. The padding is at the end and repeats earlier rows.
+        rows: number of rows with padding.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    real: int
+    rows: int
+
+
+def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:
+    """Divide ``rows`` over ``shards``, in order.
+
+    Args:
+        rows: rows of the whole batch.
+        shards: number of shards, at least 1.
+        uneven: what to do if the rows do not divide. ``"error"`` raises; ``"pad"`` repeats rows from the start until
+            they do; ``"ragged"`` makes shards whose sizes differ by at most one, larger ones first.
+
+    Raises:
+        BatchError: the rows do not divide and ``uneven`` is ``"error"``.
+    """
+    size, rest = divmod(rows, shards)
+    if rest == 0:
+        return [Share(((k * size, (k + 1) * size),), size, size) for k in range(shards)]
+    if uneven == "ragged":
+        starts = [k * size + min(k, rest) for k in range(shards + 1)]
+        return [Share(((a, b),), b - a, b - a) for a, b in pairwise(starts)]
+    if uneven == "pad":
+        size += 1
+        return [_padded_share(rows, k * size, (k + 1) * size) for k in range(shards)]
+    raise BatchError(f"{rows} rows do not divide over {shards}")
+
+
+def _padded_share(rows: int, start: int, stop: int) -> Share:
+    """Rows ``start:stop`` of the batch repeated endlessly."""
+    real = max(0, min(stop, rows) - start)
+    padded = stop - start
+    ranges: list[tuple[int, int]] = []
+    while start < stop:
+        first = start % rows
+        last = min(rows, first + stop - start)
+        ranges.append((first, last))
+        start += last - first
+    return Share(tuple(ranges), real, padded)
+
+
 # --- measure, cut, join -----------------------------------------------------------------------------------
 
 
@@ -272,18 +328,29 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
             return _join_fields(values, made)
         if found is _TENSORDICT:
             return _join_tensordicts(values, made)
-        return jagged.join(values, made, _TENSOR.join) if found is _JAGGED else found.join(values)
+        if found is _JAGGED:
+            return jagged.join(values, made, _concatenate or _join_tensors)
+        if found is _TENSOR and _concatenate is not None:
+            nbytes = sum(value.numel() for value in values) * first.element_size()
+            return (_concatenate if nbytes >= _concatenate_least else sys.modules["torch"].cat)(values)
+        return found.join(values)
     except found.errors as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in values[:8])
         raise BatchError(f"{type(first).__name__}s of shapes {shapes} cannot be joined: {error}") from error
 
 
-def concatenate_tensors_with(function: Callable[..., Any]) -> None:
-    """Have `join` call ``function(tensors, dim=0)`` instead of ``torch.cat``, for example to reuse memory.
+def concatenate_tensors_with(function: Callable[..., Any], nbytes: int = 0) -> None:
+    """Have `join` call ``function(tensors, dim=0)`` instead of ``torch.cat`` for tensors that have ``nbytes`` together,
+    for example to reuse memory.
 
     The function must return new memory, and raise what torch raises.
     """
-    _TENSOR.join = function
+    global _concatenate, _concatenate_least
+    _concatenate, _concatenate_least = function, nbytes
+
+
+_concatenate: Callable[..., Any] | None = None
+_concatenate_least = 0
 
 
 def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:

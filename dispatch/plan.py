@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dispatch import batch
-from dispatch.batch import Broadcast, Deferred, described
-from dispatch.errors import BatchError, DispatchError
+from dispatch.batch import UNEVEN, Broadcast, Deferred, Share, described, share_rows
+from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.jagged import Made
 from dispatch.layout import Layout, Routing
 from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode
 from dispatch.register import MethodSpec, check_arguments, misfit
-from dispatch.rows import UNEVEN, Share, share_rows
 
 Parameter = int | str
 """Which parameter an argument fills: a position, or a keyword."""
@@ -108,15 +107,9 @@ class CallPlan:
         shard = self.shard_of[rank]
         if shard is None:
             raise ValueError(f"rank {rank} is not called")
-        return split_arguments({**self.whole, **self.shards[shard].values})
-
-
-def split_arguments(arguments: dict[Parameter, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments from a dict by parameter."""
-    if not arguments:
-        return (), {}
-    positions = sorted(key for key in arguments if isinstance(key, int))
-    return tuple(arguments[p] for p in positions), {k: v for k, v in arguments.items() if isinstance(k, str)}
+        arguments = {**self.whole, **self.shards[shard].values}
+        positions = sorted(key for key in arguments if isinstance(key, int))
+        return tuple(arguments[p] for p in positions), {k: v for k, v in arguments.items() if isinstance(k, str)}
 
 
 def plan_call(
@@ -173,6 +166,28 @@ def plan_call(
     if mode.cut is Cut.ITEMS:
         return _plan_items(spec, routing, mode.join, arguments)
     return _plan_rows(spec, routing, mode, whole, arguments, uneven)
+
+
+def join_values(label: str, values: list[Any], join: Join) -> Any:
+    """Make one value of the results of ranks.
+
+    Raises:
+        ResultError: they cannot be joined.
+    """
+    if join is not Join.ROWS:
+        return values if join is Join.LIST else values[0]
+    try:
+        if len(values) > 1:
+            return batch.join(values)
+        if values[0] is not None and batch.length(values[0]) is None:
+            raise BatchError(f"{batch.describe(values[0])} has no rows to join")
+        return values[0]
+    except BatchError as error:
+        raise ResultError(
+            f"{label}(): the results of {len(values)} ranks cannot be joined: {error}. Use a mode that returns "
+            "a list by rank instead, such as Dispatch.DP_COMPUTE_METRIC or ONE_TO_ALL",
+            method=label,
+        ) from error
 
 
 def plan_execute(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
@@ -271,7 +286,7 @@ def _plan_rows(
                 whole[key] = value
             continue
         try:
-            length = batch.length(value)
+            length = batch.batch_type(value).length(value)
         except Exception as error:  # a BatchError, or whatever a user's type raises
             reason = (
                 f"is {described(value)}, and {_reason(error)}; {spec.registration.mode!r} cuts tensors, arrays, "

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
+from dispatch.batch import UNEVEN, Uneven
 from dispatch.modes import Dispatch, DispatchMode, Execute, ExecuteMode, known_execute_mode, known_mode
 from dispatch.move import check_device_name
-from dispatch.rows import UNEVEN, Uneven
 from dispatch.typed import Blocks, ReturnsFuture, ToAny, ToValue
 
 D = TypeVar("D")

@@ -154,4 +154,4 @@ def cat_tensors(tensors: list[Any], dim: int = 0) -> Any:
 
 buffer_pool = BufferPool()
 
-concatenate_tensors_with(cat_tensors)
+concatenate_tensors_with(cat_tensors, MIN_BYTES)

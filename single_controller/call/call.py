@@ -42,7 +42,7 @@ from typing import Any
 from dispatch.errors import ResultError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.move import move
-from dispatch.plan import CallPlan
+from dispatch.plan import CallPlan, join_values
 from dispatch.register import MethodSpec, label
 from single_controller.call.codec import decode_result
 from single_controller.call.errors import (
@@ -56,7 +56,7 @@ from single_controller.call.errors import (
     hosts_text,
     ranks_text,
 )
-from single_controller.call.joining import CallResults, join_results, join_values
+from single_controller.call.joining import CallResults, join_results
 from single_controller.call.result import Failure, RankResult, first_cause
 from single_controller.call.stacks import show_stacks
 from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats, RankRecord
@@ -152,13 +152,27 @@ class GroupState:
         if os.getpid() != self._pid and not (self.transport is not None and self.transport.synchronous):
             raise ForkedProcessError.of(self.name)
 
-    def check(self) -> None:
-        """Raise unless the group takes calls.
+    def check(self, recover: Callable[[], None] | None = None) -> None:
+        """Raise unless the group takes calls. During a restart, wait for its end first.
+
+        Args:
+            recover: has ranks replaced that have died before, or goes on without them.
 
         Raises:
+            ForkedProcessError: this is a fork of the process that made the group.
             GroupClosedError: it was closed.
             GroupBrokenError: it is broken; the message says why.
         """
+        if os.getpid() != self._pid:
+            self.check_process()
+        if self.restarting:
+            with self.sending:  # reentrant: the thread that restarts passes
+                pass
+        if not self.closed:
+            if self.transport is not None and not self.transport.connected:
+                self.break_(TRANSPORT_GONE)
+            if recover is not None and self.recovers and self.dead:
+                recover()
         if self.closed or self.broken is not None:
             error = self.refusal()
             if error is not None:
@@ -373,7 +387,7 @@ class Call:
             plan.collecting,
             plan.deferred,
         )
-        self._pending = set(plan.ranks)
+        self._pending = {rank for rank, number in enumerate(plan.shard_of) if number is not None}
         self._results: dict[int, RankResult] = {}
         self._source: CallResults | None = None
         self._sent: Sent | None = None
@@ -395,7 +409,7 @@ class Call:
         self.started = time.monotonic()
         self._record = CallRecord(spec.name, time.time() if begun is None else begun)
         if stats is not None and stats.recorded:
-            self._record.ranks = {rank: RankRecord() for rank in plan.ranks}
+            self._record.ranks = {rank: RankRecord() for rank in self._pending}
 
     def sent(self, sent: Sent) -> None:
         """The transport has sent it. Results may have arrived already."""
@@ -453,7 +467,15 @@ class Call:
         return self.results.refs()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the call has an outcome.
+        """Wait until the call has an outcome. Arguments and errors as of `value`, without the call's own error."""
+        self.check_process()
+        with contextlib.suppress(TimeoutError):
+            self.outcome.result(timeout)
+        if not self.outcome.done():
+            raise wait_timed_out(self, timeout or 0.0)
+
+    def value(self, timeout: float | None = None) -> Any:
+        """Wait until the call has an outcome, and return its value as its mode promises it.
 
         Args:
             timeout: seconds to wait; the call continues after that.
@@ -461,21 +483,12 @@ class Call:
         Raises:
             CallTimeoutError: the wait ended before the call did.
             ForkedProcessError: another process sent the call.
-        """
-        self.check_process()
-        try:
-            self.outcome.result(timeout)
-        except TimeoutError:
-            if not self.outcome.done():
-                raise wait_timed_out(self, timeout or 0.0) from None
-
-    def value(self) -> Any:
-        """The call's value, as its mode promises it; only for a settled call.
-
-        Raises:
             SingleControllerError: the call's error.
         """
-        failed = self.outcome.result()
+        try:
+            failed = self.outcome.result(timeout)
+        except TimeoutError:
+            raise wait_timed_out(self, timeout or 0.0) from None
         if failed is not None:
             self.reported = True
             # A copy: an exception keeps its traceback, which refers to every caller that has waited, and their batches.
@@ -494,15 +507,12 @@ class Call:
             except ResultError as lost:
                 raise self._death_of(lost) or lost from lost.__cause__
         else:
-            value = join_values(
-                self.label,
-                [
-                    decode_result(self.label, result.rank, result.value, private=True, shared=False)
-                    for result in results
-                    if not (result.empty and self.join is Join.ROWS)
-                ],
-                self.join,
-            )
+            values = [
+                decode_result(self.label, result.rank, result.value, private=True, shared=False)
+                for result in results
+                if not (result.empty and self.join is Join.ROWS)
+            ]
+            value = join_values(self.label, values, self.join)
         if self.collect is not None:
             value = self.collect(value)
         if self._device is not None:

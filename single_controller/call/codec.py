@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dispatch import jagged
-from dispatch.batch import described, imported
+from dispatch.batch import described
 from dispatch.errors import DispatchError, ResultError
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, Parameter
 from dispatch.register import MethodSpec
-from single_controller.call.buffer_pool import buffer_pool
+from single_controller.call.buffer_pool import MIN_BYTES, buffer_pool
 
 if TYPE_CHECKING:
     import numpy
@@ -37,24 +38,22 @@ MAX_MAPPED_BYTES = 1 << 30
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-class Encoded:
+class Encoded(NamedTuple):
     """An encoded value.
 
     Attributes:
         header: the pickle of the value without its buffers.
-        buffers: the buffers, as objects with the buffer protocol.
+        buffers: the buffers: instances of ``pickle.PickleBuffer`` until they are sent, then whatever has the buffer
+            protocol.
         references: objects that travel beside the pickle, such as ObjectRefs and actor handles: the transport must see
             them to count references.
         nbytes: size in bytes.
     """
 
-    __slots__ = ("buffers", "header", "nbytes", "references")
-
-    def __init__(self, header: bytes, buffers: tuple[Any, ...] = (), references: tuple[Any, ...] = ()) -> None:
-        self.header = header
-        self.buffers = buffers
-        self.references = references
-        self.nbytes = len(header) + sum(memoryview(buffer).nbytes for buffer in buffers)
+    header: bytes
+    buffers: tuple[Any, ...] = ()
+    references: tuple[Any, ...] = ()
+    nbytes: int = 0
 
     def decode(self, *, private: bool = True) -> Any:
         """Return the value.
@@ -72,10 +71,7 @@ class Encoded:
 
     def as_kept(self) -> KeptResult:
         """The same for `ray.get`, which decodes it."""
-        return KeptResult(self.header, self.buffers, self.references)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.header, tuple(map(pickle.PickleBuffer, self.buffers)), self.references)
+        return KeptResult(*self)
 
 
 class KeptResult(Encoded):
@@ -84,7 +80,7 @@ class KeptResult(Encoded):
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _decode_kept, (self.header, tuple(map(pickle.PickleBuffer, self.buffers)), self.references)
+        return _decode_kept, (self.header, tuple(map(pickle.PickleBuffer, self.buffers)), *self[2:])
 
 
 @contextmanager
@@ -144,7 +140,9 @@ def encode(value: Any, *, in_process: bool = False) -> Encoded:
     encoder.reference_types = _reference_types + _in_process_types if in_process else _reference_types
     encoder.references, encoder.seen, encoder.made = [], {}, {}
     encoder.dump(value)
-    return Encoded(out.getvalue(), tuple(map(_copy, buffers) if in_process else buffers), tuple(encoder.references))
+    header, nbytes = out.getvalue(), sum(memoryview(buffer).nbytes for buffer in buffers)
+    kept = tuple(map(_copy, buffers) if in_process else buffers)
+    return Encoded(header, kept, tuple(encoder.references), len(header) + nbytes)
 
 
 def private_copy(value: Any) -> Any:
@@ -214,17 +212,19 @@ class _Reducers:
             self.references.append(obj)
             return _nth_reference, (len(self.references) - 1,)
         # A value of these libraries exists only after somebody has imported them.
-        numpy, torch = imported("numpy"), imported("torch")
-        if numpy is not None and isinstance(obj, numpy.ndarray) and _is_plain_array(numpy, obj):
+        modules: Any = sys.modules
+        numpy, torch, tensordict = map(modules.get, ("numpy", "torch", "tensordict"))
+        array: Any = getattr(numpy, "ndarray", ())
+        if isinstance(obj, array) and _is_plain_array(numpy, obj):
             return _reduce_array(numpy, obj)
-        tensor = torch is not None and isinstance(obj, torch.Tensor)
+        tensor = isinstance(obj, getattr(torch, "Tensor", ()))
         if tensor and type(obj) is not torch.Tensor and jagged.is_jagged(obj):
             if reduced := jagged.reduce(obj, self.made):
                 return *reduced, None, None, _set_attributes
         elif tensor and (reduced := _reduce_tensor(torch, obj, self.seen)) is not None:
             return reduced
-        tensordict = imported("tensordict")
-        if tensordict is not None and isinstance(obj, tensordict.TensorDictBase) and _on_cuda(obj.device):
+        tensors: Any = getattr(tensordict, "TensorDictBase", ())
+        if isinstance(obj, tensors) and _on_cuda(obj.device):
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so
         return super().reducer_override(obj)  # type: ignore[misc]
 
@@ -307,8 +307,8 @@ def _nth_reference(position: int) -> Any:
     return _decoding.current[1][position]
 
 
-def _decode_kept(header: bytes, buffers: tuple[Any, ...], references: tuple[Any, ...]) -> Any:
-    kept = KeptResult(header, buffers, references)
+def _decode_kept(*parts: Any) -> Any:
+    kept = KeptResult(*parts)
     return kept if getattr(_decoding, "keep", False) else kept.decode()
 
 
@@ -327,11 +327,13 @@ def _memory(buffer: Any) -> numpy.ndarray:
     import numpy
 
     private, _ = getattr(_decoding, "current", (True, ()))
+    if isinstance(buffer, pickle.PickleBuffer):
+        buffer = buffer.raw()
     # Buffers that came inside a message are bytes objects. Python may share those, and they are small: always copy.
     owner = memoryview(buffer).obj
-    if private or isinstance(owner, bytes):
-        return _copy(buffer)
     shared = numpy.frombuffer(buffer, numpy.uint8)
+    if private or isinstance(owner, bytes):
+        return shared.copy() if shared.nbytes < MIN_BYTES else _copy(shared)
     # Not the store's memory: copied by `encode`, or out of a message.
     return shared if isinstance(owner, (numpy.ndarray, bytearray)) else numpy.asarray(_Mapped(shared))
 

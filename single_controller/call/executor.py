@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dispatch import batch
 from dispatch.errors import BatchError, DispatchError, ResultError, SingleControllerError
 from dispatch.move import move
-from dispatch.plan import DeferredArgument, Parameter, split_arguments
+from dispatch.plan import DeferredArgument, Parameter
 from dispatch.register import label, method_spec
 from single_controller.call.codec import CallMessage, Encoded, encode
 from single_controller.call.errors import GroupBrokenError
@@ -186,7 +186,9 @@ class Executor:
                 alike = False
                 self._resolve(message, arguments, located)
                 del located
-            args, kwargs = split_arguments(arguments)
+            positions = sorted(key for key in arguments if isinstance(key, int))
+            args = tuple(arguments[position] for position in positions)
+            kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
             if message.device is not None:
                 self.workers[message.role]._prepare_thread()
                 args, kwargs = move((args, kwargs), message.device)
@@ -200,12 +202,25 @@ class Executor:
             elif message.joins and rows is not None and real is not None and real != rows:
                 empty = real == 0
                 value = self._trim(message.method, value, rows, real)
-            encoded, length, not_rows = (None, None, None) if value is None else self._encode(message, value)
+            length = not_rows = encoded = None
+            if value is not None:
+                try:
+                    length = batch.batch_type(value).length(value)
+                except BatchError as error:
+                    not_rows = str(error)
+                try:
+                    encoded = encode(value, in_process=self._in_process)
+                except Exception as error:
+                    raise TypeError(
+                        f"the result of {message.method}(), {batch.described(value)}, cannot be pickled: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
             # After the method, which may have registered coordinates: the driver then asks for the new layout.
-            version = self.workers[message.role]._report().version
+            worker = self.workers[message.role]
+            report = worker._layout_report if type(worker)._report is Worker._report else worker._report()
             nbytes, clock = 0 if encoded is None else encoded.nbytes, Clock(received, began, ended, time.time())
             rank = -1 if self.info is None else self.info.rank
-            return RankResult(rank, version, encoded, length, not_rows, empty, nbytes, clock)
+            return RankResult(rank, report.version, encoded, length, not_rows, empty, nbytes, clock)
         except BaseException as error:  # a KeyboardInterrupt in the method too: the driver waits for a result
             if self._reraise(error):
                 raise
@@ -228,7 +243,8 @@ class Executor:
         worker = self.workers.get(role)
         if worker is None:
             raise RuntimeError("this worker has not been started")
-        worker._prepare_thread()
+        if type(worker)._prepare_thread is not Worker._prepare_thread:
+            worker._prepare_thread()
         value = getattr(worker, method)(*args, **kwargs)
         return self._await(worker, value) if value is not None and inspect.isawaitable(value) else value
 
@@ -273,21 +289,6 @@ class Executor:
                         cleanup()
                     except Exception:  # the others must still run
                         logger.warning("%s failed to clean up", type(worker).__name__, exc_info=True)
-
-    def _encode(self, message: CallMessage, value: Any) -> tuple[Encoded, int | None, str | None]:
-        """Encode what the method returned. Returns its number of rows too, or why it has none."""
-        length, not_rows = None, None
-        try:
-            length = batch.length(value)
-        except BatchError as error:
-            not_rows = str(error)
-        try:
-            return encode(value, in_process=self._in_process), length, not_rows
-        except Exception as error:
-            raise TypeError(
-                f"the result of {message.method}(), {batch.described(value)}, cannot be pickled: "
-                f"{type(error).__name__}: {error}"
-            ) from error
 
     def locate_arguments(self, asked: Sequence[Asked], count: int) -> list[dict[Parameter | None, Any]]:
         """Locate the deferred arguments of a call on behalf of all its ranks.

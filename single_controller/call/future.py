@@ -52,9 +52,9 @@ class WorkerFuture(Deferred, Generic[R_co]):
             SingleControllerError: the call's error.
         """
         if self._call is not None:
-            self._call.wait(timeout)
+            self._call.check_process()
             if not self._value:
-                self._value.append(self._call.value())
+                self._value.append(self._call.value(timeout))
         else:
             source, join = self._source()
             results = source.wait(timeout)

@@ -6,10 +6,11 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
+from dispatch.batch import Uneven
 from dispatch.checks import check_seconds
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout
@@ -17,11 +18,11 @@ from dispatch.modes import Mode, has_axes
 from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
-from single_controller.call.call import TRANSPORT_GONE, Call, GroupState, monitor
+from single_controller.call.call import Call, GroupState, monitor
 from single_controller.call.closing import Closing
 from single_controller.call.errors import ForkedProcessError, ranks_text
 from single_controller.call.future import WorkerFuture
-from single_controller.call.methods import DECLARED, CallOptions, MethodTable, RemoteMethod, suggestion
+from single_controller.call.methods import DECLARED, CallOptions, MethodTable, suggestion
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.call.status import GroupStatus, group_status
 from single_controller.call.supervision import OnDeath, Replay, ReplayLog, Watcher, check_alone, check_ranks, restart
@@ -30,6 +31,9 @@ from single_controller.call.worker import Worker, layout_from
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Called = TypeVar("Called")
+
+Invoke = Callable[[MethodSpec, tuple[Any, ...], dict[str, Any], CallOptions], Any]
 
 ERROR_GRACE_SECONDS = 5.0
 
@@ -50,6 +54,91 @@ class _RoleRecord:
 
     stats: CallStats = field(default_factory=CallStats)
     layout: tuple[dict[int, int], Layout] | None = None
+
+
+class OtherOptions(TypedDict, total=False):
+    """The options of `RemoteMethod.options` that do not change what a call returns, for type checkers."""
+
+    timeout: float | None
+    uneven: Uneven | None
+    device: str | None
+
+
+class RemoteMethod(Generic[P, T, Called]):
+    """A registered method of a group's workers.
+
+    ``group.m(x)`` calls it, ``group.m.remote(x)`` returns a future, ``group.m.options(timeout=60)(x)`` sets options for
+    one call. It has the worker method's name, signature and docstring.
+
+    Type parameters: the parameters, the call's value, and what calling returns: the value or a future of it.
+    """
+
+    def __init__(self, spec: MethodSpec, invoke: Invoke, options: CallOptions = DECLARED) -> None:
+        self._spec = spec
+        self._invoke = invoke
+        self._options = options
+        self.__name__ = spec.name
+        self.__qualname__ = f"{spec.owner}.{spec.name}"
+        self.__module__ = spec.function.__module__
+        self.__doc__ = spec.function.__doc__
+
+    @property
+    def __signature__(self) -> Any:
+        return self._spec.signature
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Called:
+        """Call the method on the group's workers."""
+        return cast(Called, self._invoke(self._spec, args, kwargs, self._options))
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> WorkerFuture[T]:
+        """Call the method and return a future at once."""
+        future: WorkerFuture[T] = self._invoke(self._spec, args, kwargs, replace(self._options, blocking=False))
+        return future
+
+    @overload
+    def options(self, *, blocking: None = ..., **others: Unpack[OtherOptions]) -> Self: ...
+
+    @overload
+    def options(self, *, blocking: Literal[True], **others: Unpack[OtherOptions]) -> RemoteMethod[P, T, T]: ...
+
+    @overload
+    def options(
+        self, *, blocking: Literal[False], **others: Unpack[OtherOptions]
+    ) -> RemoteMethod[P, T, WorkerFuture[T]]: ...
+
+    @overload
+    def options(self, *, blocking: bool | None, **others: Unpack[OtherOptions]) -> RemoteMethod[P, T, Any]: ...
+
+    def options(
+        self,
+        *,
+        timeout: float | None = None,
+        blocking: bool | None = None,
+        uneven: Uneven | None = None,
+        device: str | None = None,
+    ) -> Any:
+        """Return the same method with options for the calls made through it.
+
+        Args:
+            timeout: seconds until the call is late: `CallTimeoutError`, and the group is broken.
+            blocking: whether the call waits for its result or returns a future.
+            uneven: ``"error"``, ``"pad"`` or ``"ragged"``, as in `register`.
+            device: where to put the result's tensors, such as ``"cuda"``. By default they come back as CPU tensors,
+                wherever the method had them.
+
+        Raises:
+            ValueError: an option has an invalid value.
+        """
+        given = {"timeout": timeout, "blocking": blocking, "uneven": uneven, "device": device}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return RemoteMethod(self._spec, self._invoke, replace(self._options, **changes))
+
+    def __get__(self, instance: object, owner: type | None = None) -> Self:
+        # Makes inspect.isroutine() true, so that help(group.m) shows the method's own page.
+        return self
+
+    def __repr__(self) -> str:
+        return f"<remote method {self.__qualname__}{self._spec.signature}, {self._spec.registration.mode!r}>"
 
 
 class Methods:
@@ -350,14 +439,13 @@ class WorkerGroup(Closing):
     def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Plan a call, send it, and wait for it or return its future."""
         begun = time.time()
-        self._check()
+        self._state.check(self._recover)
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         if not blocking:
             return WorkerFuture(call)
-        call.wait()
         return call.value()
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
@@ -371,7 +459,6 @@ class WorkerGroup(Closing):
             self._log_replay(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
         if not wait:
             return call.refs()
-        call.wait()
         return call.value()
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -431,21 +518,12 @@ class WorkerGroup(Closing):
 
     def _check(self) -> None:
         """Raise unless the group takes calls. During a restart, wait for its end first."""
-        state = self._state
-        state.check_process()
-        if state.restarting:
-            with state.sending:  # reentrant: the thread that restarts passes
-                pass
-        if not state.closed and not self._transport.connected:
-            state.break_(TRANSPORT_GONE)
-        if state.recovers and state.dead and not state.closed:
-            self._recover()
-        state.check()
+        self._state.check(self._recover)
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
-        registration = spec.registration
+        registration, transport = spec.registration, self._state.transport
         mode = registration.mode.mode
-        layout = _without_coordinates(self._transport.world_size)
+        layout = _without_coordinates(0 if transport is None else transport.world_size)
         if isinstance(mode, Mode) and mode.in_layout is not None and registration.execute.ranks is None:
             try:
                 layout = self._layout_with(mode.in_layout)
@@ -464,8 +542,11 @@ class WorkerGroup(Closing):
     ) -> Call:
         state = self._state
         with state.sending:
-            state.check()  # again: another thread may have closed the group while this one waited
-            transport = self._transport
+            transport = state.transport
+            # Again: another thread may have closed the group while this one waited.
+            if transport is None or state.closed or state.broken is not None:
+                state.check()
+                raise RuntimeError(f"{self.name} has no workers yet")
             stats = self._records[self._role].stats if recorded else None
             call = Call(
                 state, spec, plan, transport, timeout=options.timeout, stats=stats, begun=begun, device=options.device
@@ -512,7 +593,6 @@ class WorkerGroup(Closing):
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:
         spec = self._any_method("_report")
         call = self._send(spec, CallPlan.empty(self.world_size), recorded=False)
-        call.wait()
         reports = call.value()
         return {rank: result.layout_version for rank, result in call.rank_results().items()}, layout_from(reports)
 

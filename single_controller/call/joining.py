@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dispatch import batch
+from dispatch.batch import share_rows
 from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.modes import Join
-from dispatch.plan import DeferredArgument
-from dispatch.rows import share_rows
+from dispatch.plan import DeferredArgument, join_values
 from single_controller.call.codec import private_copy
 from single_controller.call.result import RankResult
 
@@ -64,28 +64,6 @@ def _fetch_and_join(source: CallResults, which: Sequence[int], join: Join, priva
     else:
         values = source.values(which, private=private)
     return join_values(source.label, values, join)
-
-
-def join_values(label: str, values: list[Any], join: Join) -> Any:
-    """Make one value of the results of ranks.
-
-    Raises:
-        ResultError: they cannot be joined.
-    """
-    if join is not Join.ROWS:
-        return values if join is Join.LIST else values[0]
-    try:
-        if len(values) > 1:
-            return batch.join(values)
-        if values[0] is not None and batch.length(values[0]) is None:
-            raise BatchError(f"{batch.describe(values[0])} has no rows to join")
-        return values[0]
-    except BatchError as error:
-        raise ResultError(
-            f"{label}(): the results of {len(values)} ranks cannot be joined: {error}. Use a mode that returns "
-            "a list by rank instead, such as Dispatch.DP_COMPUTE_METRIC or ONE_TO_ALL",
-            method=label,
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,19 @@
-"""The registered methods of a group: RemoteMethod, its options, and the lookup of methods by name."""
+"""The methods of a worker class by name, and the options of one call."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
+from dispatch.batch import UNEVEN, Uneven
 from dispatch.checks import check_seconds
 from dispatch.errors import DispatchError
 from dispatch.move import check_device
 from dispatch.register import MethodSpec, method_spec, registered_methods
-from dispatch.rows import UNEVEN, Uneven
-from single_controller.call.future import WorkerFuture
 from single_controller.call.worker import Worker
-
-P = ParamSpec("P")
-T = TypeVar("T")
-Called = TypeVar("Called")
 
 
 @dataclass(frozen=True)
@@ -48,96 +42,8 @@ class CallOptions:
         check_device("device", self.device)
 
 
-Invoke = Callable[[MethodSpec, tuple[Any, ...], dict[str, Any], CallOptions], Any]
-
-
 DECLARED = CallOptions()
 """What the method declared."""
-
-
-class OtherOptions(TypedDict, total=False):
-    """The options of `RemoteMethod.options` that do not change what a call returns, for type checkers."""
-
-    timeout: float | None
-    uneven: Uneven | None
-    device: str | None
-
-
-class RemoteMethod(Generic[P, T, Called]):
-    """A registered method of a group's workers.
-
-    ``group.m(x)`` calls it, ``group.m.remote(x)`` returns a future, ``group.m.options(timeout=60)(x)`` sets options for
-    one call. It has the worker method's name, signature and docstring.
-
-    Type parameters: the parameters, the call's value, and what calling returns: the value or a future of it.
-    """
-
-    def __init__(self, spec: MethodSpec, invoke: Invoke, options: CallOptions = DECLARED) -> None:
-        self._spec = spec
-        self._invoke = invoke
-        self._options = options
-        self.__name__ = spec.name
-        self.__qualname__ = f"{spec.owner}.{spec.name}"
-        self.__module__ = spec.function.__module__
-        self.__doc__ = spec.function.__doc__
-
-    @property
-    def __signature__(self) -> Any:
-        return self._spec.signature
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Called:
-        """Call the method on the group's workers."""
-        return cast(Called, self._invoke(self._spec, args, kwargs, self._options))
-
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> WorkerFuture[T]:
-        """Call the method and return a future at once."""
-        future: WorkerFuture[T] = self._invoke(self._spec, args, kwargs, replace(self._options, blocking=False))
-        return future
-
-    @overload
-    def options(self, *, blocking: None = ..., **others: Unpack[OtherOptions]) -> Self: ...
-
-    @overload
-    def options(self, *, blocking: Literal[True], **others: Unpack[OtherOptions]) -> RemoteMethod[P, T, T]: ...
-
-    @overload
-    def options(
-        self, *, blocking: Literal[False], **others: Unpack[OtherOptions]
-    ) -> RemoteMethod[P, T, WorkerFuture[T]]: ...
-
-    @overload
-    def options(self, *, blocking: bool | None, **others: Unpack[OtherOptions]) -> RemoteMethod[P, T, Any]: ...
-
-    def options(
-        self,
-        *,
-        timeout: float | None = None,
-        blocking: bool | None = None,
-        uneven: Uneven | None = None,
-        device: str | None = None,
-    ) -> Any:
-        """Return the same method with options for the calls made through it.
-
-        Args:
-            timeout: seconds until the call is late: `CallTimeoutError`, and the group is broken.
-            blocking: whether the call waits for its result or returns a future.
-            uneven: ``"error"``, ``"pad"`` or ``"ragged"``, as in `register`.
-            device: where to put the result's tensors, such as ``"cuda"``. By default they come back as CPU tensors,
-                wherever the method had them.
-
-        Raises:
-            ValueError: an option has an invalid value.
-        """
-        given = {"timeout": timeout, "blocking": blocking, "uneven": uneven, "device": device}
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return RemoteMethod(self._spec, self._invoke, replace(self._options, **changes))
-
-    def __get__(self, instance: object, owner: type | None = None) -> Self:
-        # Makes inspect.isroutine() true, so that help(group.m) shows the method's own page.
-        return self
-
-    def __repr__(self) -> str:
-        return f"<remote method {self.__qualname__}{self._spec.signature}, {self._spec.registration.mode!r}>"
 
 
 class MethodTable:

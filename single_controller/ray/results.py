@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -38,7 +39,7 @@ from single_controller.call.transport import Outcome, Receiver
 from single_controller.ray.compat import exit_detail
 from single_controller.ray.rank.call_thread import call_cancelled
 from single_controller.wire.handshake import KEPT, REPLY
-from single_controller.wire.link import Link, Reply
+from single_controller.wire.link import Reply
 
 # Here, because drivers and ranks both import this module. Ray has its own copy of cloudpickle. With another one, a
 # class of __main__ that a user also sends through Ray itself would arrive as two distinct classes. Ray must see the
@@ -60,29 +61,27 @@ Kept = tuple[RankResult, "list[ray.ObjectRef] | None"]
 """What `RankActor._sc_result` returns: a result, and the reference to its value where the rank keeps that."""
 
 
+@dataclass(eq=False, slots=True)
 class RankReply(Reply):
     """The reply of one rank to one call, on the driver.
 
-    Args:
-        link: the link that carries the call.
+    Attributes:
         rank: the rank.
         host: its host, for messages.
         actor: its handle.
         call: the call, which is told the result.
-
-    Attributes:
         result: the result, once it has arrived.
+        kept: Ray's reference to what `RankActor._sc_result` returns, once somebody has asked for it.
+        fetched: what that task has returned, once it was read.
     """
 
-    __slots__ = ("_actor", "_call", "_fetched", "_kept", "host", "rank", "result")
-
-    def __init__(self, link: Link, rank: int, host: str, actor: Any, call: weakref.ref[Receiver]) -> None:
-        super().__init__(link)
-        self.rank, self.host = rank, host
-        self.result: RankResult | None = None
-        self._actor, self._call = actor, call
-        self._kept: Any = None  # Ray's reference to what `RankActor._sc_result` returns
-        self._fetched: Kept | None = None
+    rank: int
+    host: str
+    actor: Any
+    call: weakref.ref[Receiver]
+    result: RankResult | None = None
+    kept: Any = None
+    fetched: Kept | None = None
 
     def arrive(self, kind: int, payload: bytes) -> None:
         if kind == REPLY:
@@ -93,8 +92,8 @@ class RankReply(Reply):
             self.request(keeps=True)
         if kind == KEPT:
             self._tell(pickle.loads(payload))
-        elif self._kept is not None:
-            self._kept.future().add_done_callback(self._take_beside)
+        elif self.kept is not None:
+            self.kept.future().add_done_callback(self._take_beside)
 
     def lose(self, reason: str, *, dead: bool) -> None:
         if dead:
@@ -112,7 +111,7 @@ class RankReply(Reply):
 
     def _tell(self, result: RankResult) -> None:
         self.result = result
-        call = self._call()
+        call = self.call()
         if call is not None:
             call.arrive(result)
 
@@ -124,9 +123,9 @@ class RankReply(Reply):
         """
         with self.link.lock:
             keeps = keeps or (self.result is not None and self.result.kept)
-            if self._kept is None and (keeps or self.link.want(self)):
-                self._kept = self._task("_sc_result").remote(self.link.session, self.number)
-            return self._kept
+            if self.kept is None and (keeps or self.link.want(self)):
+                self.kept = self._task("_sc_result").remote(self.link.session, self.number)
+            return self.kept
 
     def fetch(self) -> Kept:
         """What the rank keeps of a call that has ended.
@@ -134,9 +133,9 @@ class RankReply(Reply):
         Raises:
             RayError: it is lost.
         """
-        if self._fetched is None:
-            self._fetched = ray.get(self.request())
-        return self._fetched
+        if self.fetched is None:
+            self.fetched = ray.get(self.request())
+        return self.fetched
 
     def elsewhere(self) -> Kept | ray.ObjectRef:
         """What stands for this reply in another process."""
@@ -153,7 +152,7 @@ class RankReply(Reply):
         return self._task("_sc_value").remote(kept if isinstance(kept, tuple) else [kept])
 
     def _task(self, name: str) -> Any:
-        return getattr(self._actor, name).options(concurrency_group=RESULT)
+        return getattr(self.actor, name).options(concurrency_group=RESULT)
 
 
 class RayResults:

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from single_controller.wire.connection import MAX_FRAME_BYTES, SILENCE_SECONDS, Connection, hub, tls_context
@@ -70,6 +71,7 @@ class Answer(NamedTuple):
     told: bool = True
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Reply:
     """Stands for the reply of one rank to one call. `Link` calls its methods in the hub's thread.
 
@@ -78,11 +80,8 @@ class Reply:
         number: number of the call on the link.
     """
 
-    __slots__ = ("__weakref__", "link", "number")
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.number = 0
+    link: Link
+    number: int = field(default=0, init=False)
 
     def arrive(self, kind: int, payload: bytes) -> None:
         """It has arrived: a ``REPLY``, ``KEPT`` or ``BESIDE`` frame."""

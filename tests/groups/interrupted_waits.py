@@ -23,7 +23,7 @@ class Interrupts:
     def _handle(self, _, frame):
         while self._armed and frame is not None:
             # While a call is being sent, it breaks the group. Before, while the layout is asked for, nothing is sent.
-            if frame.f_code is Call.wait.__code__ and frame.f_back.f_code is WorkerGroup._invoke.__code__:
+            if frame.f_code is Call.value.__code__ and frame.f_back.f_code is WorkerGroup._invoke.__code__:
                 self._armed = False
                 raise KeyboardInterrupt
             frame = frame.f_back

@@ -106,16 +106,16 @@ def test_only_this_librarys_packages_are_found_in_the_folder(tmp_path):
         shutil.copytree(root / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "only_the_drivers.py").write_text("")
     code = """
-        import importlib.util, dispatch.rows, single_controller.call.errors, workers.extras
+        import importlib.util, dispatch.batch, single_controller.call.errors, workers.extras
         assert importlib.util.find_spec("only_the_drivers") is None
-        print(dispatch.rows.__file__, single_controller.__file__, workers.extras.__file__)
+        print(dispatch.batch.__file__, single_controller.__file__, workers.extras.__file__)
     """
     folder = tmp_path / "single_controller" / "ray" / "pythonpath"
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=root.anchor, env=environment
     )
-    names = ("dispatch/rows.py", "single_controller/__init__.py", "workers/extras.py")
+    names = ("dispatch/batch.py", "single_controller/__init__.py", "workers/extras.py")
     assert done.stdout.split() == [str(tmp_path / name) for name in names], done.stderr
 
 

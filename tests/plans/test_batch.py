@@ -31,9 +31,8 @@ from plan_helpers import (
 from tensordict import TensorDict, tensorclass
 
 from dispatch import Broadcast, batch, register_batch_type
-from dispatch.batch import cut, describe, imported, join, length, shard, trim
+from dispatch.batch import cut, describe, imported, join, length, shard, share_rows, trim
 from dispatch.errors import BatchError
-from dispatch.rows import share_rows
 
 # rows, shards: divisible; more rows than shards; fewer; equal; one of either; none
 SIZES = [(6, 3), (7, 3), (2, 3), (4, 4), (1, 5), (5, 1), (0, 3)]
@@ -360,12 +359,13 @@ class TestDescribe:
 
 def test_tensors_are_concatenated_by_the_given_function(monkeypatch):
     given = []
-    monkeypatch.setattr(batch._TENSOR, "join", batch._TENSOR.join)  # restores it
 
     def concatenate(tensors, dim=0):
         given.append(len(tensors))
         return torch.cat(tensors, dim)
 
+    monkeypatch.setattr(batch, "_concatenate", None)
+    monkeypatch.setattr(batch, "_concatenate_least", 0)
     batch.concatenate_tensors_with(concatenate)
     jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     joined = join([{"a": torch.ones(2), "b": jagged, "c": TensorDict({"d": torch.ones(2)}, [2])}] * 3)

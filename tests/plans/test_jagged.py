@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from plan_helpers import expected_rows, plain_layout, plan_of
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from dispatch.batch import cut, describe, join, length, shard, trim
+from dispatch.batch import cut, describe, join, length, shard, share_rows, trim
 from dispatch.errors import BatchError
 from dispatch.move import move
-from dispatch.rows import share_rows
 from single_controller.call.codec import encode
 
 LONGEST = 6

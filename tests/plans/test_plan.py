@@ -11,7 +11,7 @@ from plan_helpers import coordinates, declare, layout_of, plain_layout, run, sam
 
 from dispatch import Broadcast, DispatchError, Layout, collect_all_to_all
 from dispatch.modes import Join
-from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero, split_arguments
+from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import method_spec
 
 FOUR = plain_layout(4)
@@ -203,9 +203,6 @@ class TestCallPlan:
         made = CallPlan.empty(3)
         assert made.ranks == [0, 1, 2]
         assert simulate(made, lambda rank: rank) == [0, 1, 2]
-
-    def test_split_arguments_sorts_by_position(self):
-        assert split_arguments({1: "b", "k": 1, 0: "a", 2: "c", "j": 2}) == (("a", "b", "c"), {"k": 1, "j": 2})
 
     def test_whole_and_split_arguments_keep_their_positions(self):
         made = plan_call(declare("DP_COMPUTE_PROTO"), FOUR, ("a", [1, 2, 3, 4], None, [5, 6, 7, 8], 9), {})

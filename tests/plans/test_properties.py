@@ -20,8 +20,7 @@ from plan_helpers import (
 )
 
 from dispatch import Dispatch, Layout, Mesh
-from dispatch.batch import join, length, shard, trim
-from dispatch.rows import share_rows
+from dispatch.batch import join, length, shard, share_rows, trim
 
 AXES = ("tp", "cp", "dp", "pp")
 UNEVEN = st.sampled_from(["pad", "ragged"])

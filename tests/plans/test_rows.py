@@ -3,8 +3,8 @@
 import pytest
 from plan_helpers import expected_rows
 
+from dispatch.batch import Share, share_rows
 from dispatch.errors import BatchError
-from dispatch.rows import Share, share_rows
 
 
 def numbers(share: Share) -> list[int]:

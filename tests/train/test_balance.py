@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatch.rows import share_rows
+from dispatch.batch import share_rows
 from workers.data.balance import balanced_order
 
 

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-from dispatch.rows import share_rows
+from dispatch.batch import share_rows
 from workers.data.rollout_data import rows_of
 
 _EXCHANGES = 4  # per part; the greedy assignment is already good, and more exchanges gain little

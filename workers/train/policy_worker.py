@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dispatch.rows import share_rows
+from dispatch.batch import share_rows
 from single_controller import Dispatch, register
 from workers.algorithms.advantages import overlong_penalty
 from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of

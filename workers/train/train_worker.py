@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dispatch.batch import share_rows
 from dispatch.layout import Layout, Routing
 from dispatch.modes import Cut, DispatchMode, Join, ListMode, Mode, has_axes
-from dispatch.rows import share_rows
 from single_controller import Dispatch, Worker, register
 from single_controller.ray.results import fetch
 from workers.data.balance import balanced_rows

@@ -224,63 +224,56 @@ class RankActor:
     def _take_call(self, kind: int, session: Session, number: int, payload: bytes) -> None:
         """A call has arrived. Called in the hub's thread."""
         submit = self._calls.submit_concurrent if kind == CONCURRENT else self._calls.submit
-        submit(lambda: self._run_and_reply(kind, session, number, payload))
-
-    def _run_and_reply(self, kind: int, session: Session, number: int, payload: bytes) -> None:
-        try:
-            self._run(kind, session, number, payload)
-        except Exception as error:  # of this library or of Ray: without a reply, the driver would wait for ever
-            logger.exception("call %d has failed outside of its method", number)
-            result = self._executor.failed(error, "", None)
-            session.reply(REPLY, number, pickle.dumps(result, protocol=5))
+        submit(lambda: self._run(kind, session, number, payload))
 
     def _run(self, kind: int, session: Session, number: int, payload: bytes) -> None:
-        """Run a call, and send its reply."""
+        """Run a call, and send its reply. A large value stays here, and so does one with references, which Ray must
+        see."""
         received = time.time()
         current.call = session, number
-        if kind == JOIN:
-            message, leave = pickle.loads(payload)
-            if parts := session.take_parts(number):
-                self._send_reply(session, number, self._join(message, parts[0], parts[1], leave), "__init__", None)
-            else:
-                self._send_cancelled(session, number, "__init__", None, "rank 0 has not told the rendezvous")
-            return
-        about, whole, shard = pickle.loads(payload)
-        call = CallMessage(*about)
-        if SEPARATE in (whole, shard):
-            beside = list(session.take_parts(number))
-            if not beside:
-                text = "the call that computes its deferred argument has failed"
-                self._send_cancelled(session, number, call.method, call.role, text)
-                return
-            whole, shard = (beside.pop(0) if part == SEPARATE else part for part in (whole, shard))
-            del beside
-        result = self._executor.run(call, whole, shard, received)
-        del whole, shard, payload
-        if result.failure is not None and number in session.cancelled:
-            result.failure.alike = True  # the driver knows more: the call that computes an argument has failed
-        self._send_reply(session, number, result, call.method, call.role)
-
-    def _send_cancelled(self, session: Session, number: int, method: str, role: str | None, text: str) -> None:
-        rank = -1 if self._executor.info is None else self._executor.info.rank
-        failure = Failure(rank, f"{self._hostname}, {self._address}", method, "", text, alike=True, role=role)
-        session.reply(REPLY, number, pickle.dumps(RankResult(rank, failure=failure), protocol=5))
-
-    def _send_reply(self, session: Session, number: int, result: RankResult, method: str, role: str | None) -> None:
-        """Send a result. A large value stays here, and so does one with references, which Ray must see."""
-        value, cause = result.value, None if result.failure is None else result.failure.cause
+        call = CallMessage("__init__")
         try:
-            if value is not None and (value.references or value.nbytes > MAX_INLINE_BYTES):
-                # Now, because the next call may change the memory that the value refers to.
-                ref, result = ray.put(value.as_kept()), result._replace(value=None, kept=True)
-                session.reply(KEPT, number, pickle.dumps(result, protocol=5), (result, ref))
-                return
-            if isinstance(cause, Encoded) and (cause.references or cause.nbytes > MAX_INLINE_BYTES):
-                session.reply(BESIDE, number, b"", (result, None))
-                return
-        except RayError as error:  # the store and the disk are full, for example
-            result = self._executor.failed(error, method, role, lost=what_is_lost(error))
-        session.reply(REPLY, number, pickle.dumps(result, protocol=5))
+            if kind == JOIN:
+                message, leave = pickle.loads(payload)
+                made = session.take_parts(number)
+                lacks = "" if made else "rank 0 has not told the rendezvous"
+                result = self._cancelled(call, lacks) if lacks else self._join(message, made[0], made[1], leave)
+            else:
+                about, *arguments = pickle.loads(payload)
+                call = CallMessage(*about)
+                beside = session.take_parts(number) if SEPARATE in arguments else ()
+                if len(beside) < arguments.count(SEPARATE):
+                    result = self._cancelled(call, "the call that computes its deferred argument has failed")
+                else:
+                    parts = iter(beside)
+                    whole, shard = (next(parts) if argument == SEPARATE else argument for argument in arguments)
+                    result = self._executor.run(call, whole, shard, received)
+                    del arguments, beside, whole, shard
+            value, failure = result.value, result.failure
+            if failure is not None and number in session.cancelled:
+                failure.alike = True  # the driver knows more: the call that computes an argument has failed
+            cause = None if failure is None else failure.cause
+            try:
+                if value is not None and (value.references or value.nbytes > MAX_INLINE_BYTES):
+                    # Now, because the next call may change the memory that the value refers to.
+                    ref, result = ray.put(value.as_kept()), result._replace(value=None, kept=True)
+                    session.reply(KEPT, number, pickle.dumps(result, protocol=5), (result, ref))
+                    return
+                if isinstance(cause, Encoded) and (cause.references or cause.nbytes > MAX_INLINE_BYTES):
+                    session.reply(BESIDE, number, b"", (result, None))
+                    return
+            except RayError as error:  # the store and the disk are full, for example
+                result = self._executor.failed(error, call.method, call.role, lost=what_is_lost(error))
+            reply = pickle.dumps(result, protocol=5)
+        except Exception as error:  # of this library or of Ray: without a reply, the driver would wait for ever
+            logger.exception("call %d has failed outside of its method", number)
+            reply = pickle.dumps(self._executor.failed(error, "", None), protocol=5)
+        session.reply(REPLY, number, reply)
+
+    def _cancelled(self, call: CallMessage, text: str) -> RankResult:
+        rank = -1 if self._executor.info is None else self._executor.info.rank
+        where = f"{self._hostname}, {self._address}"
+        return RankResult(rank, failure=Failure(rank, where, call.method, "", text, alike=True, role=call.role))
 
     def _sc_take(self, session: bytes, number: int, *parts: Any) -> None:
         """Take what comes beside a call: large arguments, and those with references."""
