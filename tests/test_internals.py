@@ -21,7 +21,10 @@ def listed(section):
 
 
 def calls(node, *functions):
-    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in functions
+    if not isinstance(node, ast.Call):
+        return False
+    module, _, function = ast.unparse(node.func).rpartition(".")
+    return function in functions and module != "asyncio"
 
 
 def threads(tree):

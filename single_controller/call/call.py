@@ -4,24 +4,12 @@
 and the call decides when it has an outcome: the first error, a death, a timeout, or all results. What no result tells,
 a death or a timeout, the thread of `Monitor` looks for. Whoever wants the value waits for the outcome and does nothing.
 
-Lock order. A thread may acquire a lock only while it holds locks further up in this list:
-
-1. ``GroupState.sending`` serializes sending, so that every rank gets calls in the same order. It is held while a call
-   is planned anew by `restart`, and while `restart` waits for constructors. No thread acquires it while it holds any
-   lock below: a call that settles in the monitor's thread must not wait for a thread that is sending.
-2. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping only, never while
-   the transport is asked for anything that may block. Callbacks of `Call.outcome` run under it: they must be short, and
-   must not acquire ``sending``.
-3. ``RayTransport._asking``, ``Link.lock`` and ``Session.changed``, under which only ``Connection._sending`` is
-   acquired. A Ray task is submitted under the last two, which waits for nothing.
-4. Leaves: ``Monitor._changed``, ``Connection._sending``, ``Hub._starting``, ``Executor._loop_lock``,
-   ``BufferPool._lock``, the codec's counter of mapped bytes, and ``LocalRank._lock``.
-
-Outside this list: ``RewardRunner._turn`` comes before all of it, because a reward function may call groups.
-The locks of pools (`single_controller.ray.placement`) are leaves; a restart may acquire them while it holds
-``sending``.
-
-1 and 2 are reentrant: the garbage collector may finalize futures while a lock is held.
+The order of the locks is in docs/internals.md, "Locks". Two of them matter here. ``GroupState.sending`` serializes
+sending, so that every rank gets calls in the same order; `restart` holds it while it waits for constructors. No
+thread acquires it while it holds another lock: a call that settles in the monitor's thread must not wait for a thread
+that is sending. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping
+only, never while the transport is asked for anything that may block. Callbacks of `Call.outcome` run under it. Both
+are reentrant: the garbage collector may finalize futures while a lock is held.
 """
 
 from __future__ import annotations
