@@ -101,6 +101,7 @@ class GroupState:
         advice: what the error of a broken group recommends.
         calls: the calls that some rank is running.
         watched: whether the monitor looks at them.
+        referred: those of them whose references were handed out. Whoever has one may learn of a death before the group.
         look_failed: whether its last look has raised.
         next_late_log: when the group may log again which ranks are late, by the monotonic clock.
         timing_out: whether a thread is about to end a call that has exceeded its timeout.
@@ -127,6 +128,7 @@ class GroupState:
         self.on_change: Callable[[], None] = _nothing
         self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.calls: set[Call] = set()
+        self.referred: set[Call] = set()
         self.watched = self.look_failed = False
         self._pid = os.getpid()
 
@@ -159,6 +161,8 @@ class GroupState:
         if not self.closed:
             if self.transport is not None and not self.transport.connected:
                 self.break_(TRANSPORT_GONE)
+            if self.referred:
+                self.look()
             if recover is not None and self.recovers and self.dead:
                 recover()
         if self.closed or self.broken is not None:
@@ -452,6 +456,9 @@ class Call:
     def refs(self) -> list[Any]:
         """The transport's references to the results, to be handed out."""
         self.reported = True  # Ray tells whoever has them
+        with self._lock:
+            if not self.settled:
+                self._state.referred.add(self)
         return self.results.refs()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -776,6 +783,7 @@ class Call:
             return
         self._record.settled = time.time()
         self._record.failed = name or (None if error is None else type(error).__name__)
+        self._state.referred.discard(self)
         self._deferred = ()  # a chain of futures would otherwise keep all earlier ones alive
         self.outcome.set_result((lambda: error) if isinstance(error, Exception) else error)
         if self.dropped:

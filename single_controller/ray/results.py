@@ -38,7 +38,7 @@ from single_controller.call.result import Failure, RankResult
 from single_controller.call.transport import Outcome, Receiver
 from single_controller.ray.compat import exit_detail
 from single_controller.ray.rank.call_thread import call_cancelled
-from single_controller.wire.handshake import KEPT, REPLY
+from single_controller.wire.handshake import BESIDE, KEPT, REPLY
 from single_controller.wire.link import Reply
 
 # Here, because drivers and ranks both import this module. Ray has its own copy of cloudpickle. With another one, a
@@ -83,15 +83,13 @@ class RankReply(Reply):
     kept: Any = None
     fetched: Kept | None = None
 
-    def arrive(self, kind: int, payload: bytes) -> None:
-        if kind == REPLY:
-            self._tell(pickle.loads(payload))
-            return
-        # At once, so that what the rank keeps is the driver's to drop.
-        with contextlib.suppress(Exception):  # Ray was shut down
-            self.request(keeps=True)
-        if kind == KEPT:
-            self._tell(pickle.loads(payload))
+    def arrive(self) -> None:
+        if self.kind != REPLY:
+            # At once, so that what the rank keeps is the driver's to drop.
+            with contextlib.suppress(Exception):  # Ray was shut down
+                self.request()
+        if self.kind != BESIDE:
+            self._tell(pickle.loads(self.payload))
         elif self.kept is not None:
             self.kept.future().add_done_callback(self._take_beside)
 
@@ -115,15 +113,10 @@ class RankReply(Reply):
         if call is not None:
             call.arrive(result)
 
-    def request(self, *, keeps: bool = False) -> Any:
-        """Ray's reference to what the rank keeps of the call; None if it has replied and keeps nothing.
-
-        Args:
-            keeps: whether the rank is known to keep something.
-        """
+    def request(self) -> Any:
+        """Ray's reference to what the rank keeps of the call; None if it has replied and keeps nothing."""
         with self.link.lock:
-            keeps = keeps or (self.result is not None and self.result.kept)
-            if self.kept is None and (keeps or self.link.want(self)):
+            if self.kept is None and (self.kind in (KEPT, BESIDE) or self.link.want(self)):
                 self.kept = self._task("_sc_result").remote(self.link.session, self.number)
             return self.kept
 
@@ -142,9 +135,10 @@ class RankReply(Reply):
         ref = self.request()
         if ref is not None:
             return ref
-        if self.result is None:
-            raise RuntimeError("the reply was lost")
-        return self.result, None
+        if self.kind == REPLY:  # the thread that reads connections may not have told it yet
+            return pickle.loads(self.payload), None
+        lost = Failure.lost_contact(self.rank, self.host, "the connection was closed")
+        return self.result or RankResult(self.rank, failure=lost), None
 
     def value(self) -> ray.ObjectRef:
         """Ray's reference to the value."""

@@ -78,13 +78,17 @@ class Reply:
     Attributes:
         link: the link that carries the call.
         number: number of the call on the link.
+        kind: ``REPLY``, ``KEPT`` or ``BESIDE`` once it has arrived.
+        payload: the frame that has arrived.
     """
 
     link: Link
     number: int = field(default=0, init=False)
+    kind: int = field(default=0, init=False)
+    payload: bytes = field(default=b"", init=False)
 
-    def arrive(self, kind: int, payload: bytes) -> None:
-        """It has arrived: a ``REPLY``, ``KEPT`` or ``BESIDE`` frame."""
+    def arrive(self) -> None:
+        """It has arrived."""
         raise NotImplementedError
 
     def lose(self, reason: str, *, dead: bool) -> None:
@@ -115,7 +119,7 @@ class Link:
         self.lock = threading.RLock()
         self._connection: Connection | None = None
         self._dialling: Connection | socket.socket | None = None
-        self._closed = False
+        self._closed: tuple[str, bool] | None = None  # why, and whether because the rank's process has ended
         self._sent = self._highest = 0
         self._unanswered: dict[int, tuple[int, bytes, weakref.ref[Reply]]] = {}
         self._wanted: set[int] = set()
@@ -148,7 +152,7 @@ class Link:
             # the call alone: one that nobody has any more is not fetched.
             self._unanswered[number] = kind, payload, weakref.ref(reply)
             if self._closed:
-                self._give_up("the connection was closed")
+                self._give_up(*self._closed)
             elif self._connection is not None:
                 self._unacknowledged = [0, 0]
                 self._connection.send(kind, number, payload, next(iter(self._unanswered)) - 1)
@@ -207,10 +211,10 @@ class Link:
             dead: why the rank's process has ended, if it has.
         """
         with self.lock:
-            self._closed = True
+            self._closed = self._closed or (dead or "the connection was closed", dead is not None)
             connection, self._connection = self._connection, None
             dialling, self._dialling = self._dialling, None
-            self._give_up(dead or "the connection was closed", dead=dead is not None)
+            self._give_up(*self._closed)
         for one in (connection, dialling):
             if isinstance(one, socket.socket):
                 hub.remove(one)
@@ -239,7 +243,7 @@ class Link:
         """Up to this number, all replies have arrived."""
         return next(iter(self._unanswered), self._sent + 1) - 1
 
-    def _give_up(self, reason: str, *, dead: bool = False) -> None:
+    def _give_up(self, reason: str, dead: bool = False) -> None:
         unanswered, self._unanswered = self._unanswered, {}
         asked, self._asked = self._asked, {}
         for _, _, weak in unanswered.values():
@@ -273,10 +277,12 @@ class Link:
             if self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
                 self._send(connection, ACK, 0)
             reply = call[2]()
-            if reply is None and kind != REPLY:
+            if reply is not None:
+                reply.kind, reply.payload = kind, payload
+            elif kind != REPLY:
                 self.note(DROP, number)
         if reply is not None:
-            reply.arrive(kind, payload)  # outside the lock, because it acquires those of groups, which come before it
+            reply.arrive()  # outside the lock, because it acquires those of groups, which come before it
 
     def _dial(self) -> None:
         with self.lock:

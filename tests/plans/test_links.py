@@ -72,10 +72,9 @@ class Replied(Reply):
     def __init__(self, to_rank):
         super().__init__(to_rank)
         self.told = threading.Event()
-        self.payload = self.lost = None
+        self.lost = None
 
-    def arrive(self, kind, payload):
-        self.payload = payload
+    def arrive(self):
         self.told.set()
 
     def lose(self, reason, *, dead):
