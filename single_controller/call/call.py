@@ -47,7 +47,7 @@ from single_controller.call.errors import (
 from single_controller.call.joining import CallResults, join_results
 from single_controller.call.result import Failure, RankResult, first_cause
 from single_controller.call.stacks import show_stacks
-from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats, RankRecord
+from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats, Clock, RankRecord
 from single_controller.call.transport import MAX_STACK_SECONDS, Death, Outcome, Sent, Transport
 
 logger = logging.getLogger(__name__)
@@ -414,7 +414,7 @@ class Call:
                 stats.calls.append(record)
                 for rank, of_rank in record.ranks.items():
                     of_rank.sent = sent.nbytes[rank]
-                if stats.recorded or len(stats.calls) > KEPT_CALLS:
+                if stats.recorded or len(stats.calls) >= 2 * KEPT_CALLS:  # not at each call, which would cost it 10 us
                     stats.trim()
             if self._pending:
                 state.calls.add(self)
@@ -569,16 +569,17 @@ class Call:
             if result.died is None:
                 self._state.layout_versions.setdefault(self.role, {})[rank] = result.layout_version
             if clock is not None:
-                record.received = max(record.received, clock.received)
-                record.opened = max(record.opened, clock.began - clock.received)
-                record.ran = max(record.ran, clock.ended - clock.began)
-                record.back = max(record.back, now - clock.ended)
+                received, began, ended, _ = clock
+                record.received = max(record.received, received)
+                record.opened = max(record.opened, began - received)
+                record.ran = max(record.ran, ended - began)
+                record.back = max(record.back, now - ended)
                 record.returned += result.nbytes
                 if self.transport.synchronous:  # the call ran while it was being sent
-                    record.dispatched = min(record.dispatched or clock.received, clock.received)
+                    record.dispatched = min(record.dispatched or received, received)
                 of_rank = record.ranks.get(rank)
                 if of_rank is not None:
-                    of_rank.clock, of_rank.returned, of_rank.arrived = clock, result.nbytes, now
+                    of_rank.clock, of_rank.returned, of_rank.arrived = Clock(*clock), result.nbytes, now
             if failure is not None or result.died is not None or not self._pending:
                 # Whether an argument's call has failed, and the log of an error that nobody reads, are for the monitor:
                 # both may make an error of a user's class, whose code must not run in the thread that reads
@@ -687,9 +688,7 @@ class Call:
         clocks = {rank: result.clock for rank, result in self._results.items()}
         limit = self._timeout
         return sorted(
-            rank
-            for rank, clock in clocks.items()
-            if limit is not None and clock and clock.encoded - clock.received > limit
+            rank for rank, clock in clocks.items() if limit is not None and clock and clock[-1] - clock[0] > limit
         )
 
     def _time_out(self, late: list[int], stacks: Mapping[int, str] = MappingProxyType({})) -> None:

@@ -21,7 +21,6 @@ from single_controller.call.errors import GroupBrokenError
 from single_controller.call.joining import CallResults, Located
 from single_controller.call.result import Failure, RankResult
 from single_controller.call.stacks import stacks_under
-from single_controller.call.stats import Clock
 from single_controller.call.worker import RankInfo, RoleWorkers, Worker, assign
 
 logger = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class Executor:
         finally:
             self._calls.pop(entry, None)
         ended = time.time()
-        return RankResult(info.rank, clock=Clock(begun, begun, ended, ended))
+        return RankResult(info.rank, clock=(begun, begun, ended, ended))
 
     def refuse_calls(self) -> None:
         """Refuse the calls that have not begun, until `rejoin`: the driver has given them up. Any thread may call this,
@@ -148,7 +147,7 @@ class Executor:
             worker._leaving = False
         self._refusing = False
         ended = time.time()
-        return RankResult(info.rank, clock=Clock(begun, begun, ended, ended))
+        return RankResult(info.rank, clock=(begun, begun, ended, ended))
 
     def run(self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, received: float) -> RankResult:
         """Run one call.
@@ -218,7 +217,7 @@ class Executor:
             # After the method, which may have registered coordinates: the driver then asks for the new layout.
             worker = self.workers[message.role]
             report = worker._layout_report if type(worker)._report is Worker._report else worker._report()
-            nbytes, clock = 0 if encoded is None else encoded.nbytes, Clock(received, began, ended, time.time())
+            nbytes, clock = 0 if encoded is None else encoded.nbytes, (received, began, ended, time.time())
             rank = -1 if self.info is None else self.info.rank
             return RankResult(rank, report.version, encoded, length, not_rows, empty, nbytes, clock)
         except BaseException as error:  # a KeyboardInterrupt in the method too: the driver waits for a result

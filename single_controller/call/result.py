@@ -19,7 +19,6 @@ from dispatch.errors import ResultError, SingleControllerError
 from dispatch.register import label
 from single_controller.call.codec import Encoded, can_encode, encode
 from single_controller.call.errors import ResultLostError, StartError, WorkerError, ranks_text
-from single_controller.call.stats import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +310,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class RankResult(NamedTuple):
-    """How a call ended on one rank. It is also the message in which the rank says so.
+    """How a call ended on one rank. A frame has it as a plain tuple, whose pickle names no class.
 
     Attributes:
         rank: the rank.
@@ -321,7 +320,7 @@ class RankResult(NamedTuple):
         not_rows: why the result cannot be cut into rows.
         empty: whether all rows of this rank's shard were padding, so that there is nothing to join.
         nbytes: bytes of the encoded result.
-        clock: when the rank did what; None if the method raised.
+        clock: the fields of a `Clock`; None if the method raised.
         failure: the exception that the method raised.
         kept: whether the value stays on the rank until somebody asks for it.
         died: why the rank's process has ended, if it did before the call ended.
@@ -334,7 +333,7 @@ class RankResult(NamedTuple):
     not_rows: str | None = None
     empty: bool = False
     nbytes: int = 0
-    clock: Clock | None = None
+    clock: tuple[float, float, float, float] | None = None
     failure: Failure | None = None
     kept: bool = False
     died: str | None = None

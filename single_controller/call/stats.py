@@ -206,7 +206,7 @@ class CallStats:
         for record in (*self._unsettled, *calls):
             if record.settled:
                 _add(methods, record)
-        return Stats(methods, calls)
+        return Stats(methods, calls[-max(KEPT_CALLS, self.recorded) :])
 
 
 def _add(methods: dict[str, MethodStats], record: CallRecord) -> None:

@@ -89,7 +89,7 @@ class RankReply(Reply):
             with contextlib.suppress(Exception):  # Ray was shut down
                 self.request()
         if self.kind != BESIDE:
-            self._tell(pickle.loads(self.payload))
+            self._tell(RankResult(*pickle.loads(self.payload)))
         elif self.kept is not None:
             self.kept.future().add_done_callback(self._take_beside)
 
@@ -136,7 +136,7 @@ class RankReply(Reply):
         if ref is not None:
             return ref
         if self.kind == REPLY:  # the thread that reads connections may not have told it yet
-            return pickle.loads(self.payload), None
+            return RankResult(*pickle.loads(self.payload)), None
         lost = Failure.lost_contact(self.rank, self.host, "the connection was closed")
         return self.result or RankResult(self.rank, failure=lost), None
 

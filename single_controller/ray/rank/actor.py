@@ -257,17 +257,17 @@ class RankActor:
                 if value is not None and (value.references or value.nbytes > MAX_INLINE_BYTES):
                     # Now, because the next call may change the memory that the value refers to.
                     ref, result = ray.put(value.as_kept()), result._replace(value=None, kept=True)
-                    session.reply(KEPT, number, pickle.dumps(result, protocol=5), (result, ref))
+                    session.reply(KEPT, number, pickle.dumps(tuple(result), protocol=5), (result, ref))
                     return
                 if isinstance(cause, Encoded) and (cause.references or cause.nbytes > MAX_INLINE_BYTES):
                     session.reply(BESIDE, number, b"", (result, None))
                     return
             except RayError as error:  # the store and the disk are full, for example
                 result = self._executor.failed(error, call.method, call.role, lost=what_is_lost(error))
-            reply = pickle.dumps(result, protocol=5)
+            reply = pickle.dumps(tuple(result), protocol=5)
         except Exception as error:  # of this library or of Ray: without a reply, the driver would wait for ever
             logger.exception("call %d has failed outside of its method", number)
-            reply = pickle.dumps(self._executor.failed(error, "", None), protocol=5)
+            reply = pickle.dumps(tuple(self._executor.failed(error, "", None)), protocol=5)
         session.reply(REPLY, number, reply)
 
     def _cancelled(self, call: CallMessage, text: str) -> RankResult:
@@ -283,7 +283,9 @@ class RankActor:
         """The result of a call, once it has ended, and the reference to what the rank keeps of it: in a list, so that
         Ray does not resolve it."""
         result, ref = self._listener.session(session).take_kept(number)
-        return pickle.loads(result) if isinstance(result, bytes) else result, None if ref is None else [ref]
+        return RankResult(*pickle.loads(result)) if isinstance(result, bytes) else result, None if ref is None else [
+            ref
+        ]
 
     def _sc_value(self, kept: list[ray.ObjectRef] | Kept) -> Any:
         """The value of a call, or its exception: what ``ray.get(future.refs[0])`` gives.
