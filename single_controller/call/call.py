@@ -416,7 +416,7 @@ class Call:
                     of_rank.sent = sent.nbytes[rank]
                 if stats.recorded or len(stats.calls) >= 2 * KEPT_CALLS:  # not at each call, which would cost it 10 us
                     stats.trim()
-            if self._pending:
+            if self._pending or not self.settled:  # all ranks may have failed: the monitor decides
                 state.calls.add(self)
                 # Another thread may have closed or broken the group after this call's last check.
                 if state.closed or (state.broken is not None and not self.starting):

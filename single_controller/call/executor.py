@@ -156,7 +156,7 @@ class Executor:
             message: what to run.
             whole: the arguments that all ranks get.
             shard: the arguments of this rank's shard.
-            received: when the call arrived, in seconds since the epoch.
+            received: when the rank began with the call, in seconds since the epoch.
         """
         alike = False
         entry = object()

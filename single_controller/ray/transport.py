@@ -131,7 +131,7 @@ class RayTransport(Transport):
 
     A rank is *suspect* when an error on another one may be the echo of its death.
 
-    Lock: ``_asking`` protects ``_suspects``. Under it, links are asked, whose locks are leaves.
+    Lock: ``_asking`` protects ``_suspects``. Under it, links are asked, which acquires ``Link.lock``.
 
     Args:
         ranks: the actors, in order of rank.

@@ -100,7 +100,7 @@ class Link:
     """The connection of one driver to one rank, through losses of the connection itself.
 
     Lock: ``lock`` protects all fields, and keeps the frames in the order of their numbers. Under it only
-    ``Connection._sending`` is acquired.
+    leaves are acquired: ``Connection._sending`` and ``Hub._starting``.
 
     Args:
         address: where the rank listens.
