@@ -299,8 +299,8 @@ class Monitor:
     def watch(self, state: GroupState) -> None:
         """Look at the calls of a group until none is running."""
         with self._changed:
-            state.watched = True
             self._groups.add(state)
+            state.watched = True
             self._changed.notify_all()
 
     def _drop_idle(self) -> None:
@@ -490,7 +490,10 @@ class Call:
             error = copy.copy(failed())
             if isinstance(error, WorkerError):
                 error.results = self._returned()
-            raise error from failed().__cause__
+            try:
+                raise error from failed().__cause__
+            finally:
+                del error  # its traceback refers to this frame
         begun = time.perf_counter()
         # Small results are here, but whether they came in time must not depend on a race with the shutdown.
         if not self.transport.connected:
@@ -540,6 +543,8 @@ class Call:
 
     def _returned(self) -> dict[int, Any]:
         """rank -> value, of the collecting ranks that have returned one which can be decoded here."""
+        if not self.transport.connected:  # fetching a result would start another Ray
+            return {}
         with self._lock:
             arrived = {k: self._results[rank] for k, rank in enumerate(self._collecting) if rank in self._results}
         values = {}
@@ -632,6 +637,9 @@ class Call:
             now: by the monotonic clock.
             ask: whether to ask if a call has failed whose future is an argument.
         """
+        if self._state.closed:  # its ranks were ended, which is no death
+            self.abandon()
+            return
         failures = [result.failure for result in self._results.values() if result.failure is not None]
         dead = sorted(rank for rank, result in self._results.items() if result.died is not None)
         lost_input = next((error for future in self._deferred if (error := future.failed)), None) if ask else None
@@ -681,7 +689,8 @@ class Call:
         if not self._echo and (first.may_be_echo or not self._pending or waited > OTHERS_FAIL_SECONDS):
             name = StartError.__name__ if self.starting else WorkerError.__name__
             # Made when somebody asks: it is of the class of the user's exception too.
-            self._settle(functools.cache(lambda: first.error(starting=self.starting, failures=failures)), name)
+            starting = self.starting  # the function must not refer to the call, whose outcome keeps it
+            self._settle(functools.cache(lambda: first.error(starting=starting, failures=failures)), name)
 
     def _ranks_over_time(self) -> list[int]:
         """A synchronous transport cannot interrupt a call: the ranks that took longer than its timeout."""

@@ -207,6 +207,13 @@ def _derived_from(ours: Any, kind: Any) -> Any:
     def __reduce__(self: WorkerError) -> Any:
         return _unpickled, (ours, encode(kind), self.args, vars(self))
 
+    def __copy__(self: WorkerError) -> WorkerError:
+        builtin: Any = next(base for base in type(self).__mro__ if base.__module__ == "builtins")
+        made: WorkerError = builtin.__new__(type(self), *self.args)
+        made.args = self.args
+        vars(made).update(vars(self))
+        return made
+
     members = {
         "__module__": ours.__module__,
         "__qualname__": ours.__qualname__,
@@ -214,6 +221,7 @@ def _derived_from(ours: Any, kind: Any) -> Any:
         "__init__": lambda self, *args, **kwargs: None,
         "__str__": Exception.__str__,  # some classes make their text of attributes that are missing here
         "__repr__": Exception.__repr__,
+        "__copy__": __copy__,
         "__reduce__": __reduce__,
     }
     metaclass: Any = type(kind)  # its own, if the class has one

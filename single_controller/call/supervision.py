@@ -19,7 +19,7 @@ from single_controller.call.call import Call, GroupState
 from single_controller.call.closing import Closing
 from single_controller.call.errors import WorkerDiedError, hosts_text, ranks_text
 from single_controller.call.methods import CallOptions
-from single_controller.call.transport import Transport
+from single_controller.call.transport import Outcome, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,15 @@ class ReplayLog:
     def add_when_done(self, call: Call, replay: Replay) -> None:
         """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""
 
-        def remember(_: object) -> None:
+        def remember(outcome: Outcome) -> None:  # must not refer to the call, whose outcome keeps this function
             key = replay.spec.role, replay.spec.name
             with self._state.lock:
                 known = self._replays.get(key)
-                if call.error is None and not self._state.closed and (known is None or known.number < replay.number):
+                if (
+                    outcome.result() is None
+                    and not self._state.closed
+                    and (known is None or known.number < replay.number)
+                ):
                     self._replays[key] = replay
 
         call.outcome.add_done_callback(remember)  # under the lock

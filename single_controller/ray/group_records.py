@@ -93,7 +93,10 @@ class Registration:
 
     def write_soon(self) -> None:
         """Write the record in the background, so that no start waits for it."""
-        threading.Thread(target=self.write, name="group-record", daemon=True).start()
+        try:
+            threading.Thread(target=self.write, name="group-record", daemon=True).start()
+        except RuntimeError:  # the process has as many threads as it may have; the group matters more than its record
+            logger.warning("the record of a group could not be written", exc_info=True)
 
     def write(self) -> None:
         """Write the record, or remove it if the group is closed. A control store that does not respond is ignored."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import pickle
@@ -84,20 +83,25 @@ class RankReply(Reply):
     fetched: Kept | None = None
 
     def arrive(self) -> None:
-        if self.kind != REPLY:
-            # At once, so that what the rank keeps is the driver's to drop.
-            with contextlib.suppress(Exception):  # Ray was shut down
+        reason = "its reference could not be requested"
+        try:
+            if self.kind != REPLY:  # at once, so that what the rank keeps is the driver's to drop
                 self.request()
-        if self.kind != BESIDE:
+            if self.kind == BESIDE:
+                self.kept.future().add_done_callback(self._take_beside)
+                return
+        except Exception as error:  # Ray was shut down, for example
+            reason = f"{type(error).__name__}: {error}"
+        try:
             self._tell(RankResult(*pickle.loads(self.payload)))
-        elif self.kept is not None:
-            self.kept.future().add_done_callback(self._take_beside)
+        except Exception:  # without any result, whoever waits for the call would do so for ever
+            self.lose(f"its reply cannot be read here: {reason}", dead=False)
 
     def lose(self, reason: str, *, dead: bool) -> None:
         if dead:
             self._tell(RankResult(self.rank, died=reason))
-            return
-        self._tell(RankResult(self.rank, failure=Failure.lost_contact(self.rank, self.host, reason)))
+        else:
+            self._tell(RankResult(self.rank, failure=Failure.lost_contact(self.rank, self.host, reason)))
 
     def _take_beside(self, done: Future[Kept]) -> None:
         error = done.exception()
@@ -106,6 +110,8 @@ class RankReply(Reply):
         elif isinstance(error, RayError):
             lost = Failure(self.rank, self.host, "", type(error).__name__, what_is_lost(error), lost=True)
             self._tell(RankResult(self.rank, failure=lost))
+        else:
+            self.lose(f"its reply cannot be read here: {type(error).__name__}: {error}", dead=False)
 
     def _tell(self, result: RankResult) -> None:
         self.result = result
@@ -207,6 +213,9 @@ class RayResults:
             failure = next((result.failure for result in found.values() if result.failure is not None), None)
             if failure is not None:
                 raise failure.error()
+            dead = next((k for k, result in found.items() if result.died is not None), None)
+            if dead is not None:
+                raise self._died(dead, str(found[dead].died))
             if len(found) == len(self._entries):
                 return [found[k] for k in range(self._count)]
             cancelled = min(cancelled, time.monotonic() if call_cancelled() else math.inf)
@@ -302,15 +311,14 @@ class RayResults:
                 method=self.label,
             ) from error
         except RayActorError as error:
-            raise WorkerDiedError(
-                f"rank {rank} died during {self.label}() ({host}): {one_line(error)}",
-                rank=rank,
-                host=host,
-                method=self.label,
-                ranks=(rank,),
-            ) from error
+            raise self._died(k, one_line(error)) from error
         except RayError as error:
             raise self._lost(k, error) from error
+
+    def _died(self, k: int, reason: str) -> WorkerDiedError:
+        rank, host = self._ranks[k], self._hosts[k]
+        text = f"rank {rank} died during {self.label}() ({host}): {reason}"
+        return WorkerDiedError(text, rank=rank, host=host, method=self.label, ranks=(rank,))
 
     def _lost(self, k: int, error: RayError) -> ResultError:
         rank, host = self._ranks[k], self._hosts[k]

@@ -115,7 +115,10 @@ class Hub:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         while not self._soon.empty():
-            self._soon.get()()
+            try:
+                self._soon.get()()
+            except Exception:  # whatever one did, the others are due too
+                logger.exception("a function that was to run soon has failed")
 
     def _run(self) -> None:
         while True:

@@ -23,6 +23,7 @@ from single_controller import (
     Dispatch,
     DispatchError,
     GroupBrokenError,
+    GroupClosedError,
     LocalGroupError,
     LocalWorkerGroup,
     SingleControllerError,
@@ -735,3 +736,13 @@ def test_invalid_options(size, made, options, error, told):
 def test_local_engine_error_is_a_library_error_and_pickles():
     error = LocalGroupError("why")
     assert isinstance(error, SingleControllerError) and str(pickle.loads(pickle.dumps(error))) == "why"
+
+
+def test_group_that_is_closed_while_a_call_runs_in_the_callers_thread():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Fragile)) as group:
+        closing = threading.Timer(0.1, group.close)
+        closing.start()
+        with pytest.raises(GroupClosedError):
+            group.sleep(0.4)
+        closing.join()
+        assert group._state.deaths == []

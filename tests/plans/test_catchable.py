@@ -3,6 +3,7 @@
 import copy
 import pickle
 import subprocess
+import threading
 
 import pytest
 
@@ -51,6 +52,21 @@ def test_error_is_of_both_classes_wherever_that_is_possible(kind, base):
         assert str(one) == "work() raised on rank 3" and one.args == (str(one),) and type(one).__name__ == base.__name__
         assert (one.rank, one.host, one.method, one.cause_type, one.ranks) == (3, "a", "work", "K", (3, 4))
         assert one.__notes__ == ["a note"]
+
+
+def test_copy_of_an_error_whose_class_cannot_be_pickled():
+    lock = threading.Lock()
+
+    class Local(ValueError):
+        def held(self):
+            return lock
+
+        def __reduce_ex__(self, protocol):
+            return Local, self.args
+
+    again = copy.copy(catchable_as(WorkerError("it failed", rank=3), Local))
+    assert isinstance(again, WorkerError) and isinstance(again, Local)
+    assert (str(again), again.rank) == ("it failed", 3)
 
 
 def test_process_that_lacks_the_class_gets_a_plain_error():

@@ -7,11 +7,16 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waits import wait_until
 
+from single_controller.call.errors import WorkerDiedError
+from single_controller.call.result import RankResult
+from single_controller.ray.results import RankReply, RayResults
 from single_controller.wire import connection, link, listener
 from single_controller.wire.handshake import (
     CALL,
@@ -319,3 +324,41 @@ class TestEncryption:
                 while data := sock.recv(4096):
                     heard += data
         assert len(heard) < 20 and rank.ran == []  # an alert of TLS, and no nonce
+
+
+class Told:
+    """Stands for a call."""
+
+    def __init__(self):
+        self.results = []
+
+    def arrive(self, result):
+        self.results.append(result)
+
+
+def test_reply_that_cannot_be_read_is_a_lost_result():
+    """Otherwise the connection would be closed, and whoever waits for the call would do so for ever."""
+    listener = Listener("127.0.0.1", lambda kind, session, number, _: session.reply(REPLY, number, b"garbage"), {})
+    to_rank, told = Link(listener.address), Told()
+    reply = RankReply(to_rank, 0, "here", None, weakref.ref(told))
+    to_rank.send(CALL, b"", reply)
+    wait_until(lambda: told.results)
+    to_rank.close()
+    assert told.results[0].failure.no_contact and "cannot be read" in told.results[0].failure.message
+
+
+def test_result_of_a_dead_rank_is_an_error_elsewhere():
+    results = RayResults("work", [0], [(RankResult(0, died="it was killed"), None)], 1, ["here"])
+    with pytest.raises(WorkerDiedError, match=r"rank 0 died during work\(\) \(here\): it was killed"):
+        results.wait()
+
+
+def test_function_that_raises_in_the_hub_keeps_no_other_from_running():
+    ran = threading.Event()
+
+    def queue_both():
+        connection.hub.soon(lambda: 1 / 0)
+        connection.hub.soon(ran.set)
+
+    connection.hub.later(0.0, queue_both)
+    assert ran.wait(5)
