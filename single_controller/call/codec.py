@@ -62,6 +62,7 @@ class Encoded(NamedTuple):
             private: copy tensors and arrays into memory of their own. Otherwise they share the buffers' memory and
                 must not be written to.
         """
+        # Restored behind it, because unpickling a value may decode another one in this thread.
         before = getattr(_decoding, "current", None)
         _decoding.current = (private, self.references)
         try:
@@ -138,6 +139,7 @@ def encode(value: Any, *, in_process: bool = False) -> Encoded:
     buffers: list[Any] = []
     encoder = (_encoder or _default_encoder())(out, protocol=5, buffer_callback=buffers.append)
     encoder.reference_types = _reference_types + _in_process_types if in_process else _reference_types
+    # Of this value alone: the numbers of references and the identities of tensors mean nothing in another one.
     encoder.references, encoder.seen, encoder.made = [], {}, {}
     encoder.dump(value)
     header, nbytes = out.getvalue(), sum(memoryview(buffer).nbytes for buffer in buffers)
@@ -275,6 +277,8 @@ def _reduce_tensor(torch: Any, tensor: Any, seen: dict[Any, Any]) -> tuple[Any, 
         first = seen.setdefault(view, tensor)
         if first is not tensor:
             return _identity, (first,)
+    # numpy takes no tensor with a gradient, on another device, or whose conjugation or sign is still to be applied.
+    # contiguous() copies a view alone, not the storage behind it.
     plain = tensor.detach().as_subclass(base).cpu().resolve_conj().resolve_neg().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy()
     kind = None if cls is base else cls

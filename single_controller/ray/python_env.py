@@ -54,7 +54,7 @@ try:
         import single_controller.ray.rank.actor
 except BaseException as error:
     found["error"] = "%s: %s" % (type(error).__name__, error)
-print("\\n{_MARK}" + json.dumps(found))
+sys.stdout.write("\\n{_MARK}" + json.dumps(found) + "\\n")
 """
 """What the other Python runs. Any version of Python must be able to run it. The first entry of sys.path is the current
 directory."""

@@ -38,7 +38,7 @@ class RewardProgress:
         """The computation of some rewards begins. Give what this returns to `end`."""
         key = object()
         with self._lock:
-            if not self._pending:
+            if not self._pending:  # under the lock, so that two computations that begin at once start one timer
                 self._total = self._done = 0
                 self._wait()
             self._pending[key] = time.monotonic()
@@ -78,6 +78,7 @@ class RewardProgress:
         return found
 
     def _wait(self) -> None:
+        # A new timer each time: a threading.Timer runs once. The caller holds the lock.
         self._timer = threading.Timer(LOG_SECONDS, self._log)
         self._timer.name, self._timer.daemon = "rewards-log", True
         self._timer.start()
@@ -91,6 +92,7 @@ class RewardProgress:
             seconds = now - next(iter(self._pending.values()))
             call, begun = next(iter(self._running.items()), (None, now))
             total, done = self._total, self._done
+        # Outside the lock: a handler of the user's may take long, and `end` must not wait for it.
         if seconds >= LOG_SECONDS:
             logger.warning(
                 "the reward function has been running for %.0f s, for %d completions: %d are done; %s",
