@@ -25,7 +25,7 @@ from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
 from single_controller.call.codec import SEPARATE, Encoded, encode, encode_call
-from single_controller.call.errors import StartError
+from single_controller.call.errors import StartError, ranks_text
 from single_controller.call.executor import Asked, RunningCall
 from single_controller.call.result import MAX_INLINE_BYTES
 from single_controller.call.transport import (
@@ -43,7 +43,7 @@ from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import LOCATE, TAKE, Location, StartMessage, running_calls
 from single_controller.ray.results import LocatedResults, RankReply, RayResults, one_line, put
 from single_controller.wire.connection import hub
-from single_controller.wire.handshake import CALL, CANCEL, CONCURRENT, JOIN
+from single_controller.wire.handshake import CALL, CONCURRENT, JOIN
 from single_controller.wire.link import CONNECT_SECONDS, GONE_SECONDS, Answer, Link, ask, wait_open
 
 logger = logging.getLogger(__name__)
@@ -255,11 +255,21 @@ class RayTransport(Transport):
             rendezvous: Ray's reference to the address and port.
             call: told when they have.
             leave: whether processes that have workers leave their process groups.
+
+        Raises:
+            StartError: only some ranks were reached.
         """
         messages = [
             (rank, pickle.dumps((self.ranks[rank].message, leave), protocol=5), [made, rendezvous]) for rank in chosen
         ]
-        replies = list(self._send(JOIN, messages, "__init__", call).values())
+        try:
+            replies = list(self._send(JOIN, messages, "__init__", call).values())
+        except PartlySentError as error:
+            cause = error.__cause__
+            raise StartError(
+                f"the start message was sent to {ranks_text(error.reached)}, but not to rank {error.failed}: "
+                f"{type(cause).__name__}: {cause}"
+            ) from cause
         return Sent(functools.partial(RayResults, "__init__", chosen, replies, 0, self._hosts, call.outcome), {})
 
     def _send(
@@ -293,7 +303,7 @@ class RayTransport(Transport):
                 logger.debug(
                     "the arguments of call %d have not reached rank %d", number, rank, exc_info=done.exception()
                 )
-                link.note(CANCEL, number)
+                link.cancel(number)
 
         taken.future().add_done_callback(when_taken)
 
@@ -366,24 +376,19 @@ class RayTransport(Transport):
         deaths, known = self.deaths(), dict[int, str | None]()
         with self._asking:
             for rank in ranks:
-                now, suspect = time.monotonic(), self._suspects.get(rank)
+                now, suspect, link = time.monotonic(), self._suspects.get(rank), self._links[rank]
+                if suspect is None or now - suspect.looked > FORGET_SECONDS:
+                    suspect = self._suspects[rank] = _Suspect(now)
+                suspect.looked = now
                 if rank in deaths:
                     known[rank] = deaths[rank]
-                elif suspect is None or now - suspect.looked > FORGET_SECONDS:
-                    self._suspects[rank] = suspect = _Suspect(now)
-                    if self._links[rank].connected:
-                        self._links[rank].ask("alive", suspect.take)
-                elif suspect.answer is not None and suspect.answer.told:
+                elif suspect.answered or now - suspect.since > (GONE_SECONDS if suspect.asked else self.death_seconds):
                     known[rank] = None
-                elif suspect.answer is not None and self._links[rank].connected:  # it has been dialled again
-                    suspect.answer = None
-                    self._links[rank].ask("alive", suspect.take)
-                elif now - suspect.since > (GONE_SECONDS if suspect.answer is None else self.death_seconds):
-                    known[rank] = None
-                if suspect is not None:
-                    suspect.looked = now
+                elif not suspect.asked and link.connected:  # again after each loss of the connection
+                    suspect.asked = True
+                    link.ask("alive", suspect.take)
                 if rank in known:
-                    self._suspects.pop(rank, None)  # the next loss of contact is another one
+                    del self._suspects[rank]  # the next loss of contact is another one
         return known
 
     def kill(self) -> None:
@@ -437,7 +442,7 @@ class RayTransport(Transport):
             source = LocatedResults(value.source.label, refs[places[n]], key, first)
             located[n][key] = replace(value, source=source)
         shards = tuple(replace(shard, values=of) for shard, of in zip(plan.shards, located[1:], strict=True))
-        withdraw = functools.partial(link.note, CANCEL, number)
+        withdraw = functools.partial(link.cancel, number)
         return replace(plan, whole=located[0], shards=shards), withdraw
 
 
@@ -447,16 +452,17 @@ class _Suspect:
     Attributes:
         since: when the first question about it was asked, by the monotonic clock.
         looked: when the last one was.
-        answer: what it has answered; None while it has not.
+        asked: whether it has been asked over a connection that has not been lost since.
+        answered: whether it has answered.
     """
 
     def __init__(self, now: float) -> None:
         self.since = self.looked = now
-        self.answer: Answer | None = None
+        self.asked = self.answered = False
 
     def take(self, answer: Answer) -> None:
-        """Take its answer, in the hub's thread."""
-        self.answer = answer
+        """Take its answer, in the hub's thread, or that there will be none."""
+        self.asked = self.answered = answer.told
 
 
 def _release(links: Sequence[Link]) -> None:
@@ -479,7 +485,7 @@ def _cancel(replies: Sequence[RankReply]) -> None:
     """Tell ranks that the deferred arguments of a call will not come."""
     for reply in replies:
         if reply.result is None:
-            reply.link.note(CANCEL, reply.number)
+            reply.link.cancel(reply.number)
 
 
 def _responds(address: tuple[str, int]) -> bool:

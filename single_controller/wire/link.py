@@ -24,6 +24,7 @@ from single_controller.wire.handshake import (
     ACK,
     ANSWER,
     BESIDE,
+    CANCEL,
     COMMAND,
     DROP,
     HELLO,
@@ -122,7 +123,8 @@ class Link:
         self._closed: tuple[str, bool] | None = None  # why, and whether because the rank's process has ended
         self._sent = self._highest = 0
         self._unanswered: dict[int, tuple[int, bytes, weakref.ref[Reply]]] = {}
-        self._wanted: set[int] = set()
+        # ``WANT`` and ``CANCEL`` frames. Repeated with each new connection, because a lost one would hold up a rank.
+        self._notes: set[tuple[int, int]] = set()
         self._asked: dict[int, Callable[[Answer], None]] = {}
         self._heard = time.monotonic()
         self._failures = 0  # dials since the last connection
@@ -157,19 +159,20 @@ class Link:
                 self._unacknowledged = [0, 0]
                 self._connection.send(kind, number, payload, next(iter(self._unanswered)) - 1)
 
-    def note(self, kind: int, number: int) -> None:
-        """Send a ``CANCEL`` or ``DROP`` frame. It is lost with the connection."""
+    def cancel(self, number: int) -> None:
+        """Tell the rank that the arguments of a call, or of a task with a higher number, will not come."""
         with self.lock:
-            if self._connection is not None:
-                self._send(self._connection, kind, number)
+            if number in self._unanswered or number > self._sent:
+                self._notes.add((CANCEL, number))
+                self._note(CANCEL, number)
 
     def want(self, reply: Reply) -> bool:
         """Have the rank keep the reply to a call that has not arrived. Returns whether it does."""
         with self.lock:
             if reply.number not in self._unanswered:
                 return False
-            self._wanted.add(reply.number)
-            self.note(WANT, reply.number)
+            self._notes.add((WANT, reply.number))
+            self._note(WANT, reply.number)
             return True
 
     def ask(self, command: str, answer: Callable[[Answer], None]) -> None:
@@ -234,6 +237,10 @@ class Link:
                 return
         self.close()
 
+    def _note(self, kind: int, number: int) -> None:
+        if self._connection is not None:
+            self._send(self._connection, kind, number)
+
     def _send(self, connection: Connection, kind: int, number: int, payload: bytes = b"") -> None:
         self._unacknowledged = [0, 0]
         connection.send(kind, number, payload, self._acknowledged)
@@ -271,7 +278,7 @@ class Link:
             if call is None:
                 return  # a copy of a reply that has arrived before
             self._highest = max(self._highest, number)
-            self._wanted.discard(number)
+            self._notes -= {(WANT, number), (CANCEL, number)}
             self._unacknowledged[0] += 1
             self._unacknowledged[1] += len(payload)
             if self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
@@ -280,7 +287,7 @@ class Link:
             if reply is not None:
                 reply.kind, reply.payload = kind, payload
             elif kind != REPLY:
-                self.note(DROP, number)
+                self._note(DROP, number)  # if it is lost, the rank keeps the value as long as the session
         if reply is not None:
             reply.arrive()  # outside the lock, because it acquires those of groups, which come before it
 
@@ -345,13 +352,14 @@ class Link:
             if received < self._highest:  # the rank has forgotten this session
                 self._give_up("its rank has been without a connection for too long")
                 self.session, self._highest = new_nonce(), 0
+                self._notes.clear()
                 self._lost(connection, "the session is another one")
                 connection.close()
                 return
             self._dialling, self._connection, self._failures = None, connection, 0
             # In this order: the rank may forget a reply as soon as a later frame acknowledges it.
-            for number in self._wanted:
-                self._send(connection, WANT, number)
+            for kind, number in self._notes:
+                self._send(connection, kind, number)
             for number, (kind, payload, _) in self._unanswered.items():
                 if number > received:
                     self._send(connection, kind, number, payload)

@@ -32,6 +32,7 @@ from single_controller import (
     WorkerError,
     attach,
 )
+from single_controller.wire.link import Link
 
 anywhere = pytest.mark.transports("ray", "local", "local-threads")
 overlapping = pytest.mark.transports("ray", "local-threads")
@@ -195,6 +196,18 @@ class TestDeaths:
             os.kill(pids[1], signal.SIGCONT)
         assert known[0] is None and known[2]
         assert 1 not in known  # it may be on a host that has lost its power
+
+    def test_rank_whose_connection_was_lost_is_asked_when_it_is_back(self, make_group, monkeypatch):
+        """While it is unknown, an error of another rank waits, because it may be the echo of a death."""
+        transport = make_group(Fragile)._ray
+        to_rank = transport._links[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "_dial", lambda self: None)
+            to_rank._connection._shut()
+            wait_until(lambda: not to_rank.connected)
+            assert transport.probe([1]) == {}
+        to_rank._dial()
+        wait_until(lambda: transport.probe([1]) == {1: None}, 5)
 
     def test_other_groups_continue_and_restart_creates_new_workers(self, make_group, counters):
         group = make_group(Fragile)

@@ -229,6 +229,20 @@ class TestLostConnections:
         replies = [call(to_rank, b"%d" % number) for number in range(50)]
         assert answered(replies) and len(rank.ran) == 50
 
+    def test_cancelling_while_there_is_none(self, rank, to_rank):
+        rank.delay = 30
+        waiting, task = call(to_rank, b"waiting"), 1 << 63
+        while not rank.ran:
+            time.sleep(0.01)
+        to_rank._connection._shut()
+        for number in (waiting.number, task):
+            to_rank.cancel(number)
+        (session,) = rank.listener._sessions.values()
+        end = time.monotonic() + 5
+        while session.cancelled != {waiting.number, task} and time.monotonic() < end:
+            time.sleep(0.01)
+        assert session.cancelled == {waiting.number, task}
+
     def test_rank_keeps_only_what_is_not_acknowledged(self, rank, to_rank):
         replies = [call(to_rank, b"x" * 1000) for _ in range(500)]
         assert answered(replies)
