@@ -83,6 +83,7 @@ class Subject:
             torch.testing.assert_close(found, expected[chosen].double(), atol=self.atol, rtol=0)
 
     def submit(self, length: int, **options: Any) -> list[Any]:
+        self.engine.load()  # asks the server before: a busy one may take longer to answer than to complete the requests
         return [
             self.engine.submit(prompt, SamplingParams(length, **options), f"request-{k}", seed=seed)
             for k, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True))
@@ -312,6 +313,7 @@ class EngineContract:
 
     def test_aborted_request_is_continued(self, subject, first):
         unbroken = subject.engine.generate([[5, 9, 2]], SamplingParams(self.long), [77])[0]
+        subject.engine.load()  # as in `Subject.submit`
         future = subject.engine.submit([5, 9, 2], SamplingParams(self.long), "first", seed=77)
         subject.until(lambda load: load.running == 1)
         subject.engine.abort()

@@ -58,13 +58,18 @@ def test_what_the_server_cannot_do_is_refused(subject):
 
 def test_pause_interrupts_requests(subject):
     model = plain_model(CONFIG, 0)
-    futures = subject.submit(200)
-    subject.until(lambda load: load.running == 8)
-    subject.engine.pause()
+    for _ in range(10):
+        futures = subject.submit(400)
+        subject.until(lambda load: load.running or not load.waiting)
+        subject.engine.pause()
+        done = [future.done() for future in futures]
+        if not all(done):
+            break
+        subject.engine.resume()  # on a busy machine, the server may send the first tokens with the last
     time.sleep(0.2)
-    assert not any(future.done() for future in futures)
+    assert [future.done() for future in futures] == done and not all(done)
     subject.engine.resume()
     for prompt, future in zip(PROMPTS, futures, strict=True):
         completion = future.result(60)
-        assert len(completion.token_ids) == 200
+        assert len(completion.token_ids) == 400
         subject.check(completion, prompt, {0: model})
