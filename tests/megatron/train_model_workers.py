@@ -10,9 +10,9 @@ from megatron.core import parallel_state
 from shard_helpers import read_shards
 
 from workers.device_memory import DeviceMemory
+from workers.hf_export import export_hf
 from workers.megatron.megatron_model import MegatronTrainModel
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
-from workers.train.hf_export import export_hf
 
 
 def make(worker, config, parallel, **options):

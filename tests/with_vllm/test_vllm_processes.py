@@ -18,8 +18,8 @@ from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
 from test_vllm_engine import left_behind
 from transformers import Qwen2Config, Qwen3Config
 
+from workers.hf_files import make_model
 from workers.rollout.engines import vllm_options
-from workers.rollout.engines.hf_model import make_model
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.engines.vllm_engine import VLLMEngine
 from workers.rollout.rollout_errors import RolloutError
