@@ -80,9 +80,9 @@ def is_sent(worker):
 
 def die_while_sending(worker, victim):
     """Kill a rank when it has sent half of the first block of its next snapshot."""
-    from workers import block_transport
+    from workers import blocks
 
-    chunks = block_transport._chunks
+    chunks = blocks._chunks
 
     def half(memory):
         if threading.current_thread().name != "snapshot-send":
@@ -93,7 +93,7 @@ def die_while_sending(worker, victim):
         die()
 
     if worker.rank == victim:
-        block_transport._chunks = half
+        blocks._chunks = half
 
 
 def test_rank_killed_while_it_sends_a_snapshot(fsdp_groups, llama_folder, data):
