@@ -78,10 +78,6 @@ def train_step(worker, data, loss, normalizer, lr, temperature=1.0):
     return {**report.sums, "grad_norm": report.grad_norm}
 
 
-def hf_weights(worker):
-    return dict(worker.model.hf_weights())
-
-
 def hf_shards(worker, rank=None):
     """What the model's shards read now; None on other ranks than ``rank``."""
     return read_shards(worker.kept_shards) if rank in (None, worker.rank) else None
