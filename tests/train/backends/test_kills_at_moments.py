@@ -11,8 +11,9 @@ import pytest
 import ray
 from ray.exceptions import RayError
 from reference import small_llama
-from test_replace_ranks import kill, same, states, wait_until
+from test_replace_ranks import kill, same, states
 from train_helpers import begin, learn, rollout
+from waits import wait_until
 
 from single_controller import SingleControllerError
 from workers.train.checkpoints import CheckpointError
