@@ -122,7 +122,13 @@ MAY_IMPORT = {
     "single_controller.local": {"dispatch", "single_controller.call"},
     "single_controller.wire": set(),
     "single_controller.ray": {"dispatch", "single_controller.call", "single_controller.verl", "single_controller.wire"},
-    "workers": {"dispatch", "single_controller", "single_controller.call", "single_controller.ray"},
+    "workers": {
+        "dispatch",
+        "single_controller",
+        "single_controller.call",
+        "single_controller.ray",
+        "single_controller.wire",
+    },
 }
 """layer -> the layers below it. The package `single_controller` itself only re-exports names from all of its layers."""
 

@@ -19,12 +19,13 @@ class within:
         assert took < self.seconds, f"took {took:.1f} s, more than {self.seconds} s"
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 10, what: str = "what was waited for") -> None:
-    """Wait until a condition is true; ``what`` names it in the error."""
-    end = time.monotonic() + seconds
+def wait_until(condition: Callable[[], Any], seconds: float = 20, what: str = "what was waited for") -> float:
+    """Wait until a condition is true; ``what`` names it in the error. Returns the seconds that it took."""
+    begun = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
-        time.sleep(0.02)
+        assert time.monotonic() < begun + seconds, f"{what} did not come within {seconds} s"
+        time.sleep(0.01)
+    return time.monotonic() - begun
 
 
 def runs(pid: int) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.data.rollout_data import RolloutDataError as RolloutDataError
     from workers.fsdp.fsdp_model import FSDPTrainModel as FSDPTrainModel
     from workers.fsdp.fsdp_worker import FSDPTrainWorker as FSDPTrainWorker
+    from workers.hf_export import export_hf as export_hf
     from workers.hf_files import ModelFilesError as ModelFilesError
     from workers.lora import LoraSettings as LoraSettings
     from workers.megatron.config import init_model_parallel_config as init_model_parallel_config
@@ -50,7 +51,6 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.train.args import TrainArgsError as TrainArgsError
     from workers.train.args import read_args as read_args
     from workers.train.checkpoints import CheckpointError as CheckpointError
-    from workers.train.hf_export import export_hf as export_hf
     from workers.train.tracking import RunLog as RunLog
     from workers.train.train_group import RayTrainGroup as RayTrainGroup
     from workers.train.train_model import TrainModel as TrainModel

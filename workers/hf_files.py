@@ -1,4 +1,4 @@
-"""Read the config, tokenizer and stop tokens of a Hugging Face model."""
+"""Hugging Face models: their config, tokenizer and stop tokens, and the models of transformers themselves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import difflib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from single_controller import SingleControllerError
 from workers.extras import require
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +45,12 @@ def read_config(args: Any) -> Any:
         ImportError: transformers is not installed.
     """
     refuse_no_model(args)
-    transformers = require("transformers", extra="hf")
-    transformers.utils.logging.disable_progress_bar()  # every rank would show its own
-    auto = transformers.AutoConfig
-    if args.hf_checkpoint is not None:
-        config = auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-    else:
+    model = args.hf_checkpoint
+    if model is None:
         from omegaconf import OmegaConf
 
-        fields: Any = OmegaConf.to_container(args.hf_config)
-        config = config_from(fields)
+        model = OmegaConf.to_container(args.hf_config)
+    config = config_of("hf_checkpoint", model, args.trust_remote_code)
     if args.model_name is not None and args.model_name != config.model_type:
         raise ModelFilesError(f"args.model_name={args.model_name!r}, but the model's type is {config.model_type!r}")
     return config
@@ -119,3 +118,64 @@ def end_tokens(args: Any) -> list[int]:
     except OSError:  # there is no generation_config
         token_ids = getattr(read_config(args).get_text_config(), "eos_token_id", None)
     return [] if token_ids is None else [token_ids] if isinstance(token_ids, int) else list(token_ids)
+
+
+def config_of(name: str, model: Any, trust_remote_code: bool) -> Any:
+    """Return transformers' config object.
+
+    Args:
+        name: of the argument, for the error.
+        model: such an object, the dict of one with ``model_type``, a folder, or a name on the hub.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        ValueError: ``model`` is none of these.
+        OSError: transformers did not find it.
+    """
+    transformers = require("transformers", extra="hf")
+    transformers.utils.logging.disable_progress_bar()  # every rank would show its own
+    if isinstance(model, (str, Path)):
+        return transformers.AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
+    if isinstance(model, Mapping):
+        return config_from(model)
+    if not isinstance(model, transformers.PretrainedConfig):
+        raise ValueError(f"{name}={model!r}; expected a Hugging Face config, a dict of one, a folder or a model name")
+    return model
+
+
+def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: bool) -> Any:
+    """Return a causal language model of transformers, on the CPU.
+
+    Args:
+        model, trust_remote_code: see `config_of`.
+        random_weights: read only the config. It is also all that there is if ``model`` is neither a folder nor a name.
+        seed: of random weights.
+    """
+    import torch
+
+    auto = require("transformers", extra="hf").AutoModelForCausalLM
+    if isinstance(model, (str, Path)) and not random_weights:
+        return auto.from_pretrained(str(model), trust_remote_code=trust_remote_code)
+    config = config_of("HFEngine: model", model, trust_remote_code)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # As the trainer does: a config may name another dtype, in which random numbers are others.
+        return auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+
+
+def meta_model(config: Any, trust_remote_code: bool) -> Any:
+    """Return the model of a config object, without memory for its weights."""
+    import torch
+
+    auto = require("transformers", extra="hf").AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a model's tensors, of ``state_dict(keep_vars=True)``; see
+    `RolloutEngine.weight_shapes`."""
+    first: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), (name, tuple(tensor.shape)))
+    return dict(first.values())

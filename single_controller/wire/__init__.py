@@ -1,4 +1,6 @@
-"""Numbered frames over TCP: the only path of calls between a driver and its ranks. See docs/wire.md.
+"""Every connection of the library. See docs/wire.md.
 
-`connection` has the frames and the thread that reads them, `listener` the rank's side, and `link` the driver's side.
+Calls and commands travel in numbered frames: `connection` has the frames and the thread that reads them, `listener` the
+rank's side, and `link` the driver's side. `stream` has connections for bytes in bulk. All begin with the same
+`handshake`.
 """

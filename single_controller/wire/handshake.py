@@ -24,6 +24,10 @@ NONCE, HELLO, WELCOME, CALL, CONCURRENT, JOIN, REPLY, KEPT, BESIDE, ACK, CANCEL,
 
 _RECEIVED = struct.Struct("<Q")
 
+HELLO_BYTES = NONCE_BYTES + SESSION_BYTES + 32
+WELCOME_BYTES = 32 + _RECEIVED.size
+"""Of the last two messages of the handshake. A proof has 32 bytes."""
+
 
 class WireAddress(NamedTuple):
     """Where a rank takes calls and commands.

@@ -76,11 +76,7 @@ class Listener:
         self._on_call, self._commands = on_call, dict(commands)
         self._sessions: dict[bytes, Session] = {}
         self._strangers: dict[Connection, None] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=4096)
-        except OSError:  # the address is not one of this process's network namespace
-            self._listener = socket.create_server(("", 0), backlog=4096)
+        self._listener = listen(host)
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid(), frames)
@@ -193,3 +189,12 @@ class Listener:
             if session.connection is None and now - session.left > SESSION_SECONDS:
                 with contextlib.suppress(KeyError):
                     del self._sessions[key]
+
+
+def listen(host: str) -> socket.socket:
+    """Listen on a port that the system chooses, at an address of this host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=4096)
+    except OSError:  # the address is not one of this process's network namespace
+        return socket.create_server(("", 0), backlog=4096)

@@ -21,7 +21,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -249,12 +248,3 @@ class Network:
     def _ip(self, *command: str) -> None:
         enter = ["nsenter", "-t", str(self._switch.first), "-n"]  # not its pids: arguments name ours
         subprocess.run([*enter, "ip", *command], check=True, timeout=30)
-
-
-def wait_until(condition, seconds: float) -> float:
-    """Wait for a condition, and return the seconds that it took."""
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < seconds, f"the condition did not become true within {seconds} s"
-        time.sleep(0.05)
-    return time.monotonic() - begun

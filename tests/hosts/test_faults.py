@@ -11,7 +11,8 @@ import time
 import pytest
 from host_cluster import SETUP, cluster, window
 from host_driver import Driver
-from host_network import Network, wait_until
+from host_network import Network
+from waits import wait_until
 
 from single_controller.ray.runtime import HEALTH_CHECKS
 

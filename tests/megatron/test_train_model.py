@@ -120,11 +120,8 @@ def joined(results, rows):
     return whole
 
 
-def merged(parts):
-    """The weights that the ranks return, each exactly once."""
-    names = [name for part in parts for name in part]
-    assert len(names) == len(set(names))
-    return {name: tensor for part in parts for name, tensor in part.items()}
+def whole_weights(four):
+    return assembled(four.run(on_ranks.hf_shards))
 
 
 def steps(four, model, loss, count=3, rows=7, lr=1e-3, within=1e-5, first=0):
@@ -150,10 +147,9 @@ def steps(four, model, loss, count=3, rows=7, lr=1e-3, within=1e-5, first=0):
 
 def check_weights(four, model, within=1e-4):
     expected = dict(model.named_parameters())
-    found = merged(four.run(on_ranks.hf_weights))
+    found = whole_weights(four)
     assert found.keys() == expected.keys()
     assert max((found[name] - expected[name]).abs().max().item() for name in expected) < within
-    assert_same(assembled(four.run(on_ranks.hf_shards)), found)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +217,7 @@ def test_restored_weights_are_trained(four, saved, parallel, options):
     four.run(on_ranks.make, TIED, parallel, param_dtype="bf16", **options)
     four.run(on_ranks.load_hf, folder)
     assert four.run(on_ranks.snapshot_step_back, batch(), 9.0) == [(True,) * 4] * 4
-    assert all(tensor.dtype == torch.bfloat16 for tensor in merged(four.run(on_ranks.hf_weights)).values())
+    assert all(tensor.dtype == torch.bfloat16 for tensor in whole_weights(four).values())
 
 
 @pytest.mark.parametrize(
@@ -275,12 +271,12 @@ def test_training_continues_from_a_checkpoint_at_other_sizes(four, saved, tmp_pa
     four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
     four.run(on_ranks.save, str(tmp_path / "checkpoint"))
     expected = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
-    weights = merged(four.run(on_ranks.hf_weights))
+    weights = whole_weights(four)
     four.run(on_ranks.make, config, after, **options)
     four.run(on_ranks.load, str(tmp_path / "checkpoint"))
     found = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
     assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    again = merged(four.run(on_ranks.hf_weights))
+    again = whole_weights(four)
     assert again.keys() == weights.keys()
     assert max((again[name] - weights[name]).abs().max().item() for name in weights) < 1e-5
 
@@ -291,14 +287,14 @@ def test_background_checkpoint_has_the_state_at_the_call(four, saved, tmp_path):
     four.run(on_ranks.make, LLAMA, TP2, param_dtype="bf16", optimizer=ADAM)
     four.run(on_ranks.load_hf, folder)
     four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
-    weights = merged(four.run(on_ranks.hf_weights))
+    weights = whole_weights(four)
     four.run(on_ranks.save_in_background, str(tmp_path))
     four.run(on_ranks.make, LLAMA, {**TP2, **PP2}, param_dtype="bf16", optimizer=ADAM)
     four.run(on_ranks.load, str(tmp_path))
-    found = merged(four.run(on_ranks.hf_weights))
+    found = whole_weights(four)
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 0.0)
-    found = merged(four.run(on_ranks.hf_weights))
+    found = whole_weights(four)
     assert all(torch.equal(found[name], weights[name]) for name in weights), "the optimizer has the same copies"
 
 
@@ -306,7 +302,7 @@ def test_critic_starts_with_a_language_models_weights(four, saved):
     model, folder = saved(LLAMA)
     four.run(on_ranks.make, LLAMA, {**TP2, **PP2}, role="critic")
     four.run(on_ranks.load_hf, folder)
-    found = merged(four.run(on_ranks.hf_weights))
+    found = whole_weights(four)
     assert found.keys() - dict(model.named_parameters()).keys() == {"score.weight", "score.bias"}
     assert "lm_head.weight" not in found
     assert torch.equal(found["model.norm.weight"], model.model.norm.weight)
@@ -362,7 +358,6 @@ def test_shards_are_the_whole_model(four, saved, config, parallel, empty):
     expected = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
     shards = [four.run(on_ranks.hf_shards, rank)[rank] for rank in range(4)]
     assert_same(assembled(shards), expected)
-    assert_same(merged(four.run(on_ranks.hf_weights)), expected)
     heads = [[begin[0] for name, _, begin, _ in rank if name == "lm_head.weight"] for rank in shards]
     assert heads.count([]) == (empty or 4), "padding of the vocabulary is no shard"
 

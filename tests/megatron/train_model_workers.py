@@ -10,9 +10,9 @@ from megatron.core import parallel_state
 from shard_helpers import read_shards
 
 from workers.device_memory import DeviceMemory
+from workers.hf_export import export_hf
 from workers.megatron.megatron_model import MegatronTrainModel
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
-from workers.train.hf_export import export_hf
 
 
 def make(worker, config, parallel, **options):
@@ -76,10 +76,6 @@ def train_step(worker, data, loss, normalizer, lr, temperature=1.0):
         own_rows(data), partial(loss, normalizer=normalizer), lr=lr, temperature=temperature, entropy=wants_entropy
     )
     return {**report.sums, "grad_norm": report.grad_norm}
-
-
-def hf_weights(worker):
-    return dict(worker.model.hf_weights())
 
 
 def hf_shards(worker, rank=None):

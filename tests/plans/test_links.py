@@ -17,7 +17,7 @@ from waits import wait_until
 from single_controller.call.errors import WorkerDiedError
 from single_controller.call.result import RankResult
 from single_controller.ray.results import RankReply, RayResults
-from single_controller.wire import connection, link, listener
+from single_controller.wire import connection, link, listener, stream
 from single_controller.wire.handshake import (
     CALL,
     HELLO,
@@ -32,6 +32,7 @@ from single_controller.wire.handshake import (
 )
 from single_controller.wire.link import Link, Reply, ask, ask_at
 from single_controller.wire.listener import Listener
+from single_controller.wire.stream import StreamListener, connect
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -338,6 +339,97 @@ class TestEncryption:
                 while data := sock.recv(4096):
                     heard += data
         assert len(heard) < 20 and rank.ran == []  # an alert of TLS, and no nonce
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def streams(request):
+    """A listener, what its streams read, and why they ended."""
+    if request.param == "encrypted":
+        request.getfixturevalue("certificates")
+    read, ends = [], []
+
+    def serve(one):
+        try:
+            read.append(one.read(100_000))
+            one.write(read[-1][::-1])
+        except OSError as error:
+            ends.append(error)
+            raise
+
+    listening = StreamListener("127.0.0.1", serve, "test")
+    yield listening.address, read, ends
+    listening.close()
+    with pytest.raises(OSError):
+        connect(listening.address, time.monotonic() + 5)
+
+
+class TestStreams:
+    payload = random.Random(1).randbytes(100_000)
+
+    def test_bytes_in_both_directions(self, streams):
+        address, read, _ = streams
+        with connect(address, time.monotonic() + 10) as one, connect(address, time.monotonic() + 10) as other:
+            for sent, to in ((self.payload, one), (bytes(100_000), other)):
+                to.write(sent)
+                assert to.read(len(sent)) == sent[::-1]
+        assert read == [self.payload, bytes(100_000)]
+
+    def test_both_sides_must_know_the_key(self, streams, caplog):
+        address, read, ends = streams
+        with pytest.raises(ConnectionError):
+            connect(address._replace(key=b"x" * 32), time.monotonic() + 5)
+        wait_until(lambda: "HandshakeError: its key is wrong" in caplog.text)
+        assert read == ends == []
+
+    def test_listener_that_does_not_know_the_key(self, streams, monkeypatch):
+        monkeypatch.setattr(stream, "welcome", lambda key, nonce, frame: (b"", bytes(32)))
+        with pytest.raises(HandshakeError, match="its key is wrong"):
+            connect(streams[0], time.monotonic() + 5)
+
+    def test_stream_that_ends_early(self, streams):
+        address, read, ends = streams
+        with connect(address, time.monotonic() + 5) as one:
+            one.write(self.payload[:-1])
+        wait_until(lambda: ends)
+        assert read == [] and "1 bytes are missing" in str(ends[0])
+
+    def test_peer_that_falls_silent(self, streams, monkeypatch):
+        """Both sides give up when their time is over."""
+        address, read, ends = streams
+        monkeypatch.setattr(stream, "IDLE_SECONDS", 0.3)
+        begun = time.monotonic()
+        with connect(address, begun + 0.6) as one:
+            wait_until(lambda: ends)
+            assert isinstance(ends[0], TimeoutError) and read == []
+        with connect(address, time.monotonic() + 0.2) as one, pytest.raises(TimeoutError):
+            one.read(1)
+        with pytest.raises(TimeoutError):
+            connect(address, time.monotonic())
+        assert time.monotonic() - begun < 5
+
+    def test_peer_that_does_not_read(self, streams):
+        with socket.create_server(("127.0.0.1", 0)) as deaf:
+            port = deaf.getsockname()[1]
+            begun = time.monotonic()
+            with pytest.raises(TimeoutError):
+                connect(streams[0]._replace(port=port), begun + 0.3)
+            with (
+                pytest.raises(TimeoutError),
+                stream.Stream(socket.create_connection(("127.0.0.1", port)), server=False, end=begun + 0.6) as one,
+            ):
+                one.write(bytes(64 << 20))
+            assert time.monotonic() - begun < 5
+
+    def test_stranger_gets_a_nonce_at_most(self, streams, monkeypatch):
+        address, read, ends = streams
+        monkeypatch.setattr(stream, "IDLE_SECONDS", 1.0)
+        with socket.create_connection(address[:2], 5) as sock:
+            sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            heard = b""
+            with contextlib.suppress(ConnectionError):
+                while data := sock.recv(4096):
+                    heard += data
+        assert len(heard) < 20 and read == ends == []
 
 
 class Told:

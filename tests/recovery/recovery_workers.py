@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from single_controller import Dispatch, Worker, register
-from workers import HFEngine, block_transport
+from workers import HFEngine, blocks
 from workers.fsdp.fsdp_worker import FSDPTrainWorker
 from workers.recovery.weight_backup import live_tensors
 from workers.rollout.engines.rollout_engine import RolloutEngine
@@ -160,7 +160,7 @@ class Trainer(FSDPTrainWorker):
             yield memory.numpy().data[: memory.numel() // 2]
             die(self.folder, seconds)
 
-        block_transport._chunks = half
+        blocks._chunks = half
 
     def save_model(self, step, force_sync=False, driver_state=None):
         with dying(self.folder, "a save", self.rank):

@@ -123,8 +123,8 @@ class Witness(FSDPTrainWorker):
     def digest(self):
         """Of the weights, and of the number of steps."""
         found = hashlib.sha256(str(self.optimizer_step).encode())
-        for name, tensor in sorted(self.model.hf_weights()):
-            found.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
+        for shard in sorted(self.model.hf_shards(), key=lambda shard: shard.name):
+            found.update(shard.name.encode() + shard.read().cpu().numpy().tobytes())
         return found.hexdigest()[:16]
 
     def train(self, rollout_id, rollout_data_ref, **computed):

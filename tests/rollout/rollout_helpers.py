@@ -36,13 +36,6 @@ TIED = Qwen2Config(**{**LLAMA.to_diff_dict(), "tie_word_embeddings": True, "num_
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=32, n_positions=64)  # learned position embeddings
 
 
-def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.002)
-
-
 def plain_model(config, seed):
     """A transformers model with larger weights than usual, so that its logits are far from uniform."""
     torch.manual_seed(seed)

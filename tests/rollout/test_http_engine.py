@@ -16,7 +16,8 @@ import pytest
 import torch
 from engine_contract import EngineContract, Subject
 from fake_server import FakeServer
-from rollout_helpers import LLAMA, TIED, Bigram, plain_model, wait_until
+from rollout_helpers import LLAMA, TIED, Bigram, plain_model
+from waits import wait_until
 
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers import HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams

@@ -8,7 +8,8 @@ import threading
 import pytest
 import ray
 import torch
-from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions, payload_of, wait_until
+from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions, payload_of
+from waits import wait_until
 
 from single_controller import (
     LocalWorkerGroup,

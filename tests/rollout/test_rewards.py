@@ -14,7 +14,7 @@ import weakref
 
 import pytest
 import ray
-from rollout_helpers import wait_until
+from waits import wait_gone, wait_until
 
 from workers import RewardError, RewardRunner, Sample
 
@@ -352,15 +352,7 @@ def test_processes_run_closures_in_parallel_and_are_kept(ray_cluster):
         assert [value >= 10_000_000 for value in first] == [False] * 4 + [True] * 4
         again = [runner.submit(group(1, 2), {"weight": {1: 0}}) for _ in range(4)]
         assert {int(value) for future in again for value in future.result(60)} <= pids
-    wait_until(lambda: not any(map(is_running, pids)))
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return "State:\tZ" not in file.read()
-    except FileNotFoundError:
-        return False
+    wait_gone(pids)
 
 
 def hangs_or_dies(prompt_ids, completion_ids, folder):
@@ -384,7 +376,7 @@ def test_process_that_hangs_is_killed_and_one_that_dies_is_named(ray_cluster, tm
     with RewardRunner(hangs_or_dies, workers=2, timeout=2.0, on_timeout=-1.0) as runner:
         assert runner.compute(group(1, 4), extras) == [1.0, -1.0, 1.0, 1.0]
         assert runner.metrics()["rewards/timeouts"] == 1
-        wait_until(lambda: not is_running(int((tmp_path / "1").read_text())))
+        wait_gone([(tmp_path / "1").read_text()])
         for prompt, what in (
             (2, "lost its process"),
             (3, "lost its process"),
@@ -405,7 +397,7 @@ def test_ctrl_c_kills_the_processes_that_are_busy(ray_cluster, tmp_path, interru
         interrupt_when(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text())
         with pytest.raises(KeyboardInterrupt):
             runner.compute(group(1, 2), {"folder": [str(tmp_path)] * 2})
-        wait_until(lambda: not is_running(int((tmp_path / "1").read_text())))
+        wait_gone([(tmp_path / "1").read_text()])
         assert runner.compute(group(0, 1), {"folder": [str(tmp_path)]}) == [1.0]
 
 
@@ -462,4 +454,4 @@ def test_processes_end_with_a_killed_driver(tmp_path):
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout.count("script runs") == 1
-    wait_until(lambda: not is_running(int(noted.read_text())))
+    wait_gone([noted.read_text()])

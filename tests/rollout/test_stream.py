@@ -11,7 +11,8 @@ import pytest
 import ray
 import torch
 from fake_server import FakeServer
-from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions, wait_until
+from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions
+from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import HTTPEngine, RayTrainGroup, SampleBuffer

@@ -9,9 +9,11 @@ from unittest import mock
 import ray
 import torch
 from reference import random_prompts, sample, small_llama
+from shard_helpers import assembled, read_shards
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workers.lora import BASE_DIGEST
 from workers.train.train_group import RayTrainGroup
 
 
@@ -52,10 +54,12 @@ def learn(group, rollout_id, data):
 
 def whole_weights(group):
     """The Hugging Face weights, gathered from all ranks."""
-    parts = group.worker_group.execute_with_func_generator(
-        lambda worker: {name: tensor.detach().cpu().clone() for name, tensor in worker.model.hf_weights()}
-    )
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    return assembled(group.worker_group.execute_with_func_generator(own_shards))
+
+
+def own_shards(worker):
+    """What a rank's shards of the weights read; for `assembled`."""
+    return [shard for shard in read_shards(worker.model.hf_shards()) if shard[0] != BASE_DIGEST]
 
 
 def distance(one, other):
@@ -66,7 +70,8 @@ def distance(one, other):
 
 
 def gradients(worker, data, cases, most):
-    """Case -> (metrics, gradients by name) of a step on this rank's rows. The weights are as before afterwards."""
+    """Case -> (metrics, this rank's shards of the gradients, for `assembled`) of a step on its rows. The weights
+    are as before afterwards."""
     rows = data[worker._dp_rank :: worker.get_parallel_config()["dp_size"]]  # groups are spread over the ranks
     if worker.args.train_backend == "fsdp":
         worker.model.options = replace(worker.model.options, max_tokens_per_micro_batch=most)
@@ -74,16 +79,16 @@ def gradients(worker, data, cases, most):
         worker.model.max_tokens = most
     usual = worker.args.copy()
     worker.backup.copy("before")
-    before = {name: tensor.detach().cpu().clone() for name, tensor in worker.model.hf_weights()}
+    before = own_shards(worker)
     found = {}
     for name, changes in cases.items():
         worker.args = usual.copy()
         for key, value in changes.items():
             worker.args[key] = value
         metrics = worker.train(0, rows)
-        after = {name: tensor.detach().cpu().clone() for name, tensor in worker.model.hf_weights()}
+        after = own_shards(worker)
         worker.backup.restore("before")
-        found[name] = metrics, {name: before[name] - after[name] for name in after}
+        found[name] = metrics, [(*old[:3], old[3] - new[3]) for old, new in zip(before, after, strict=True)]
     worker.args = usual
     return found
 

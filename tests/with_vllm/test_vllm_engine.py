@@ -14,8 +14,8 @@ import torch
 from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
 from transformers import LlamaConfig, Qwen2Config
 
+from workers.hf_files import make_model
 from workers.rollout.engines.hf_engine import HFEngine
-from workers.rollout.engines.hf_model import make_model
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.engines.vllm_engine import VLLMEngine
 from workers.rollout.rollout_errors import RolloutError, WeightsError

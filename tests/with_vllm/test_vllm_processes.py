@@ -17,9 +17,10 @@ import torch
 from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
 from test_vllm_engine import left_behind
 from transformers import Qwen2Config, Qwen3Config
+from waits import wait_until
 
+from workers.hf_files import make_model
 from workers.rollout.engines import vllm_options
-from workers.rollout.engines.hf_model import make_model
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.engines.vllm_engine import VLLMEngine
 from workers.rollout.rollout_errors import RolloutError
@@ -41,13 +42,6 @@ FIELDS = {
 # Biases, and 96 rows of embeddings, which vLLM pads to 128: the second process has 32 and as many padded ones.
 TIED = {**FIELDS, "model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 96}
 SECONDS = 60
-
-
-def wait_until(condition):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def ranks_of(pid):
@@ -112,7 +106,7 @@ def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
         engine.submit(prompt, SamplingParams(500 - len(prompt)), f"of-{seed}", seed=seed)
         for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
     ]
-    wait_until(lambda: engine.load().running == 8)
+    wait_until(lambda: engine.load().running == 8, SECONDS)
     ranks.sort(key=lambda one: one.cmdline())  # VLLM::Worker_TP0, VLLM::Worker_TP1
     ranks[1].send_signal(signal.SIGKILL)
     begin = time.monotonic()

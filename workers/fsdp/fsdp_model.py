@@ -201,7 +201,7 @@ class FSDPTrainModel(TrainModel):
     def _clip(self) -> float:
         parameters = list(self.module.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        whole = _whole(norm)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.options.clip_grad:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_grad, whole)
         return float(whole)
@@ -249,31 +249,19 @@ class FSDPTrainModel(TrainModel):
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield _local(value)
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Rank 0 yields all pairs."""
-        for name, value, dtype in self._sent():
-            if name == BASE_DIGEST:
-                continue
-            whole = _whole(value.detach().to(self.device))
-            if not dist.get_rank():
-                yield name, whole.to(dtype)
-
     def hf_shards(self) -> list[Shard]:
         """A rank has its chunk of every parameter, and all of every buffer. With ``cpu_offload``,
-        ``read`` returns tensors in host memory. With an adapter, there is its `BASE_DIGEST` as well."""
-        shards = [local_shard(*sent) for sent in self._sent()]
-        return [shard for shard in shards if 0 not in shard.size]
-
-    def _sent(self) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
-        """Yield (name, live parameter or buffer, dtype in which it leaves the model), tied parameters once; the adapter
-        alone if there is one."""
+        ``read`` returns tensors in host memory."""
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
         adapter = self.options.lora is not None
         held = adapter_tensors(self.module) if adapter else self.module.state_dict(keep_vars=True)
-        for name, value in held.items():
-            if name not in tied:
-                yield name, value, self.options.param_dtype if isinstance(value, torch.nn.Parameter) else value.dtype
+        shards = [
+            local_shard(name, value, self.options.param_dtype if isinstance(value, torch.nn.Parameter) else value.dtype)
+            for name, value in held.items()
+            if name not in tied
+        ]
+        return [shard for shard in shards if 0 not in shard.size]
 
     def _reshard(self) -> None:
         # After a forward pass the outermost module stays unsharded, and changes to its shards would have no effect.
@@ -349,12 +337,6 @@ def local_shard(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Shard:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor from the shards of all ranks. Every rank calls it."""
-    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole
 
 
 def _first_tokens(attention_mask: torch.Tensor) -> torch.Tensor:

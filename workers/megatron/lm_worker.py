@@ -155,10 +155,17 @@ class MegatronLMWorker(MegatronWorker):
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """The weights as the Hugging Face model's ``state_dict()`` has them, whole, on the CPU. The driver gets one
         dict; each pipeline stage sends its own weights once."""
-        from workers.megatron.config import tied
-        from workers.megatron.hf_weights import EMBEDDING, HEAD
+        from megatron.core import parallel_state
 
-        state = {name: tensor.cpu() for name, tensor in self.model.hf_weights()}
+        from workers.megatron.config import tied
+        from workers.megatron.hf_weights import EMBEDDING, HEAD, distinct_weights
+
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True):
+            return {}
+        weights = distinct_weights(self.model.models, self.model.hf_config)
+        whole = ((name, tensor) for weight in weights for name, tensor in weight.whole())  # gathered by all tp ranks
+        first = not parallel_state.get_tensor_model_parallel_rank()
+        state = {name: tensor.cpu() for name, tensor in whole if first}
         if tied(self.model.hf_config) and EMBEDDING in state:
             state[HEAD] = state[EMBEDDING]
         return state

@@ -359,16 +359,6 @@ class MegatronTrainModel(TrainModel):
             for state in inner.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from megatron.core import parallel_state as state
-
-        if state.get_data_parallel_rank(with_context_parallel=True):
-            return
-        for weight in distinct_weights(self.models, self.hf_config):
-            for name, tensor in weight.whole():
-                if not state.get_tensor_model_parallel_rank():
-                    yield name, tensor
-
     def hf_shards(self) -> list[Shard]:
         shards = [shard for weight in distinct_weights(self.models, self.hf_config) for shard in weight.shards()]
         return [shard for shard in shards if 0 not in shard.size]

@@ -14,7 +14,7 @@ A group may continue with another number of ranks. Snapshots of both sizes then 
 former size are kept until the first one of the new size is complete.
 
 Threads: a "snapshot-send" thread per snapshot sends it, or computes its checksum. It ends at its deadline at the
-latest, and the next `PeerSnapshots.take` joins it. For the threads that receive, see `workers.block_transport`.
+latest, and the next `PeerSnapshots.take` joins it. For the threads that receive, see `single_controller.wire.stream`.
 The caller's thread and the receiving threads share ``_held`` and ``_generation``, under ``_lock``. No other lock is
 taken under it. ``_sent`` and ``_checksums`` are written by the sending thread, and read after it was joined. After a
 death it is not joined, because a lost host does not answer; it then has sets that nothing else reads.
@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from single_controller import SingleControllerError
-from workers.block_transport import Block, BlockAddress, BlockServer, checksum_of, send_block
+from single_controller.wire.handshake import WireAddress
+from workers.blocks import Block, checksum_of, receive_blocks, send_block
 from workers.device import has_cuda, host_memory
 from workers.distributed import all_or_none, gathered
 from workers.recovery.reshard import Move, moves
@@ -85,9 +86,9 @@ class PeerSnapshots:
         self._sending: threading.Thread | None = None
         self._rank, self._ranks, self._shard = 0, 1, (0, 1)
         self._replicas: tuple[int, ...] = ()
-        self._buddy: BlockAddress | None = None
+        self._buddy: WireAddress | None = None
         self._wards: tuple[int, ...] = ()
-        self._server = BlockServer(host, self._allocate, self._keep)
+        self._server = receive_blocks(host, self._allocate, self._keep, "snapshot")
 
     # --- life -------------------------------------------------------------------------------------------
 

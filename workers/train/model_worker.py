@@ -18,6 +18,7 @@ from workers.device import has_cuda, use_device
 from workers.device_memory import DeviceMemory
 from workers.distributed import end_process_groups, process_groups, rank_by_rank
 from workers.extras import require
+from workers.hf_export import export_hf
 from workers.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
 from workers.recovery.peer_snapshots import PeerSnapshots
 from workers.recovery.snapshot_choice import Recovery, Versions
@@ -25,7 +26,6 @@ from workers.recovery.weight_backup import WeightBackup, live_tensors, write_sna
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
-from workers.train.hf_export import export_hf
 from workers.train.train_model import TrainModel
 from workers.train.train_worker import TrainWorker
 from workers.weight_sync import WeightSender

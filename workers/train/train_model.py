@@ -130,24 +130,17 @@ class TrainModel(ABC):
         return iter(())
 
     @abstractmethod
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name as in the Hugging Face model's ``state_dict()``, whole tensor), in parameter dtype, on the
-        device: each pair on exactly one rank. Every rank must exhaust the iterator. A tied output layer is yielded
-        once, as the embedding. With an adapter, only its tensors are yielded, under their names in peft's adapter
-        files."""
-
     def hf_shards(self) -> list[Shard]:
-        """Return this rank's parts of the tensors that `hf_weights` yields, in parameter dtype, and with an adapter of
-        `workers.lora.BASE_DIGEST`. For weight sync and exports; not a collective.
+        """Return this rank's shards of the tensors of the Hugging Face model: named as in its ``state_dict()``, in
+        parameter dtype, a tied output layer once, as the embedding. With an adapter, those of the adapter alone, under
+        their names in peft's adapter files, and `workers.lora.BASE_DIGEST`. For weight sync and exports; not a
+        collective.
 
         Every element of every tensor is in the shard of at least one rank. The boxes of two ranks of one tensor are
         identical or disjoint: each rank that has a replica returns it, with the same values. ``Shard.read`` gathers
-        nothing, and converts when it is called, so that a rank needs memory for one converted shard at a time.
-
-        The default returns the whole tensors that `hf_weights` yields on this rank. It holds them until the list is
-        dropped, its shards don't follow later changes, and it is a collective if `hf_weights` is.
+        nothing, and converts when it is called, so that a rank needs memory for one converted shard at a time. A rank
+        that has whole tensors returns `Shard.whole` of each.
         """
-        return [Shard.whole(name, tensor) for name, tensor in self.hf_weights()]
 
     @abstractmethod
     def save(self, folder: Path, *, background: bool) -> None:

@@ -6,7 +6,6 @@ Four ranks are the processes of the Megatron group: FSDP needs nothing but torch
 import copy
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from train_helpers import begin, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, Qwen2Config
-
-from workers.train.train_model import TrainModel
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -65,7 +62,6 @@ def test_shards_on_two_ranks_are_the_whole_model(fsdp_groups, tmp_path, config, 
     group = fsdp_groups(2)
     begin(group, {"hf_checkpoint": folder, **args})
     assert_same(shards_of(group), expected)
-    assert_same(whole_weights(group), expected)
 
 
 def make_fsdp(worker, config, role, folder, options):
@@ -73,11 +69,6 @@ def make_fsdp(worker, config, role, folder, options):
     from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
 
     worker.fsdp = FSDPTrainModel(config, role, torch.device("cpu"), FSDPOptions(**options), folder)
-
-
-def whole_and_shards(worker):
-    whole = {name: tensor.clone() for name, tensor in worker.fsdp.hf_weights()}
-    return whole, read_shards(worker.fsdp.hf_shards())
 
 
 @pytest.mark.parametrize(
@@ -95,10 +86,8 @@ def test_shards_on_four_ranks_are_the_whole_model(megatron_groups, llama_folder,
     begin(group, {"hf_checkpoint": llama_folder})
     run = group.worker_group.execute_with_func_generator
     run(partial(make_fsdp, config=config, role=role, folder=folder, options=options))
-    whole, shards = zip(*run(whole_and_shards), strict=True)
+    shards = run(lambda worker: read_shards(worker.fsdp.hf_shards()))
     assert_same(assembled(shards), expected)
-    assert_same(whole[0], expected)
-    assert not any(whole[1:])
     size = options.get("shard_size", 4)
     rows = {name: len(tensor) for name, tensor in expected.items()}
     present = {name for name, *_ in shards[3]}
@@ -152,9 +141,3 @@ def test_shards_of_tensors_on_a_mesh_of_two_dims(megatron_groups, llama_folder):
     shards, errors = zip(*group.worker_group.execute_with_func_generator(of), strict=True)
     assert_same(assembled(shards), {str(number): whole.double() for number in range(len(placements))})
     assert all("'sums' has the placements (Partial(sum), Shard(dim=0))" in error for error in errors)
-
-
-def test_default_shards_are_the_whole_tensors_of_each_rank():
-    one, other = torch.rand(3, 2), torch.tensor(5)
-    model = SimpleNamespace(hf_weights=lambda: iter([("one", one), ("other", other)]))
-    assert_same(assembled([read_shards(TrainModel.hf_shards(model)), []]), {"one": one, "other": other})

@@ -11,8 +11,9 @@ import pytest
 import ray
 from ray.exceptions import RayError
 from reference import small_llama
-from test_replace_ranks import kill, same, states, wait_until
+from test_replace_ranks import kill, same, states
 from train_helpers import begin, learn, rollout
+from waits import wait_until
 
 from single_controller import SingleControllerError
 from workers.train.checkpoints import CheckpointError
@@ -80,9 +81,9 @@ def is_sent(worker):
 
 def die_while_sending(worker, victim):
     """Kill a rank when it has sent half of the first block of its next snapshot."""
-    from workers import block_transport
+    from workers import blocks
 
-    chunks = block_transport._chunks
+    chunks = blocks._chunks
 
     def half(memory):
         if threading.current_thread().name != "snapshot-send":
@@ -93,7 +94,7 @@ def die_while_sending(worker, victim):
         die()
 
     if worker.rank == victim:
-        block_transport._chunks = half
+        blocks._chunks = half
 
 
 def test_rank_killed_while_it_sends_a_snapshot(fsdp_groups, llama_folder, data):

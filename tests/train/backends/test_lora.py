@@ -99,7 +99,7 @@ def test_gradients_match_peft(fsdp_groups, llama_folder, data, targets, lr, memo
     torch.testing.assert_close(group.worker_group.compute_ref_log_prob(data), ref, atol=1e-5, rtol=0)
     parts = group.worker_group.execute_with_func_generator(gradients, Broadcast(data), Broadcast(CASE), 1000)
     assert parts[0]["one"][0]["loss"] == pytest.approx(plain.step(data)["loss"], abs=1e-5)
-    found = {name: value for part in parts for name, value in part["one"][1].items()}
+    found = assembled([part["one"][1] for part in parts])
     expected = {
         name.replace(".default", ""): parameter.grad
         for name, parameter in plain.model.named_parameters()

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import time
 
 import pytest
 import torch
 from train_helpers import begin, learn, rollout, small_llama
+from waits import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -34,13 +34,6 @@ def kill(group, *ranks):
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
     wait_until(lambda: not any(group.worker_group.alive()[rank] for rank in ranks), 10)
-
-
-def wait_until(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def state(worker):

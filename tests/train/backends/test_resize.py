@@ -1,8 +1,9 @@
 """Train groups that go on with fewer data-parallel ranks, and take ranks back, from snapshots in memory."""
 
 import pytest
-from test_replace_ranks import is_sent, kill, same, states, wait_until
+from test_replace_ranks import is_sent, kill, same, states
 from train_helpers import begin, learn, rollout, small_llama
+from waits import wait_until
 
 from workers.train.args import TrainArgsError
 

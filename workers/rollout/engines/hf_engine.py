@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from workers.device import current_device, use_device
 from workers.dtypes import dtype_of
 from workers.extras import require
+from workers.hf_files import make_model, shapes_of
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_tensors
-from workers.rollout.engines.hf_model import check_tensor, make_model, shapes_of
 from workers.rollout.engines.request_engine import Request, RequestEngine
-from workers.rollout.engines.rollout_engine import FinishReason
+from workers.rollout.engines.rollout_engine import FinishReason, check_tensor
 from workers.rollout.rollout_errors import RolloutError, WeightsError
 
 if TYPE_CHECKING:

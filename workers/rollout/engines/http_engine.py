@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.extras import require
-from workers.rollout.engines.hf_model import check_tensor, meta_model, read_config, shapes_of
+from workers.hf_files import config_of, meta_model, shapes_of
 from workers.rollout.engines.http_client import Server, ServerError, run
-from workers.rollout.engines.http_dialects import DIALECTS, OpenAI, Part
-from workers.rollout.engines.http_log_probs import check, probe
+from workers.rollout.engines.http_dialects import DIALECTS, OpenAI, Part, check_log_probs, probe_log_probs
 from workers.rollout.engines.request_engine import Request, RequestEngine
-from workers.rollout.engines.rollout_engine import EngineLoad, FinishReason, PauseMode, SamplingParams
+from workers.rollout.engines.rollout_engine import EngineLoad, FinishReason, PauseMode, SamplingParams, check_tensor
 from workers.rollout.rollout_errors import RolloutError, WeightsError
 from workers.seeds import mixed_seed
 
@@ -174,7 +173,7 @@ class HTTPEngine(RequestEngine):
             logger.warning("the server at %s has weights %r of an earlier update; update them again", url, self._stamp)
         self._asked = time.monotonic()
         self._usage: tuple[float, float | None] = (-math.inf, None)
-        self._log_probs = probe(self._dialect, self._fields)
+        self._log_probs = probe_log_probs(self._dialect, self._fields)
 
     # --- generating -----------------------------------------------------------------------------------------------
 
@@ -186,7 +185,7 @@ class HTTPEngine(RequestEngine):
             ValueError: also for a temperature that the server does not have.
         """
         super().check_request(number, prompt, sampling_params)
-        check(self._log_probs, self._dialect, sampling_params)
+        check_log_probs(self._log_probs, self._dialect, sampling_params)
 
     def serve(self) -> None:
         arrived: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
@@ -375,7 +374,7 @@ class HTTPEngine(RequestEngine):
         """
         self._check_updates()
         if self._shapes is None:
-            config = read_config("HTTPEngine: config", self._config, self._trust)
+            config = config_of("HTTPEngine: config", self._config, self._trust)
             self._shapes = shapes_of(meta_model(config, self._trust).state_dict(keep_vars=True))
         return dict(self._shapes)
 
@@ -488,5 +487,5 @@ def _fields_of(config: Any, trust_remote_code: bool) -> dict[str, Any]:
     if isinstance(config, (str, Path)) and (file := Path(config, "config.json")).is_file():
         fields: dict[str, Any] = json.loads(file.read_text())
         return fields
-    made: dict[str, Any] = read_config("HTTPEngine: config", config, trust_remote_code).to_dict()
+    made: dict[str, Any] = config_of("HTTPEngine: config", config, trust_remote_code).to_dict()
     return made

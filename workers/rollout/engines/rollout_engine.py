@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.rollout_errors import RolloutError, WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -358,3 +358,27 @@ class RolloutEngine(ABC):
 
     def close(self) -> None:  # noqa: B027  (optional)
         """End threads and processes, and free all memory. Unfinished requests fail."""
+
+
+def check_tensor(name: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
+    """Check a tensor of an update.
+
+    Args:
+        name: of the tensor.
+        tensor: the tensor.
+        shapes: of all tensors that the model has.
+        model: what to call it.
+
+    Raises:
+        WeightsError: the model has none of this name, or of another shape.
+    """
+    shape = shapes.get(name)
+    if shape is None:
+        raise WeightsError(
+            f"the weight update has a tensor {name!r}, but {model} has none of this name; use the names of its "
+            f"state_dict() in transformers, such as {next(iter(shapes))!r}"
+        )
+    if shape != tuple(tensor.shape):
+        raise WeightsError(
+            f"the weight update has {name!r} with shape {tuple(tensor.shape)}, but the model's has shape {shape}"
+        )

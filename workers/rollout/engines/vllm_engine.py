@@ -40,9 +40,9 @@ from typing import TYPE_CHECKING, Any
 
 from workers.device import current_device, use_device
 from workers.dtypes import dtype_of
-from workers.rollout.engines.hf_model import check_tensor, make_model, meta_model, read_config, shapes_of
+from workers.hf_files import config_of, make_model, meta_model, shapes_of
 from workers.rollout.engines.request_engine import CLOSE_SECONDS, READING, Request, RequestEngine
-from workers.rollout.engines.rollout_engine import FinishReason, SamplingParams
+from workers.rollout.engines.rollout_engine import FinishReason, SamplingParams, check_tensor
 from workers.rollout.engines.vllm_layout import joined
 from workers.rollout.engines.vllm_options import EngineFolder, LastLines, arguments_for, files_in, import_vllm
 from workers.rollout.rollout_errors import RolloutError, WeightsError
@@ -122,7 +122,7 @@ class VLLMEngine(RequestEngine):
             "trust_remote_code": trust_remote_code,
             **arguments_for(vllm, engine_args),
         }
-        config = copy.deepcopy(read_config("VLLMEngine: model", model, trust_remote_code))
+        config = copy.deepcopy(config_of("VLLMEngine: model", model, trust_remote_code))
         plain = meta_model(config, trust_remote_code)
         self._shapes = shapes_of(plain.state_dict(keep_vars=True))
         self._log = LastLines()

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
 from single_controller.ray.runtime import session
+from workers.rollout.rewards.reward_calls import RewardCall
+from workers.rollout.rollout_errors import RewardError
 
 
 class _RewardProcess:
@@ -46,24 +50,45 @@ class RewardProcesses:
         self._idle: list[Any] = []
         self._session: str | None = None
 
-    async def take(self) -> Any:
-        """Reserve a process. Give it back with `give_back` when it has returned; otherwise kill it.
+    @asynccontextmanager
+    async def reserve(self, call: RewardCall) -> AsyncIterator[Any]:
+        """Inside, a process is there for one call, which is awaited there. It is killed unless the function returns or
+        raises, and another one takes its place when it is needed.
 
         Raises:
-            ray.exceptions.RayError: the process cannot start; for example, the function's module is not available.
+            RewardError: the process cannot start, for example because the function's module is not available there; or
+                it has died.
+            Exception: what the function has raised.
         """
         if self._session != session():
             self._session, self._idle = session(), []  # the actors of another connection to Ray have ended with it
-        if self._idle:
-            return self._idle.pop()
+        process = self._idle.pop() if self._idle else await self._start()
+        has_returned = False
+        try:
+            yield process
+            has_returned = True
+        except RayTaskError as error:
+            has_returned = True
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            cause.add_note(str(error))  # the traceback in the process
+            raise cause from None
+        except RayError as error:
+            raise call.error(f"lost its process for {call.where()}: {error}") from error
+        finally:
+            if has_returned:
+                self._idle.append(process)
+            else:
+                ray.kill(process)  # it has died, or is busy with a value that nobody waits for
+
+    async def _start(self) -> Any:
         # It reserves no CPU: training and rollout may have reserved them all, and then it would never start.
         remote: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
         process = remote(_RewardProcess).remote(self._function)
-        await process.ready.remote()
+        try:
+            await process.ready.remote()
+        except RayError as error:
+            raise RewardError(f"a process of reward_workers cannot start: {error}") from error
         return process
-
-    def give_back(self, process: Any) -> None:
-        self._idle.append(process)
 
     def close(self) -> None:
         """Kill the processes that are not in use."""

@@ -1,9 +1,9 @@
 """RewardRunner: computes rewards with the user's function, sync or async, in this process or in processes of its own.
 
-An ``async`` function runs in an event loop, several calls at once. So do the calls of processes (`reward_processes`). A
-plain function without processes runs one call at a time: in the thread that calls `RewardRunner.compute`, where it may
-use signals and Ctrl-C interrupts it, or, for `RewardRunner.submit`, in a thread that the event loop starts for each
-group, one group after another.
+One event loop runs ``async`` functions and the calls of processes (`reward_processes`), several at once. A plain
+function without processes runs one call at a time: in the thread that calls `RewardRunner.compute`, where it may use
+signals and Ctrl-C interrupts it, or, for `RewardRunner.submit`, in a thread that the event loop starts for each group,
+one group after another.
 
 Threads, all daemons, so that a reward function that hangs does not keep the process alive:
 
@@ -19,8 +19,6 @@ function may call groups. ``_lock`` protects the event loop and ``_closed``; it 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import functools
 import inspect
 import itertools
 import math
@@ -28,9 +26,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dispatch.checks import check_count
 from single_controller.call.closing import Closing
 from workers.rollout.rewards.reward_calls import RewardCall, RewardFunction, Sample
 from workers.rollout.rewards.reward_progress import RewardProgress
@@ -82,8 +81,9 @@ class RewardRunner(Closing):
     ) -> None:
         if not callable(function):
             raise TypeError(f"reward_function must be a function or None, got {function!r}")
-        _check_count("reward_concurrency", concurrency)
-        _check_count("reward_workers", workers)
+        for name, count in (("reward_concurrency", concurrency), ("reward_workers", workers)):
+            if count is not None:
+                check_count(name, count, hint=", or None")
         if timeout is not None and not (_is_number(timeout) and timeout > 0):
             raise ValueError(f"reward_timeout={timeout!r}: expected a number of seconds above 0, or None")
         if on_timeout is not None and not _is_number(on_timeout):
@@ -172,12 +172,12 @@ class RewardRunner(Closing):
         future: Future[list[float]] | None = None
         try:
             calls = self._calls(samples, extras, 0)
-            rewards, calls, first = self._call_plain(calls) if self._plain else ([], calls, None)
-            if calls:
-                future = self._schedule(calls, rewards, first)
-                rewards = future.result()
+            rewards, begun = self._call_plain(calls) if self._plain else ([], None)
+            if left := calls[len(rewards) :]:
+                future = self._schedule(left, begun)
+                rewards += future.result()
             return rewards
-        except concurrent.futures.CancelledError:
+        except CancelledError:
             raise RewardError("the reward runner was closed") from None
         finally:
             self._progress.end(key)
@@ -223,16 +223,16 @@ class RewardRunner(Closing):
             return [RewardCall(samples, extras or {}, row, True)] if samples else []
         return [RewardCall([sample], extras or {}, row + k, False) for k, sample in enumerate(samples)]
 
-    def _call_plain(self, calls: list[RewardCall]) -> tuple[list[float], list[RewardCall], Awaitable[Any] | None]:
+    def _call_plain(self, calls: Sequence[RewardCall]) -> tuple[list[float], Awaitable[Any] | None]:
         """Call a plain function in this thread.
 
         Returns:
-            The rewards. If the function turns out to be ``async``: those until then, the calls that are left, and what
-            the first of these has returned.
+            The rewards. If the function turns out to be ``async``: those until then, and what it has returned for the
+            next call, because it is called once for each.
         """
         rewards: list[float] = []
         with self._turn:
-            for number, call in enumerate(calls):
+            for call in calls:
                 args, given = call.arguments()
                 with self._progress.running(call):
                     try:
@@ -240,16 +240,14 @@ class RewardRunner(Closing):
                     except (Exception, asyncio.CancelledError) as error:  # the latter is not a subclass of the former
                         raise call.raised(error) from error
                 if inspect.isawaitable(value):
-                    return rewards, calls[number:], value
+                    return rewards, value
                 rewards += call.rewards(value)
-        return rewards, [], None
+        return rewards, None
 
     # --- in the event loop ----------------------------------------------------------------------------------------
 
-    def _schedule(
-        self, calls: list[RewardCall], rewards: Sequence[float] = (), first: Awaitable[Any] | None = None
-    ) -> Future[list[float]]:
-        """Begin calls in the event loop. ``rewards`` are those of the calls before; ``first`` has begun."""
+    def _schedule(self, calls: Sequence[RewardCall], begun: Awaitable[Any] | None = None) -> Future[list[float]]:
+        """Begin calls in the event loop, from any thread. The first one may have ``begun`` already."""
         with self._lock:
             if self._closed:
                 raise RewardError("the reward runner is closed")
@@ -258,15 +256,15 @@ class RewardRunner(Closing):
                 self._thread = threading.Thread(target=_serve, args=(self._loop,), name="rewards", daemon=True)
                 self._thread.start()
                 weakref.finalize(self, _stop, self._loop)
-            return asyncio.run_coroutine_threadsafe(self._group(calls, rewards, first), self._loop)
+            return asyncio.run_coroutine_threadsafe(self._group(calls, begun), self._loop)
 
-    async def _group(
-        self, calls: list[RewardCall], rewards: Sequence[float], first: Awaitable[Any] | None
-    ) -> list[float]:
-        if self._plain and first is None:
-            async with self._plain_groups:
-                rewards, calls, first = await _in_thread(functools.partial(self._call_plain, calls))
-        tasks = [asyncio.ensure_future(self._rewards(call, first if call is calls[0] else None)) for call in calls]
+    async def _group(self, calls: Sequence[RewardCall], begun: Awaitable[Any] | None) -> list[float]:
+        rewards: list[float] = []
+        if self._plain and begun is None:
+            async with self._plain_groups:  # or each group would have a thread that waits for its turn
+                rewards, begun = await _in_thread(lambda: self._call_plain(calls))
+        left = calls[len(rewards) :]
+        tasks = [asyncio.ensure_future(self._rewards(call, begun if call is left[0] else None)) for call in left]
         try:
             return [*rewards, *itertools.chain(*await asyncio.gather(*tasks))]
         finally:
@@ -290,46 +288,19 @@ class RewardRunner(Closing):
                     raise
                 raise call.raised(error) from error
 
-    async def _value(self, call: RewardCall, begun: Any) -> Any:
-        """Call the function, unless it has been called and returned ``begun``."""
+    async def _value(self, call: RewardCall, begun: Awaitable[Any] | None) -> Any:
+        args, given = call.arguments()
         if self.workers:
-            return await self._value_of_process(call)
+            from workers.rollout.rewards.reward_processes import RewardProcesses
+
+            if self._processes is None:
+                self._processes = RewardProcesses(_pickled(self.function))
+            async with self._processes.reserve(call) as process:
+                with self._progress.running(call):
+                    return await self._in_time(process.call.remote(args, given))
         with self._progress.running(call):
-            if begun is None:
-                args, given = call.arguments()
-                begun = self.function(*args, **given)
-            return await self._in_time(begun) if inspect.isawaitable(begun) else begun
-
-    async def _value_of_process(self, call: RewardCall) -> Any:
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-
-        from workers.rollout.rewards.reward_processes import RewardProcesses
-
-        if self._processes is None:
-            self._processes = RewardProcesses(_pickled(self.function))
-        try:
-            process = await self._processes.take()
-        except RayError as error:
-            raise RewardError(f"a process of reward_workers cannot start: {error}") from error
-        returned = False
-        try:
-            with self._progress.running(call):
-                value = await self._in_time(process.call.remote(*call.arguments()))
-            returned = True
-            return value
-        except RayTaskError as error:
-            returned = True
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            cause.add_note(str(error))  # the traceback in the process
-            raise cause from None
-        except RayError as error:
-            raise call.error(f"lost its process for {call.where()}: {error}") from error
-        finally:
-            if returned:
-                self._processes.give_back(process)
-            else:
-                ray.kill(process)  # it has died, or is busy with a value that nobody waits for
+            value = self.function(*args, **given) if begun is None else begun
+            return await self._in_time(value) if inspect.isawaitable(value) else value
 
     async def _in_time(self, value: Awaitable[Any]) -> Any:
         task = asyncio.ensure_future(value)
@@ -416,8 +387,3 @@ def _is_async(function: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{name}={value!r}: expected an integer of at least 1, or None")

@@ -2,12 +2,12 @@
 
 Neither the trainer nor the driver's memory takes part. The worker that needs weights listens, and says so in its report
 (`WeightRequest`). The stream's router passes that on to a worker that has the version, which sends what its engine has
-made of the weights (`RolloutEngine.raw_weights`) in buckets, one after the other, over TCP
-(`workers.block_transport`). The first bucket begins an update of the receiving worker, and the last one finishes
-it: until then it has no weight version. A copy that is cut off is begun again with another sender.
+made of the weights (`RolloutEngine.raw_weights`) in buckets, one after the other (`workers.blocks`). The first bucket
+begins an update of the receiving worker, and the last one finishes it: until then it has no weight version. A copy that
+is cut off is begun again with another sender.
 
 Threads: each copy has one on the sending side, "weights-send", which ends when the copy is complete, refused or
-stopped. On the receiving side the `BlockServer` has threads, which `PeerWeights.stop` ends. Both take the worker's
+stopped. On the receiving side the `StreamListener` has threads, which `PeerWeights.stop` ends. Both take the worker's
 ``weights_lock`` for a bucket at a time, and never while they wait for the network.
 """
 
@@ -36,7 +36,9 @@ from workers.weight_sync.sync_protocol import WeightSyncError
 if TYPE_CHECKING:
     import torch
 
-    from workers.block_transport import Block, BlockAddress, BlockServer
+    from single_controller.wire.handshake import WireAddress
+    from single_controller.wire.stream import StreamListener
+    from workers.blocks import Block
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class WeightRequest(NamedTuple):
     id: str
     rank: int
     version: int
-    address: BlockAddress
+    address: WireAddress
 
 
 class PeerWeights:
@@ -72,7 +74,7 @@ class PeerWeights:
         self._sending: set[str] = set()
         """Ids of the requests that are being served. A set's operations are atomic; no lock."""
         # The rest is of the receiving side, and protected by the receiver's `weights_lock`.
-        self._server: BlockServer | None = None
+        self._server: StreamListener | None = None
         self._request: WeightRequest | None = None
         self._buckets: list[list[TensorSpec]] = []
         self._layout = ""
@@ -107,7 +109,7 @@ class PeerWeights:
         Returns:
             The request; None if the worker needs nothing, or its engine cannot take weights of another one.
         """
-        from workers.block_transport import BlockServer
+        from workers.blocks import receive_blocks
 
         receiver, request = self._receiver, self._request
         has_it = receiver.weight_version == version
@@ -121,7 +123,7 @@ class PeerWeights:
                 self._buckets, self._layout = _plan(receiver.engine.raw_weights())
                 if self._buckets:
                     host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-                    self._server = BlockServer(host, self._allocate, self._keep, "bucket of weights")
+                    self._server = receive_blocks(host, self._allocate, self._keep, "bucket of weights")
                     self._request = WeightRequest(uuid.uuid4().hex, receiver.rank, version, self._server.address)
             return self._request
 
@@ -182,7 +184,7 @@ class PeerWeights:
         threading.Thread(target=self._send, args=arguments, name="weights-send", daemon=True).start()
 
     def _send(self, request: WeightRequest, changes: int) -> None:
-        from workers.block_transport import send_block
+        from workers.blocks import send_block
         from workers.device import has_cuda
 
         receiver, begun = self._receiver, time.monotonic()

@@ -1,0 +1,180 @@
+"""Streams: connections with blocking reads and writes, for bytes in bulk, on which frames would hold up calls.
+
+They begin with the handshake of all connections, and use Ray's certificates if Ray does.
+
+Threads: a `StreamListener` has one that accepts connections, which ends with `StreamListener.close`, and one per
+connection, which ends with it. All are daemons. `connect` and its stream work in the caller's thread. There are no
+locks: a stream belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+from single_controller.wire.connection import tls_context
+from single_controller.wire.handshake import (
+    HELLO_BYTES,
+    KEY_BYTES,
+    NONCE_BYTES,
+    WELCOME_BYTES,
+    WireAddress,
+    hello,
+    new_nonce,
+    received_text,
+    welcome,
+    welcomed,
+)
+from single_controller.wire.listener import listen
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 60.0
+"""How long a handshake may take, and then each read and write of a stream without an ``end``."""
+
+
+class Stream:
+    """One end of a connection. A context manager, which closes it.
+
+    Args:
+        sock: a connected socket.
+        server: whether this side has accepted the connection.
+        end: when to give up, as `time.monotonic` counts; None gives each read and write `IDLE_SECONDS`.
+
+    Raises:
+        OSError: also by all methods: the connection has failed, or the time is over.
+    """
+
+    def __init__(self, sock: socket.socket, *, server: bool, end: float | None) -> None:
+        self.end = end
+        self._sock = sock
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tls = tls_context(server=server)
+            if tls is not None:
+                self._sock = tls[0].wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+                self._limit()
+                self._sock.do_handshake()
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send bytes."""
+        view = memoryview(data)
+        while view:
+            self._limit()  # not `sendall`, which begins the time anew for each part that it encrypts
+            view = view[self._sock.send(view) :]
+
+    def read(self, nbytes: int) -> bytes:
+        """Return so many bytes, which are waited for."""
+        read = bytearray(nbytes)
+        self.read_into(memoryview(read))
+        return bytes(read)
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill memory with bytes, which are waited for."""
+        while view:
+            self._limit()
+            count = self._sock.recv_into(view)
+            if not count:
+                raise ConnectionResetError(f"the other side has closed the connection; {len(view):,} bytes are missing")
+            view = view[count:]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _limit(self) -> None:
+        self._sock.settimeout(IDLE_SECONDS if self.end is None else _left(self.end))
+
+
+class StreamListener:
+    """Accepts streams.
+
+    Args:
+        host: this host's address, where it listens.
+        serve: gets each stream, in a thread of its own. What it raises as OSError or ValueError is logged.
+        name: what the streams bring, for the threads' names and the log.
+
+    Attributes:
+        address: what `connect` needs.
+    """
+
+    def __init__(self, host: str, serve: Callable[[Stream], None], name: str) -> None:
+        self._serve, self._name, self._closed = serve, name, False
+        self._listener = listen(host)
+        port = self._listener.getsockname()[1]
+        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid())
+        threading.Thread(target=self._accept, name=f"{name}-server", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening. Streams that are open go on."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread in accept()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock = self._listener.accept()[0]
+                name = f"{self._name}-receive"
+                threading.Thread(target=self._receive, args=(sock,), name=name, daemon=True).start()
+            except (OSError, RuntimeError):  # closed; or the process has too many open files, or threads
+                if not self._closed:
+                    logger.debug("cannot accept a connection", exc_info=True)
+                    time.sleep(1)
+
+    def _receive(self, sock: socket.socket) -> None:
+        try:
+            with Stream(sock, server=True, end=time.monotonic() + IDLE_SECONDS) as stream:
+                nonce = new_nonce()
+                stream.write(nonce)
+                _, proof = welcome(self.address.key, nonce, stream.read(HELLO_BYTES))
+                stream.write(received_text(proof, 0))
+                stream.end = None
+                self._serve(stream)
+        except (OSError, ValueError) as error:
+            logger.warning("a %s of another rank was not received: %s: %s", self._name, type(error).__name__, error)
+
+
+def connect(address: WireAddress, end: float) -> Stream:
+    """Connect to a `StreamListener`.
+
+    Args:
+        address: of the listener.
+        end: when the stream gives up, as `time.monotonic` counts.
+
+    Raises:
+        OSError: nobody listens there, it does not know the key, or the time is over.
+    """
+    stream = Stream(socket.create_connection(address[:2], _left(end)), server=False, end=end)
+    try:
+        of_listener, nonce, session = stream.read(NONCE_BYTES), new_nonce(), new_nonce()
+        stream.write(hello(address.key, of_listener, nonce, session))
+        welcomed(address.key, of_listener, nonce, session, stream.read(WELCOME_BYTES))
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _left(end: float) -> float:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time is over")
+    return left
