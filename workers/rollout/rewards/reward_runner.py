@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from single_controller.call.closing import Closing
+from single_controller.call.state import Closing
 from workers.rollout.rewards.reward_calls import RewardCall, RewardFunction, Sample
 from workers.rollout.rewards.reward_progress import RewardProgress
 from workers.rollout.rollout_errors import RewardError, RolloutError
