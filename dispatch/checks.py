@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -52,3 +53,10 @@ def check_amounts(name: str, amounts: object) -> dict[str, float]:
         if not isinstance(key, str) or not number or not amount > 0:
             raise ValueError(f"{name}: {key!r}: {amount!r} is not a positive amount of a resource")
     return dict(amounts)
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the closest known name, or all of them."""
+    public = [known for known in names if not known.startswith("_")]
+    close = difflib.get_close_matches(name, public, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(public) or 'none'}"

@@ -30,10 +30,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from dispatch import register_batch_type as register_batch_type
     from dispatch import register_dispatch_mode as register_dispatch_mode
     from dispatch import update_dispatch_mode as update_dispatch_mode
-    from single_controller.call.colocate import colocate as colocate
-    from single_controller.call.colocate import create_colocated_worker_cls as create_colocated_worker_cls
-    from single_controller.call.colocate import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
-    from single_controller.call.colocate import create_colocated_worker_raw_cls as create_colocated_worker_raw_cls
+    from single_controller.call.call import WorkerFuture as WorkerFuture
     from single_controller.call.errors import CallTimeoutError as CallTimeoutError
     from single_controller.call.errors import ForkedProcessError as ForkedProcessError
     from single_controller.call.errors import GroupBrokenError as GroupBrokenError
@@ -44,11 +41,13 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from single_controller.call.errors import StartError as StartError
     from single_controller.call.errors import WorkerDiedError as WorkerDiedError
     from single_controller.call.errors import WorkerError as WorkerError
-    from single_controller.call.future import WorkerFuture as WorkerFuture
     from single_controller.call.group import WorkerGroup as WorkerGroup
-    from single_controller.call.pool import ClassWithInitArgs as ClassWithInitArgs
-    from single_controller.call.pool import ResourcePool as ResourcePool
+    from single_controller.call.worker import ClassWithInitArgs as ClassWithInitArgs
     from single_controller.call.worker import Worker as Worker
+    from single_controller.call.worker import colocate as colocate
+    from single_controller.call.worker import create_colocated_worker_cls as create_colocated_worker_cls
+    from single_controller.call.worker import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
+    from single_controller.call.worker import create_colocated_worker_raw_cls as create_colocated_worker_raw_cls
     from single_controller.local.group import LocalWorkerGroup as LocalWorkerGroup
     from single_controller.ray.attach import end_detached as end_detached
     from single_controller.ray.class_with_args import RayClassWithInitArgs as RayClassWithInitArgs
@@ -57,6 +56,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from single_controller.ray.group import attach as attach
     from single_controller.ray.placement.manager import ResourcePoolManager as ResourcePoolManager
     from single_controller.ray.placement.pool import RayResourcePool as RayResourcePool
+    from single_controller.ray.placement.pool import ResourcePool as ResourcePool
     from single_controller.ray.placement.pool import merge_resource_pool as merge_resource_pool
     from single_controller.ray.placement.pool import split_resource_pool as split_resource_pool
 else:

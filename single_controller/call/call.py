@@ -1,337 +1,101 @@
-"""Call: one call that was sent, and the state of the group that it belongs to.
+"""Call: one call that was sent, until no rank is running it any more. WorkerFuture: what users hold of it.
 
-`GroupState` is open, broken or closed. The transport tells a `Call` the ranks' results as they arrive, in any thread,
-and the call decides when it has an outcome: the first error, a death, a timeout, or all results. What no result tells,
-a death or a timeout, the thread of `Monitor` looks for. Whoever wants the value waits for the outcome and does nothing.
+The transport tells a call the ranks' results as they arrive, in any thread, and the call decides when it has an
+outcome: the first error, a death, a timeout, or all results. What no result tells, a death or a timeout, the thread of
+`Monitor` looks for. Whoever wants the value waits for the outcome and does nothing else.
 
-The order of the locks is in docs/internals.md, "Locks". Two of them matter here. ``GroupState.sending`` serializes
-sending, so that every rank gets calls in the same order; `restart` holds it while it waits for constructors. No
-thread acquires it while it holds another lock: a call that settles in the monitor's thread must not wait for a thread
-that is sending. ``GroupState.lock`` protects the state and the fields of all its calls. It is held for bookkeeping
-only, never while the transport is asked for anything that may block. Callbacks of `Call.outcome` run under it. Both
-are reentrant: the garbage collector may finalize futures while a lock is held.
+Threads that meet here: the one that sends (`Call.sent`); the thread "wire", which reads connections (`Call.arrive`);
+the monitor's (`Call.look`); a thread "late-ranks", which asks late ranks for their stacks and ends the call, or logs;
+and those that wait. All fields are protected by ``GroupState.lock``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
 import logging
-import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
-from dispatch.errors import ResultError, SingleControllerError
+from dispatch.batch import UNEVEN, Deferred, Uneven
+from dispatch.checks import check_seconds
+from dispatch.errors import DispatchError, ResultError, SingleControllerError
 from dispatch.modes import Join
-from dispatch.move import move
-from dispatch.plan import CallPlan, join_values
+from dispatch.move import check_device, move
+from dispatch.plan import CallPlan, DeferredArgument, join_values
 from dispatch.register import MethodSpec, label
 from single_controller.call.codec import decode_result
 from single_controller.call.errors import (
     CallTimeoutError,
-    ForkedProcessError,
+    Failure,
     GroupBrokenError,
-    GroupClosedError,
     StartError,
     WorkerDiedError,
     WorkerError,
+    first_cause,
     hosts_text,
     ranks_text,
+    show_stacks,
 )
-from single_controller.call.joining import CallResults, join_results
-from single_controller.call.result import Failure, RankResult, first_cause
-from single_controller.call.stacks import show_stacks
+from single_controller.call.joining import CallResults, Located, RankResult, join_results
+from single_controller.call.state import TRANSPORT_GONE, GroupState, monitor
 from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats, Clock, RankRecord
-from single_controller.call.transport import MAX_STACK_SECONDS, Death, Outcome, Sent, Transport
+from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, Sent, Transport
 
 logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.1
-"""Time between two looks at the calls of a group."""
 
 LATE_LOG_SECONDS = 30.0
 LOST_SECONDS = 0.5
 """How long the error of a lost result waits for news of its rank's death."""
-
 DEATH_SHOWS_SECONDS = 2.0
 """How long an error that may be an echo of a death waits for that death to be reported, at least. While ranks that have
 not ended cannot be reached, it waits for `Transport.death_seconds`."""
-
 MAX_PROBED = 64
 """Ranks that one look probes at once: each probe takes a connection."""
-
 ASK_AFTER_SECONDS = 1.0
 """A wait with at least this limit asks the late ranks where they are before it raises."""
-
 OTHERS_FAIL_SECONDS = 0.1
 """How long an error waits for those of other ranks, so that one error can name all of them."""
 
-TRANSPORT_GONE = "the connection to Ray with which it was created was shut down"
+R_co = TypeVar("R_co", covariant=True)
 
 
-class GroupState:
-    """Whether a group takes calls, and why not. The group, its calls, the monitor and the watchers share it.
-
-    Locks: see the top of this file for ``sending`` and ``lock``.
-
-    Args:
-        name: the group's name, for messages.
-        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of one call. None leaves what the method declared.
 
     Attributes:
-        transport: what runs the workers; None until they were started.
-        broken: why the group is broken, or None.
-        closed: whether it was closed.
-        dead: the ranks whose death broke it.
-        restarting: whether its workers are being restarted.
-        restarts: number of successful restarts and replacements of ranks.
-        recovers: whether a call first has ranks replaced that have died before, or goes on without them.
-        sent: number of calls that were sent.
-        layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
-        deaths: deaths that calls found: number of restarts before, and the error.
-        last_deaths: rank -> the last death of a process of this rank, for `GroupStatus`.
-        on_change: called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must
-            return at once.
-        advice: what the error of a broken group recommends.
-        calls: the calls that some rank is running.
-        watched: whether the monitor looks at them.
-        referred: those of them whose references were handed out. Whoever has one may learn of a death before the group.
-        look_failed: whether its last look has raised.
-        next_late_log: when the group may log again which ranks are late, by the monotonic clock.
-        timing_out: whether a thread is about to end a call that has exceeded its timeout.
+        timeout: seconds until the call is late and the group broken.
+        blocking: whether the call waits for its result.
+        uneven: what to do with rows that do not divide.
+        device: where the tensors of the result are wanted.
     """
 
-    def __init__(self, name: str, error_grace: float) -> None:
-        self.name = name
-        self.error_grace = error_grace
-        self.sending = threading.RLock()
-        self.lock = threading.RLock()
-        self.transport: Transport | None = None
-        self.broken: str | None = None
-        self.closed = False
-        self.advice = "Call restart() to start new workers, or close()"
-        self.dead: tuple[int, ...] = ()
-        self.restarting = False
-        self.restarts = 0
-        self.recovers = False
-        self.sent = 0
-        self.next_late_log = 0.0
-        self.timing_out = False
-        self.deaths: list[tuple[int, WorkerDiedError]] = []
-        self.last_deaths: dict[int, Death] = {}
-        self.on_change: Callable[[], None] = _nothing
-        self.layout_versions: dict[str | None, dict[int, int]] = {}
-        self.calls: set[Call] = set()
-        self.referred: set[Call] = set()
-        self.watched = self.look_failed = False
-        self._pid = os.getpid()
+    timeout: float | None = None
+    blocking: bool | None = None
+    uneven: Uneven | None = None
+    device: str | None = None
 
-    def check_process(self) -> None:
-        """Raise in a fork of the process that made the group, before any lock is taken: a thread of that process may
-        have held it, and does not exist here. Without threads, a fork has a transport of its own and may use it.
-
-        Raises:
-            ForkedProcessError: this is a fork.
-        """
-        if os.getpid() != self._pid and not (self.transport is not None and self.transport.synchronous):
-            raise ForkedProcessError.of(self.name)
-
-    def check(self, recover: Callable[[], None] | None = None) -> None:
-        """Raise unless the group takes calls. During a restart, wait for its end first.
-
-        Args:
-            recover: has ranks replaced that have died before, or goes on without them.
-
-        Raises:
-            ForkedProcessError: this is a fork of the process that made the group.
-            GroupClosedError: it was closed.
-            GroupBrokenError: it is broken; the message says why.
-        """
-        if os.getpid() != self._pid:
-            self.check_process()
-        if self.restarting:
-            with self.sending:  # reentrant: the thread that restarts passes
-                pass
-        if not self.closed:
-            if self.transport is not None and not self.transport.connected:
-                self.break_(TRANSPORT_GONE)
-            if self.referred:
-                self.look()
-            if recover is not None and self.recovers and self.dead:
-                recover()
-        if self.closed or self.broken is not None:
-            error = self.refusal()
-            if error is not None:
-                raise error
-
-    def refusal(self) -> GroupClosedError | GroupBrokenError | None:
-        """The error that a call would raise now, or None."""
-        if self.closed:
-            return GroupClosedError(f"{self.name} is closed; create a new group")
-        if self.broken is not None:
-            return GroupBrokenError(f"{self.name} is broken: {self.broken}. {self.advice}")
-        return None
-
-    def break_(self, reason: str, dead: Sequence[int] = ()) -> None:
-        """Take no more calls, and end those that are running."""
-        with self.lock:
-            self.note_deaths(dict.fromkeys(dead, reason))
-            if self.broken is None and not self.closed:
-                self.broken, self.dead = reason, tuple(dead)
-                self.on_change()
-                level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
-                logger.log(level, "%s is broken: %s", self.name, reason)
-            self._end_calls()
-
-    def note_deaths(self, deaths: Mapping[int, str]) -> None:
-        """Remember when and why ranks died, unless their death in this generation is known already."""
-        with self.lock:
-            for rank, reason in deaths.items():
-                known = self.last_deaths.get(rank)
-                if known is None or known.generation != self.restarts:
-                    self.last_deaths[rank] = Death(time.time(), reason, self.restarts)
-
-    def renumber(self, kept: Sequence[int]) -> None:
-        """Note that only these ranks are left, as 0, 1, ..."""
-        with self.lock:
-            self.dead = ()
-            known = self.last_deaths
-            self.last_deaths = {rank: known[before] for rank, before in enumerate(kept) if before in known}
-
-    def break_again(self, reason: str) -> None:
-        """Replace the reason: what was to repair the group has failed."""
-        with self.lock:
-            self.broken = None
-            self.break_(reason, self.dead)
-
-    def close(self) -> None:
-        """Take no more calls, and end those that are running."""
-        with self.lock:
-            self.closed = True
-            self._end_calls()
-
-    def reopen(self) -> bool:
-        """Take calls again after a restart, unless the group was closed meanwhile. Returns whether it does."""
-        with self.lock:
-            if self.closed:
-                return False
-            self.broken = self.broken or "it was restarted"  # what calls of the old workers are told
-            self._end_calls()
-            self.broken, self.dead, self.layout_versions = None, (), {}
-            return True
-
-    def running(self) -> list[Call]:
-        """The calls that some rank is running, the oldest first."""
-        with self.lock:
-            return sorted(self.calls, key=lambda call: call.started)
-
-    def look(self) -> None:
-        """Look for deaths, timeouts and failed inputs. Called by the monitor."""
-        deaths: dict[int, dict[int, str]] = {}
-        for call in self.running():
-            transport = call.transport
-            if not transport.connected:  # Ray was shut down, and asking it would start another one
-                self.break_(TRANSPORT_GONE)
-                call.abandon()
-                monitor.orphans.append(call)  # Ray crashes if one thread drops references while another shuts it down
-                continue
-            if id(transport) not in deaths:
-                deaths[id(transport)] = transport.deaths()
-            call.look(time.monotonic(), deaths[id(transport)])
-
-    def _end_calls(self) -> None:
-        for call in list(self.calls):
-            call.abandon()
+    def __post_init__(self) -> None:
+        if self.timeout is not None:
+            check_seconds("timeout", self.timeout)
+        if self.blocking is not None and not isinstance(self.blocking, bool):
+            raise ValueError(f"blocking is True or False, got {self.blocking!r}")
+        if self.uneven is not None and self.uneven not in UNEVEN:
+            raise ValueError(f"uneven={self.uneven!r}: known are {', '.join(map(repr, UNEVEN))}")
+        check_device("device", self.device)
 
 
-def _nothing() -> None:
-    pass
-
-
-class Monitor:
-    """The thread that looks at the running calls of all groups, ten times per second. One per process.
-
-    Thread: a daemon thread named "call-monitor". `start` starts it, before the first group exists; it waits while
-    nothing is running, and ends with the process.
-    Lock: ``_changed`` protects the groups, and wakes the thread. It is a leaf.
-
-    Attributes:
-        orphans: calls that must not be dropped: see `GroupState.look`.
-    """
-
-    def __init__(self) -> None:
-        self.orphans: list[object] = []
-        self._reset()
-        os.register_at_fork(after_in_child=self._leave_to_parent)
-
-    def _reset(self) -> None:
-        self._changed = threading.Condition()
-        self._groups: set[GroupState] = set()
-        self._thread: threading.Thread | None = None
-
-    def _leave_to_parent(self) -> None:
-        # A fork has neither the thread nor the calls of its parent. They are kept, because dropping Ray's references
-        # needs Ray.
-        self.orphans += self._groups
-        self._reset()
-
-    def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            StartError: the process has as many threads as it may have. Nobody would notice deaths and timeouts.
-        """
-        with self._changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    raise StartError(f"the thread that looks for dead workers could not be started: {error}") from error
-                self._thread = thread
-
-    def watch(self, state: GroupState) -> None:
-        """Look at the calls of a group until none is running."""
-        with self._changed:
-            self._groups.add(state)
-            state.watched = True
-            self._changed.notify_all()
-
-    def _drop_idle(self) -> None:
-        for state in list(self._groups):
-            state.watched = False
-            if state.calls:  # after the line before: who adds a call after this look sees that nobody watches
-                state.watched = True
-            else:
-                self._groups.discard(state)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._drop_idle()
-                while not self._groups:
-                    self._changed.wait()
-                groups = list(self._groups)
-            time.sleep(POLL_SECONDS)
-            while groups:
-                state = groups.pop()
-                try:
-                    state.look()
-                    state.look_failed = False
-                except Exception:  # too many open files, for example: the next round looks again
-                    level = logging.DEBUG if state.look_failed else logging.WARNING
-                    logger.log(level, "%s: its calls could not be looked at", state.name, exc_info=True)
-                    state.look_failed = True
-                del state  # the thread must not keep a group that nobody has
-
-
-monitor = Monitor()
+DECLARED = CallOptions()
+"""What the method declared."""
 
 
 class Call:
@@ -344,11 +108,10 @@ class Call:
         spec: the method.
         plan: which rank got what.
         transport: what carries the call.
-        timeout: seconds from now until the call is late, or None.
+        options: its timeout, from now on, and the device of its value.
         starting: whether this is the call of the constructors.
         stats: where the group records its calls.
         begun: when the call began, in seconds since the epoch; now by default.
-        device: where the tensors of the value are wanted; None leaves them where they are.
 
     Attributes:
         number: position among the calls that the group sent.
@@ -363,22 +126,17 @@ class Call:
         spec: MethodSpec,
         plan: CallPlan,
         transport: Transport,
+        options: CallOptions = DECLARED,
         *,
-        timeout: float | None = None,
         starting: bool = False,
         stats: CallStats | None = None,
         begun: float | None = None,
-        device: str | None = None,
     ) -> None:
         self.transport = transport
         self.method, self.role, self.label = spec.name, spec.role, spec.label
         # Keep only these of the plan: a reference to its arguments would keep the caller's batch alive.
-        self.join, self.collect, self._collecting, self._deferred = (
-            plan.join,
-            plan.collect,
-            plan.collecting,
-            plan.deferred,
-        )
+        self.join, self.collect = plan.join, plan.collect
+        self._collecting, self._deferred = plan.collecting, plan.deferred
         self._pending = {rank for rank, number in enumerate(plan.shard_of) if number is not None}
         self._results: dict[int, RankResult] = {}
         self._source: CallResults | None = None
@@ -387,8 +145,7 @@ class Call:
         self._lock = state.lock
         self.check_process = state.check_process
         self._stats = stats
-        self._device = device
-        self._timeout = timeout
+        self._timeout, self._device = options.timeout, options.device
         self.starting = starting
         self.number = 0
         self.outcome: Outcome = Future()
@@ -561,7 +318,7 @@ class Call:
     # --- what the transport and the monitor tell ------------------------------------------------------------------
 
     def arrive(self, result: RankResult) -> None:
-        """See `Receiver`. Results of ranks whose method has returned come from the thread that reads connections."""
+        # In the thread "wire", which must not wait: no code of users runs here, and the transport is asked nothing.
         now = time.time()
         with self._lock:
             rank, failure, clock, record = result.rank, result.failure, result.clock, self._record
@@ -595,12 +352,6 @@ class Call:
                     self._decide(time.monotonic(), ask=ask)
 
     def look(self, now: float, deaths: Mapping[int, str]) -> None:
-        """Look for what no result tells: deaths, failed inputs, timeouts. Called by the monitor.
-
-        Args:
-            now: by the monotonic clock.
-            deaths: rank -> why its process has ended.
-        """
         with self._lock:
             suspects = [rank for rank in self._pending if rank not in self._alive] if self._echo else []
         # Outside the lock: this asks the transport.
@@ -617,7 +368,6 @@ class Call:
             withdraw()
 
     def abandon(self) -> None:
-        """The group is broken or closed: end the call, unless it has an outcome."""
         with self._lock:
             dead = [rank for rank in self._pending if rank in self._state.dead]
             if dead and not self._state.closed:
@@ -729,7 +479,7 @@ class Call:
         finally:
             self._state.timing_out = False
 
-    def _log_late(self, others: int) -> None:
+    def log_late(self, others: int) -> None:
         """In a thread of its own too."""
         stacks, late = self.late_stacks(), self.late
         if late:
@@ -770,7 +520,7 @@ class Call:
             # One log per group: most calls wait for the same ranks, behind the oldest call.
             self._state.next_late_log = now + LATE_LOG_SECONDS
             oldest, *others = self._state.running() or [self]
-            _start_thread(oldest._log_late, len(others))
+            _start_thread(oldest.log_late, len(others))
 
     def _death(self, dead: Sequence[int], reason: str) -> WorkerDiedError:
         where = "__init__" if self.starting else self.method
@@ -843,3 +593,159 @@ def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:
         call_goes_on=True,
         stacks=stacks,
     )
+
+
+class WorkerFuture(Deferred, Generic[R_co]):
+    """What ``group.m.remote(x)`` returns.
+
+    A future holds references, one per collecting rank, and no data. Pass it to a method of the same or another group:
+    each rank then fetches the rows of its own shard, and nothing passes through the driver. A method registered with
+    ``materialize_futures=False`` receives the future itself and can wait for it, or pass it to a group of its own.
+
+    Args:
+        call: the call, in the process that sent it.
+        source: the call's results and how they are joined, in any other process.
+    """
+
+    def __init__(self, call: Call | None, source: tuple[CallResults, Join] | None = None) -> None:
+        self._call = call
+        self._elsewhere = source
+        self._value: list[R_co] = []  # a list, because of two threads that join, the first to append must win
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """The method that computes the result."""
+        return self._call.label if self._call is not None else self._source()[0].label
+
+    def result(self, timeout: float | None = None) -> R_co:
+        """Wait for the call and return its value. Every call of this method returns the same object.
+
+        Args:
+            timeout: seconds to wait. Only the wait ends then; the call continues.
+
+        Raises:
+            CallTimeoutError: the wait ended (``call_goes_on`` is True), or the call's own timeout passed.
+            SingleControllerError: the call's error.
+        """
+        if self._call is not None:
+            self._call.check_process()
+            if not self._value:
+                self._value.append(self._call.value(timeout))
+        else:
+            source, join = self._source()
+            results = source.wait(timeout)
+            if not self._value:
+                self._value.append(join_results(source, results, join))
+        return self._value[0]
+
+    def get(self, timeout: float | None = None) -> R_co:
+        """`result` under the name that verl's futures use."""
+        return self.result(timeout)
+
+    def as_argument(self) -> R_co:
+        """This object itself, typed as its value: type checkers then take it as an argument of a typed call."""
+        return cast(R_co, self)
+
+    def done(self) -> bool:
+        """Whether the call has ended, with or without an error."""
+        if self._call is not None:
+            self._call.check_process()
+            return self._call.settled
+        try:
+            self._source()[0].wait(timeout=0.0)
+        except CallTimeoutError:
+            return False
+        except SingleControllerError:
+            return True
+        return True
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """The exception that `result` would raise, or None. Waits like `result`.
+
+        Raises:
+            CallTimeoutError: the wait ended before the call did.
+        """
+        try:
+            self.result(timeout)
+        except SingleControllerError as error:
+            if isinstance(error, CallTimeoutError) and error.call_goes_on:
+                raise
+            return error.with_traceback(None)  # whose frames would keep the caller's variables alive
+        return None
+
+    @property
+    def refs(self) -> list[Any]:
+        """The transport's references to the results, one per collecting rank; ObjectRefs on Ray."""
+        return self._call.refs() if self._call is not None else self._source()[0].refs()
+
+    @property
+    def failed(self) -> Exception | None:
+        return self._call.error if self._call is not None else None
+
+    def wait(self) -> None:
+        """Wait until the call has ended, with or without an error."""
+        if self._call is not None:
+            self._call.wait()
+
+    def check_argument(self) -> None:
+        self._source()
+
+    def locate_all(self, argument: DeferredArgument) -> tuple[CallResults, list[Located]]:
+        source, join = self._source()
+        return source, source.locate(join, argument)
+
+    def _source(self) -> tuple[CallResults, Join]:
+        if self._elsewhere is not None:
+            return self._elsewhere
+        call = self._call
+        if call is None:
+            raise RuntimeError("a future without a call")
+        if call.collect is not None:
+            raise DispatchError(
+                f"the future of {call.label}() cannot be an argument, because the collect_fn of its mode runs on the "
+                "driver; pass future.result() instead",
+                method=call.method,
+            )
+        return call.results, call.join
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerFuture, (None, self._source())
+
+    def __await__(self) -> Generator[Any, None, R_co]:
+        return self._outcome().__await__()
+
+    async def _outcome(self) -> R_co:
+        call = self._call
+        if call is None:  # in another process, only a thread can wait
+            return await _in_thread(self.result)
+        call.check_process()
+        await asyncio.wrap_future(call.outcome)
+        # Fetching, unpickling and joining may take time, in which the event loop goes on.
+        return self.result() if call.is_plain else await _in_thread(self.result)
+
+    def __del__(self) -> None:
+        call = getattr(self, "_call", None)
+        if call is not None:
+            call.drop()
+
+    def __repr__(self) -> str:
+        if self._call is None:
+            return f"<WorkerFuture of {self.label}()>"
+        state = "running" if not self._call.settled else "failed" if self._call.error else "done"
+        return f"<WorkerFuture of {self._call.label}(), {state}>"
+
+
+def _in_thread(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
+    """Run a function in a thread "future-wait" of its own: those of the loop's executor are few, and every one of them
+    might wait."""
+    done: Future[R_co] = Future()
+    done.set_running_or_notify_cancel()  # cancelling the task must not make the thread's result an error
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error.with_traceback(None))
+
+    threading.Thread(target=run, name="future-wait", daemon=True).start()
+    return asyncio.wrap_future(done)

@@ -8,8 +8,10 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any
 
 from dispatch import batch
 from dispatch.errors import BatchError, DispatchError, ResultError, SingleControllerError
@@ -17,10 +19,9 @@ from dispatch.move import move
 from dispatch.plan import DeferredArgument, Parameter
 from dispatch.register import label, method_spec
 from single_controller.call.codec import CallMessage, Encoded, encode
-from single_controller.call.errors import GroupBrokenError
-from single_controller.call.joining import CallResults, Located
-from single_controller.call.result import Failure, RankResult
-from single_controller.call.stacks import stacks_under
+from single_controller.call.errors import Failure, GroupBrokenError
+from single_controller.call.joining import CallResults, Located, RankResult
+from single_controller.call.transport import RunningCall
 from single_controller.call.worker import RankInfo, RoleWorkers, Worker, assign
 
 logger = logging.getLogger(__name__)
@@ -28,23 +29,18 @@ logger = logging.getLogger(__name__)
 CANCEL_SECONDS = 1.0
 """How long a task may take to end after it was cancelled."""
 
+MAX_FRAMES = 20
+"""Innermost frames of one stack that are shown."""
+
+MAX_TASKS = 8
+MAX_STACK_TEXT = 4_000
+"""Characters of the stacks of one rank."""
+
 Constructor = tuple[type[Worker], tuple[Any, ...], dict[str, Any]]
 """A worker class, and the positional and keyword arguments of its constructor."""
 
 Asked = tuple[DeferredArgument, list[tuple[int, Parameter, int]]]
 """Any shard of a deferred argument, and (place, parameter, number of the shard) of each that is needed."""
-
-
-class RunningCall(NamedTuple):
-    """A call that a rank runs.
-
-    Attributes:
-        method: its label: the method, or ``<role>.<method>``.
-        seconds: how long it has been running, the wait for its arguments included.
-    """
-
-    method: str
-    seconds: float
 
 
 class Executor:
@@ -403,3 +399,56 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_SECONDS))
     loop.close()
+
+
+def stacks_under(
+    roots: Collection[CodeType], waiting: CodeType, owner: object, loop: asyncio.AbstractEventLoop | None
+) -> str:
+    """The stacks of all threads that run a method of an object.
+
+    Any thread may ask. The other threads are not stopped, and need not cooperate. A thread that waits does not change
+    while its stack is read. One that runs may go on in between, so its stack may mix frames of several moments.
+
+    Args:
+        roots: the methods. Shown are the frames inside the innermost of them.
+        waiting: a function inside them that only waits for the event loop. The stacks of the loop's tasks are shown in
+            place of its own.
+        owner: the object.
+        loop: its event loop.
+
+    Returns:
+        The text; empty if no thread runs such a method.
+    """
+    stacks, tasks = [], False
+    for innermost in sys._current_frames().values():
+        inside: list[tuple[FrameType, int]] = []
+        for frame, line in traceback.walk_stack(innermost):
+            if frame.f_code in roots and frame.f_locals.get("self") is owner:
+                if any(function.f_code is waiting for function, _ in inside):
+                    tasks = True
+                else:
+                    stacks.append(_text(inside[::-1] or [(frame, line)]))
+                break
+            inside.append((frame, line))
+    if tasks and loop is not None:
+        stacks += sorted(f"  task:\n{_text(list(_frames_of(task)))}" for task in asyncio.all_tasks(loop))[:MAX_TASKS]
+    text = "\n".join(stacks)
+    return (
+        text if len(text) <= MAX_STACK_TEXT else f"{text[: MAX_STACK_TEXT // 2]}\n  ...\n{text[-MAX_STACK_TEXT // 2 :]}"
+    )
+
+
+def _frames_of(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
+    """The frames of a suspended task's coroutine and of those that it awaits, outermost first."""
+    coroutine: Any = task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        if frame is not None:
+            yield frame, frame.f_lineno
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+
+
+def _text(frames: Sequence[tuple[FrameType, int]]) -> str:
+    left_out = len(frames) - MAX_FRAMES
+    lines = traceback.StackSummary.extract(iter(frames[-MAX_FRAMES:])).format()
+    return (f"  ... {left_out} frames ...\n" if left_out > 0 else "") + "".join(lines).rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,23 +12,30 @@ from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from dispatch.batch import Uneven
-from dispatch.checks import check_seconds
+from dispatch.checks import check_seconds, suggestion
 from dispatch.errors import DispatchError
-from dispatch.layout import Layout
+from dispatch.layout import Layout, layout_from
 from dispatch.modes import Mode, has_axes
 from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
-from single_controller.call.call import Call, GroupState, monitor
-from single_controller.call.closing import Closing
+from single_controller.call.call import DECLARED, Call, CallOptions, WorkerFuture
 from single_controller.call.errors import ForkedProcessError, ranks_text
-from single_controller.call.future import WorkerFuture
-from single_controller.call.methods import DECLARED, CallOptions, MethodTable, suggestion
+from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, monitor
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
-from single_controller.call.status import GroupStatus, group_status
-from single_controller.call.supervision import OnDeath, Replay, ReplayLog, Watcher, check_alone, check_ranks, restart
+from single_controller.call.supervision import (
+    GroupStatus,
+    OnDeath,
+    Replay,
+    ReplayLog,
+    Watcher,
+    check_alone,
+    check_ranks,
+    group_status,
+    restart,
+)
 from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, Sent, Transport
-from single_controller.call.worker import Worker, layout_from
+from single_controller.call.worker import MethodTable, Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -439,7 +447,7 @@ class WorkerGroup(Closing):
     def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Plan a call, send it, and wait for it or return its future."""
         begun = time.time()
-        self._state.check(self._recover)
+        self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
@@ -517,8 +525,29 @@ class WorkerGroup(Closing):
         return self._execute(plan_rank_zero, method_name, args, kwargs, wait=True)
 
     def _check(self) -> None:
-        """Raise unless the group takes calls. During a restart, wait for its end first."""
-        self._state.check(self._recover)
+        """Raise unless the group takes calls. During a restart, wait for its end first. If ranks have died before, do
+        what ``on_death`` says.
+
+        Raises:
+            ForkedProcessError: this is a fork of the process that made the group.
+            GroupClosedError: it was closed.
+            GroupBrokenError: it is broken; the message says why.
+        """
+        state = self._state
+        if os.getpid() != state.pid:
+            state.check_process()
+        if state.restarting:
+            with state.sending:  # reentrant: the thread that restarts passes
+                pass
+        if not state.closed:
+            if state.transport is not None and not state.transport.connected:
+                state.break_(TRANSPORT_GONE)
+            if state.referred:
+                state.look()
+            if state.recovers and state.dead:
+                self._recover()
+        if (state.closed or state.broken is not None) and (refusal := state.refusal()) is not None:
+            raise refusal
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
         registration, transport = spec.registration, self._state.transport
@@ -545,12 +574,9 @@ class WorkerGroup(Closing):
             transport = state.transport
             # Again: another thread may have closed the group while this one waited.
             if transport is None or state.closed or state.broken is not None:
-                state.check()
-                raise RuntimeError(f"{self.name} has no workers yet")
+                raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
             stats = self._records[self._role].stats if recorded else None
-            call = Call(
-                state, spec, plan, transport, timeout=options.timeout, stats=stats, begun=begun, device=options.device
-            )
+            call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
             try:
                 sent = transport.send(spec, plan, call)
             except PartlySentError as error:
@@ -641,7 +667,8 @@ class WorkerGroup(Closing):
         spec = method_spec(Worker, "__init__")
         if spec is None:
             raise TypeError("Worker has no constructor")
-        call = Call(state or self._state, spec, plan, transport, timeout=timeout, starting=True)
+        options = CallOptions(timeout=timeout)
+        call = Call(state or self._state, spec, plan, transport, options, starting=True)
         call.sent(send(call))
         wait_and_check(call)
 

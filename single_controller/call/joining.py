@@ -1,4 +1,4 @@
-"""Joining: what a call's results make together, and which of their rows one shard needs."""
+"""RankResult: what a rank returns. Joining: what the results of a call make together, and which rows a shard needs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,45 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dispatch import batch
 from dispatch.batch import share_rows
 from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument, join_values
-from single_controller.call.codec import private_copy
-from single_controller.call.result import RankResult
+from single_controller.call.codec import Encoded, private_copy
+from single_controller.call.errors import Failure
+
+
+class RankResult(NamedTuple):
+    """How a call ended on one rank. A frame has it as a plain tuple, whose pickle names no class.
+
+    Attributes:
+        rank: the rank.
+        layout_version: version of the worker's `LayoutReport` after the call.
+        value: the encoded result, if this rank collects. None also stands for a result of None.
+        rows: rows of the result, if it is a batch.
+        not_rows: why the result cannot be cut into rows.
+        empty: whether all rows of this rank's shard were padding, so that there is nothing to join.
+        nbytes: bytes of the encoded result.
+        clock: the fields of a `Clock`; None if the method raised.
+        failure: the exception that the method raised.
+        kept: whether the value stays on the rank until somebody asks for it.
+        died: why the rank's process has ended, if it did before the call ended.
+    """
+
+    rank: int
+    layout_version: int = 0
+    value: Encoded | None = None
+    rows: int | None = None
+    not_rows: str | None = None
+    empty: bool = False
+    nbytes: int = 0
+    clock: tuple[float, float, float, float] | None = None
+    failure: Failure | None = None
+    kept: bool = False
+    died: str | None = None
 
 
 class CallResults(Protocol):

@@ -12,9 +12,7 @@ from typing import NamedTuple, Protocol
 
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
-from single_controller.call.executor import RunningCall
-from single_controller.call.joining import CallResults
-from single_controller.call.result import RankResult
+from single_controller.call.joining import CallResults, RankResult
 
 MAX_STACK_SECONDS = 2.0
 """How long ranks may take to say where they are. An error or a log line that shows it waits for that."""
@@ -34,6 +32,18 @@ class RankProcess(NamedTuple):
     address: str
     pid: int
     node: str = ""
+
+
+class RunningCall(NamedTuple):
+    """A call that a rank runs.
+
+    Attributes:
+        method: its label: the method, or ``<role>.<method>``.
+        seconds: how long it has been running, the wait for its arguments included.
+    """
+
+    method: str
+    seconds: float
 
 
 class Death(NamedTuple):

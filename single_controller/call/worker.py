@@ -1,18 +1,23 @@
-"""Worker: the base class of what runs on a rank. LayoutReport: the coordinates that it reports to its group."""
+"""Worker: the base class of what runs on a rank. What a group is made of: a class with arguments, or several."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any, Self
 
-from dispatch.checks import check_count
+from dispatch.batch import described
+from dispatch.checks import check_count, suggestion
 from dispatch.errors import DispatchError
-from dispatch.layout import Layout, Mesh
+from dispatch.layout import DeviceMesh, LayoutReport, mesh_coordinates
+from dispatch.register import MethodSpec, check_arguments, method_spec, plain_signature, registered_methods
+from single_controller.call.codec import can_encode, cannot_send
 from single_controller.call.errors import LocalGroupError
 from single_controller.verl import VerlWorker
 
@@ -72,33 +77,6 @@ class RankInfo:
             int(get("MASTER_PORT", "0")),
             int(get("NODE_RANK", "0")),
         )
-
-
-COLLECTS_LAST = "pp"
-"""The mesh axis on which the last rank collects, because the last pipeline stage has the output."""
-
-
-@dataclass
-class LayoutReport:
-    """What one worker reported."""
-
-    axes: dict[str, int] = field(default_factory=dict)  # axis -> coordinate
-    sizes: dict[str, int] = field(default_factory=dict)  # axis -> number of coordinates, where the worker reported it
-    # mesh name -> (dp rank, whether the rank collects)
-    meshes: dict[str, tuple[int, bool]] = field(default_factory=dict)
-    version: int = 0  # increases with every change, so that a group notices one
-
-
-class DeviceMesh(Protocol):
-    """The part of ``torch.distributed.device_mesh.DeviceMesh`` that is used; torch itself is not imported here."""
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def get_coordinate(self) -> Sequence[int] | None: ...
 
 
 class RoleWorkers(dict[str, "Worker"]):
@@ -403,64 +381,219 @@ def _needs_no_arguments(constructor: Callable[..., Any]) -> bool:
     return True
 
 
-def layout_from(reports: Sequence[LayoutReport]) -> Layout:
-    """The layout that the workers, in order of rank, have reported.
+class ClassWithInitArgs:
+    """A worker class and the arguments of its constructor, which runs on every rank.
+
+    Args:
+        cls: a subclass of `Worker`.
+        args: positional arguments of its constructor.
+        kwargs: keyword arguments of its constructor. Without any arguments, the object may also say of which class
+            running workers are; whether the constructor needs some is then checked when a group starts workers.
 
     Raises:
-        DispatchError: only some ranks reported an axis or a mesh, or the reported sizes differ.
+        TypeError: ``cls`` is not a subclass of `Worker`, or the arguments do not fit its constructor.
     """
-    _check_complete("register_layout", "axis", [set(report.axes) for report in reports])
-    _check_complete("register_mesh", "mesh", [set(report.meshes) for report in reports])
-    first = reports[0]
-    for rank, report in enumerate(reports):
-        if report.sizes != first.sizes:
-            raise DispatchError(
-                f"rank {rank} reported the axis sizes {report.sizes}, but rank 0 reported {first.sizes}; "
-                "all ranks of a group share the same axes"
-            )
-    axes = {axis: tuple(report.axes[axis] for report in reports) for axis in first.axes}
-    meshes = {}
-    for name in first.meshes:
-        coordinates = [report.meshes[name] for report in reports]
-        meshes[name] = Mesh(name, tuple(dp for dp, _ in coordinates), tuple(collects for _, collects in coordinates))
-    return Layout(axes, meshes, dict(first.sizes), len(reports))
+
+    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, Worker)):
+            raise TypeError(f"a group's class is a subclass of single_controller.Worker, got {cls!r}")
+        self.cls: type[Worker] = cls
+        self.args = args
+        self.kwargs = kwargs
+        if args or kwargs:
+            self.check_arguments()
+
+    def __call__(self) -> Worker:
+        """Construct the worker in this process, for a unit test of it."""
+        return self.cls(*self.args, **self.kwargs)
+
+    def check_arguments(self) -> None:
+        """Check that the arguments fit the constructor.
+
+        Raises:
+            TypeError: they do not.
+        """
+        constructor = self.cls.__init__
+        # Worker's own parameter is for constructors that pass it on, see there.
+        own = constructor is not Worker.__init__
+        signature = plain_signature(constructor, skip_first=True) if own else inspect.Signature()
+        check_arguments(self.cls.__name__, signature, self.args, self.kwargs)
+
+    def check_encodable(self, error: Exception) -> None:
+        """Name what cannot be pickled, if it is the class or one of the arguments.
+
+        Raises:
+            DispatchError: one of them cannot.
+        """
+        given = {**{f"argument {k}": value for k, value in enumerate(self.args)}, **self.kwargs}
+        name = next((name for name, value in given.items() if not can_encode(value)), None)
+        if name is not None or not can_encode(self.cls):
+            what = "the class itself" if name is None else f"{name!r}, {described(given[name])},"
+            raise cannot_send(f"{self.cls.__name__}(): {what}", error, "__init__", name) from error
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.cls.__name__})"
 
 
-def _check_complete(function: str, what: str, reported: list[set[str]]) -> None:
-    for name in sorted(set().union(*reported)):
-        missing = [rank for rank, names in enumerate(reported) if name not in names]
-        if missing:
-            raise DispatchError(
-                f"ranks {missing} have not called {function}() for the {what} {name!r}, but the other ranks have; "
-                "every rank of the group must call it"
-            )
+class Colocated:
+    """What `colocate` returns. A group takes it in place of one class."""
+
+    def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
+        if not isinstance(roles, Mapping) or not all(isinstance(made, ClassWithInitArgs) for made in roles.values()):
+            raise TypeError(f"colocate() takes a dict {{'actor': RayClassWithInitArgs(Actor), ...}}, got {roles!r}")
+        if not roles:
+            raise ValueError("colocate() takes at least one role")
+        for role in roles:
+            if not isinstance(role, str) or not role.isidentifier() or role.startswith("_"):
+                raise ValueError(f"a role is reached as group.<role>, so its name must be an identifier; got {role!r}")
+        self.roles: dict[str, ClassWithInitArgs] = dict(roles)
+
+    @property
+    def name(self) -> str:
+        """The roles' names, for the names of actors and groups."""
+        return "_".join(self.roles)
+
+    def __repr__(self) -> str:
+        return f"colocate({{{', '.join(f'{role!r}: {made.cls.__name__}' for role, made in self.roles.items())}}})"
 
 
-def mesh_coordinates(device_mesh: DeviceMesh, data_axes: str | Sequence[str]) -> tuple[int, bool]:
-    """(dp rank, whether it collects) of this process on a device mesh; see `Worker.register_device_mesh`.
+def colocate(roles: Mapping[str, ClassWithInitArgs]) -> Colocated:
+    """Put several worker classes into one process per rank, so that they share its device and memory.
+
+    The group has a group for each role: ``group.actor.m(x)``, ``group.critic.m(x)``. A worker reaches the others of its
+    process with ``self.role_worker("critic")``. A process runs one call at a time, in the order in which the driver
+    sent them, whichever role they are for.
+
+    Args:
+        roles: role -> its class with the constructor's arguments: ``{"actor": RayClassWithInitArgs(Actor, config)}``.
+            The workers of a process are created in this order.
 
     Raises:
-        ValueError: the mesh has no such axis, or does not contain this rank.
+        TypeError: it is not such a dict.
+        ValueError: it is empty, or the name of a role cannot be an attribute.
     """
-    shape = tuple(device_mesh.shape)
-    wanted = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
-    names = device_mesh.mesh_dim_names
-    if names is None:
-        if len(shape) != 1:
-            raise ValueError(f"a device mesh of shape {shape} needs names: give init_device_mesh() mesh_dim_names=")
-        names = wanted = (*wanted[:1],)
-    missing = [axis for axis in wanted if axis not in names]
-    if len(set(wanted)) < len(wanted):
-        raise ValueError(f"data_axes={data_axes!r} names an axis twice")
-    if missing or not wanted:
-        raise ValueError(f"data_axes={data_axes!r}: the device mesh has the axes {', '.join(names)}")
-    coordinates = device_mesh.get_coordinate()
-    if coordinates is None:
-        raise ValueError("this rank is not in the device mesh; every rank of a group must be in its meshes")
-    coordinate = dict(zip(names, coordinates, strict=True))
-    size = dict(zip(names, shape, strict=True))
-    dp_rank = 0
-    for axis in wanted:
-        dp_rank = dp_rank * size[axis] + coordinate[axis]
-    collects = all(coordinate[a] == (size[a] - 1 if a == COLLECTS_LAST else 0) for a in names if a not in wanted)
-    return dp_rank, collects
+    return Colocated(roles)
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> Colocated:
+    """`colocate` under the name that verl uses; ``group.spawn(...)`` returns the roles' groups. Verl's other name is
+    create_colocated_worker_cls_fused; ``group.fuse(...)``, then ``group.<role>``."""
+    return colocate(class_dict)
+
+
+create_colocated_worker_cls_fused = create_colocated_worker_cls
+
+
+def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type[Worker]:
+    """Return a base class for a worker beside colocated ones, under the name that verl uses.
+
+    A group of a subclass has the subclass's own methods and ``group.<role>``. In the worker, ``self.<role>`` is the
+    role's worker, which is created first.
+
+    Args:
+        class_dict: as for `colocate`.
+
+    Raises:
+        TypeError, ValueError: as for `colocate`, or a worker uses the name of a role itself.
+    """
+    inner = colocate(class_dict)
+    taken = [role for role in inner.roles if hasattr(Worker, role)]
+    if taken:
+        raise ValueError(f"self.{taken[0]} is an attribute of every worker: rename the role")
+    members: dict[str, Any] = {role: property(partial(Worker.role_worker, role=role)) for role in inner.roles}
+    return type(f"Fused_{inner.name}", (Worker,), {**members, _INNER: inner, "__module__": __name__})
+
+
+_INNER = "_colocated"
+"""Where a class made by `create_colocated_worker_raw_cls` has its roles."""
+
+
+def constructors(made: ClassWithInitArgs | Colocated) -> dict[str | None, ClassWithInitArgs]:
+    """role -> class with arguments, in the order of creation. The role of the group's own class is None."""
+    colocated: Colocated | None = made if isinstance(made, Colocated) else getattr(made.cls, _INNER, None)
+    roles: dict[str | None, ClassWithInitArgs] = dict(() if colocated is None else colocated.roles.items())
+    if not isinstance(made, Colocated):
+        roles[None] = made
+    return roles
+
+
+class MethodTable:
+    """The methods of one worker class.
+
+    Args:
+        cls: the class.
+        role: its role, if several classes share a process.
+
+    Attributes:
+        registered: name -> method, of those under @register.
+    """
+
+    def __init__(self, cls: type[Worker], role: str | None = None) -> None:
+        self.cls = cls
+        self.role = role
+        self.registered = {name: replace(spec, role=role) for name, spec in registered_methods(cls).items()}
+
+    def check_names(self, reserved: Iterable[str]) -> None:
+        """Check that no registered method has a reserved name.
+
+        Raises:
+            DispatchError: one has.
+        """
+        clashes = sorted(set(reserved) & set(self.registered))
+        if clashes:
+            raise DispatchError(
+                f"{self.cls.__name__} registers {', '.join(f'{name}()' for name in clashes)}, but the worker "
+                "group uses this name itself; rename the method",
+                method=clashes[0],
+            )
+
+    def any(self, name: str) -> MethodSpec:
+        """A method, registered or not.
+
+        Raises:
+            AttributeError: the class has no such method.
+        """
+        spec = self.registered.get(name) or method_spec(self.cls, name)
+        if spec is None:
+            raise AttributeError(f"{self.cls.__name__} has no method {name!r}{suggestion(name, dir(self.cls))}")
+        return replace(spec, role=self.role)
+
+    def name_of(self, method: object) -> str:
+        """The name of a method that was given as a function, ``Scorer.score``.
+
+        Functions are compared by module and qualified name: a class that was sent to another process comes back as a
+        copy.
+
+        Raises:
+            TypeError: it is not a function of a class.
+            DispatchError: the class does not have it.
+        """
+        if not inspect.isfunction(method):
+            raise TypeError(
+                f"group.on() takes a method of the worker class, as in group.on(Scorer.score); got {method!r}"
+            )
+        name = method.__name__
+        for base in self.cls.__mro__:
+            found = vars(base).get(name)
+            function = getattr(found, "__func__", found)
+            if inspect.isfunction(function) and _identity(function) == _identity(method):
+                return name
+        raise DispatchError(
+            f"{method.__qualname__}() is not a method of the group's worker class {self.cls.__name__}, which registers "
+            f"{', '.join(self.registered) or 'no methods'}",
+            method=name,
+        )
+
+    def missing(self, name: str, others: Iterable[str]) -> AttributeError:
+        """The error for a name that is not a registered method. ``others`` are the group's names."""
+        owner = self.cls.__name__
+        if method_spec(self.cls, name) is not None:
+            return AttributeError(
+                f"{owner}.{name}() is not registered: put @register(...) on it, or call "
+                f"group.execute_all_sync({name!r}, ...)"
+            )
+        return AttributeError(f"the group has no method {name!r}, and neither has {owner}{suggestion(name, others)}")
+
+
+def _identity(function: FunctionType) -> tuple[str, str]:
+    return function.__module__, function.__qualname__

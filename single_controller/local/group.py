@@ -8,11 +8,9 @@ from typing import Any, NoReturn
 
 from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
-from single_controller.call.codec import Encoded, check_encodable, encode
-from single_controller.call.colocate import Colocated, constructors
+from single_controller.call.codec import Encoded, encode
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.call.pool import ClassWithInitArgs
-from single_controller.call.worker import Worker
+from single_controller.call.worker import ClassWithInitArgs, Colocated, Worker, constructors
 from single_controller.local.transport import LocalRank, LocalTransport
 
 _ON_RAY_ONLY = {
@@ -186,5 +184,5 @@ class LocalWorkerGroup(WorkerGroup):
             return encode(arguments, in_process=True)
         except Exception as error:
             for made in self._constructors.values():
-                check_encodable(made, error)
+                made.check_encodable(error)
             raise

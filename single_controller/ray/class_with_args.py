@@ -14,11 +14,8 @@ import ray
 from dispatch.batch import user_batch_types
 from dispatch.checks import check_amounts
 from dispatch.register import method_spec
-from single_controller.call.codec import Encoded, check_encodable, encode
-from single_controller.call.colocate import Colocated, constructors
-from single_controller.call.pool import ClassWithInitArgs
-from single_controller.call.result import MAX_INLINE_BYTES
-from single_controller.call.worker import Worker
+from single_controller.call.codec import MAX_INLINE_BYTES, Encoded, encode
+from single_controller.call.worker import ClassWithInitArgs, Colocated, Worker, constructors
 from single_controller.ray.compat import declared_class
 from single_controller.ray.results import put
 
@@ -227,7 +224,7 @@ class ProcessSpec:
             encoded = encode((constructors, _batch_types()))
         except Exception as error:
             for made in self.roles.values():
-                check_encodable(made, error)
+                made.check_encodable(error)
             raise
         return encoded if encoded.nbytes <= MAX_INLINE_BYTES else put(encoded)
 

@@ -26,9 +26,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from dispatch.checks import check_count, check_seconds, is_count
-from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, GroupState
+from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, CallOptions
 from single_controller.call.codec import decode_result
-from single_controller.call.colocate import Colocated
 from single_controller.call.errors import (
     CallTimeoutError,
     GroupBrokenError,
@@ -38,10 +37,10 @@ from single_controller.call.errors import (
     ranks_text,
 )
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, wait_and_check
-from single_controller.call.methods import CallOptions
+from single_controller.call.state import GroupState
 from single_controller.call.supervision import check_ranks, restart
 from single_controller.call.transport import MAX_STACK_SECONDS
-from single_controller.call.worker import Worker
+from single_controller.call.worker import Colocated, Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.group_records import Registration, Takeover, find_takeover
@@ -294,8 +293,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def __reduce__(self) -> Any:
         """In another process (a worker, a Ray task) the group is attached to the same workers."""
-        if self._state.closed:
-            self._state.check()
+        if self._state.closed and (refusal := self._state.refusal()) is not None:
+            raise refusal
         classes = {role: table.cls for role, table in self._tables.items()}
         ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
         name = f"{self.name.removesuffix(' (attached)')} (attached)"

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, cast
 
 import ray.cloudpickle
 
-from single_controller.call.call import GroupState
 from single_controller.call.errors import ranks_text
+from single_controller.call.state import GroupState
 from single_controller.call.transport import Death
 from single_controller.ray import compat
 from single_controller.ray.compat import ActorInfo, death_of

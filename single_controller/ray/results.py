@@ -31,9 +31,8 @@ from dispatch.errors import DispatchError, ResultError, SingleControllerError
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
 from single_controller.call.codec import Encoded, add_reference_types, decode_result, keep_encoded, use_pickler
-from single_controller.call.errors import CallTimeoutError, ResultLostError, WorkerDiedError
-from single_controller.call.joining import CallResults, Located, locate
-from single_controller.call.result import Failure, RankResult
+from single_controller.call.errors import CallTimeoutError, Failure, ResultLostError, WorkerDiedError
+from single_controller.call.joining import CallResults, Located, RankResult, locate
 from single_controller.call.transport import Outcome, Receiver
 from single_controller.ray.compat import exit_detail
 from single_controller.ray.rank.call_thread import call_cancelled

@@ -24,13 +24,12 @@ from ray.exceptions import RayError
 from dispatch.plan import CallPlan
 from single_controller.call.call import Call
 from single_controller.call.errors import PlacementError, WorkerDiedError
-from single_controller.call.pool import local_ranks
 from single_controller.call.transport import Sent
 from single_controller.call.worker import RANK_ENVIRONMENT
 from single_controller.ray import python_env
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.compat import death_of
-from single_controller.ray.placement.pool import RayResourcePool
+from single_controller.ray.placement.pool import RayResourcePool, local_ranks
 from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
 from single_controller.ray.placement.slots import Slot, SlotLocation
 from single_controller.ray.rank.actor import Location, StartMessage, actor_class

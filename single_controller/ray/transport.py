@@ -24,15 +24,15 @@ from ray.exceptions import RayError
 from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.call.codec import SEPARATE, Encoded, encode, encode_call
+from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, Encoded, encode, encode_call
 from single_controller.call.errors import StartError, ranks_text
-from single_controller.call.executor import Asked, RunningCall
-from single_controller.call.result import MAX_INLINE_BYTES
+from single_controller.call.executor import Asked
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,
     PartlySentError,
     RankProcess,
     Receiver,
+    RunningCall,
     Sent,
     Transport,
 )

@@ -30,7 +30,7 @@ HEADER = struct.Struct("<IBQQ")
 """What each frame begins with: bytes that follow, kind, number, and up to which number the sender has all replies."""
 
 MAX_FRAME_BYTES = 1 << 20
-"""More than any frame has: see `single_controller.call.result.MAX_INLINE_BYTES`."""
+"""More than any frame has: see `single_controller.call.codec.MAX_INLINE_BYTES`."""
 
 SILENCE_SECONDS = 10
 """How long the other host may not acknowledge anything before the connection counts as lost. Longer than an outage that

@@ -138,7 +138,7 @@ def test_error_has_what_the_other_ranks_returned_and_is_the_methods_own(heavy):
 
 def test_group_in_a_process_that_can_start_no_thread(pool, monkeypatch):
     """The thread that looks for deaths is started before anything is sent; calls start none."""
-    from single_controller.call.call import monitor
+    from single_controller.call.state import monitor
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")

@@ -11,8 +11,9 @@ from group_workers import Counter
 from dispatch.plan import CallPlan
 from dispatch.register import registered_methods
 from single_controller import WorkerError
-from single_controller.call.call import Call, GroupState
-from single_controller.call.result import RankResult
+from single_controller.call.call import Call
+from single_controller.call.joining import RankResult
+from single_controller.call.state import GroupState
 from single_controller.call.stats import CallStats, Clock, write_trace
 from single_controller.call.transport import Sent, Transport
 

@@ -14,7 +14,7 @@ from group_workers import Counter, Fragile
 from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
-from single_controller.call.executor import RunningCall
+from single_controller.call.transport import RunningCall
 from single_controller.ray import group_records
 from single_controller.ray.inspect_groups import status_of
 from single_controller.ray.rank.frames import frames_of

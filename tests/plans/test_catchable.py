@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from single_controller import StartError, WorkerError
-from single_controller.call.result import catchable_as
+from single_controller.call.errors import catchable_as
 
 
 class Odd(Exception):
@@ -72,7 +72,7 @@ def test_copy_of_an_error_whose_class_cannot_be_pickled():
 def test_process_that_lacks_the_class_gets_a_plain_error():
     script = """
 import sys
-from single_controller.call.result import catchable_as
+from single_controller.call.errors import catchable_as
 from single_controller import WorkerError
 import types, pickle
 module = types.ModuleType("only_here")

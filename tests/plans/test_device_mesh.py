@@ -7,8 +7,7 @@ import torch
 from plan_helpers import factorizations, plan_of
 
 from dispatch import Dispatch, Layout
-from dispatch.layout import Mesh
-from single_controller.call.worker import mesh_coordinates
+from dispatch.layout import Mesh, mesh_coordinates
 
 
 class DeviceMesh:

@@ -14,8 +14,7 @@ from dispatch.batch import Deferred
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
 from single_controller.call.buffer_pool import buffer_pool
-from single_controller.call.joining import join_results, locate
-from single_controller.call.result import RankResult
+from single_controller.call.joining import RankResult, join_results, locate
 
 
 class RecordedResults:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from waits import wait_until
 
 from single_controller.call.errors import WorkerDiedError
-from single_controller.call.result import RankResult
+from single_controller.call.joining import RankResult
 from single_controller.ray.results import RankReply, RayResults
 from single_controller.wire import connection, link, listener, stream
 from single_controller.wire.handshake import (

@@ -1,8 +1,6 @@
 """Stacks and errors of many ranks, as text that stays short."""
 
-from single_controller.call.errors import ranks_text
-from single_controller.call.result import Failure, first_cause
-from single_controller.call.stacks import MAX_STACKS, show_stacks
+from single_controller.call.errors import MAX_STACKS, Failure, first_cause, ranks_text, show_stacks
 
 
 def test_ranks_text():

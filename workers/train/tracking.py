@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from single_controller.call.closing import Closing
+from single_controller.call.state import Closing
 from workers.extras import require
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import RayResourcePool
-from single_controller.call.closing import Closing
+from single_controller.call.state import Closing
 from single_controller.ray.rank.devices import NOSET
 from single_controller.ray.runtime import ensure_ray
 from workers.train.args import TrainArgsError, read_args

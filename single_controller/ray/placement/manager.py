@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from single_controller.call.closing import Closing
 from single_controller.call.errors import GroupClosedError
+from single_controller.call.state import Closing
 from single_controller.ray.placement.plan import refuse_impossible
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.runtime import nodes

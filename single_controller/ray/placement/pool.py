@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from single_controller.call.closing import Closing
+from dispatch.checks import check_count, is_count
 from single_controller.call.errors import ForkedProcessError, GroupClosedError, PlacementError
-from single_controller.call.pool import ResourcePool
+from single_controller.call.state import Closing
 from single_controller.ray.placement.external import external_reservation
 from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
@@ -70,6 +70,62 @@ _ALIKE = (
     "memory",
 )
 """Options in which pools must agree to be merged."""
+
+
+class ResourcePool:
+    """Processes per node, as numbers only. A subclass reserves resources for them.
+
+    Args:
+        process_on_nodes: processes of each entry, for example ``[8, 8]``. An entry is on one node.
+        max_colocate_count: worker processes that may share one slot.
+
+    Raises:
+        ValueError: no entry, or a count that is not a positive integer.
+    """
+
+    def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 10) -> None:
+        entries = list(process_on_nodes) if isinstance(process_on_nodes, Sequence) else []
+        if not entries or not all(map(is_count, entries)):
+            raise ValueError(
+                f"process_on_nodes is a list of positive integers, one per node ([8, 8]), got {process_on_nodes!r}"
+            )
+        self._store = [int(entry) for entry in entries]
+        self.max_colocate_count = check_count("max_colocate_count", max_colocate_count)
+
+    @property
+    def store(self) -> list[int]:
+        """Processes of each entry."""
+        return list(self._store)
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return sum(self._store)
+
+    def local_world_sizes(self) -> list[int]:
+        """By rank, the number of processes of its entry (on its node): ``[2, 1]`` gives 2, 2, 1."""
+        return [size for _, size in local_ranks(self._homes())]
+
+    def local_ranks(self) -> list[int]:
+        """By rank, its rank within its entry (on its node): ``[2, 1]`` gives 0, 1, 0."""
+        return [rank for rank, _ in local_ranks(self._homes())]
+
+    def _homes(self) -> Sequence[Hashable]:
+        """By rank, what it has in common with the ranks that are local to it: here its entry."""
+        return [entry for entry, size in enumerate(self._store) for _ in range(size)]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.store})"
+
+
+def local_ranks(homes: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """By rank, its rank among those of the same home, and how many these are."""
+    sizes, seen = Counter(homes), Counter[Hashable]()
+    found = []
+    for home in homes:
+        found.append((seen[home], sizes[home]))
+        seen[home] += 1
+    return found
 
 
 class RayResourcePool(Closing, ResourcePool):

@@ -30,7 +30,7 @@ from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dispatch.checks import check_count
-from single_controller.call.closing import Closing
+from single_controller.call.state import Closing
 from workers.rollout.rewards.reward_calls import RewardCall, RewardFunction, Sample
 from workers.rollout.rewards.reward_progress import RewardProgress
 from workers.rollout.rollout_errors import RewardError, RolloutError

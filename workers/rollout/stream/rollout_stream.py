@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from single_controller.call.closing import Closing
+from single_controller.call.state import Closing
 from workers.data.collate import collate_completions
 from workers.rollout.rollout_errors import RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager

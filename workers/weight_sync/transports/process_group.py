@@ -31,7 +31,7 @@ import ray.util
 import torch
 import torch.distributed as dist
 
-from single_controller.call.future import WorkerFuture
+from single_controller.call.call import WorkerFuture
 from workers.device import current_device, device
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
