@@ -1,4 +1,4 @@
-"""An editable install, as in the README, is visible to type checkers: a user's own file in another folder is checked."""
+"""An editable install, as in the README, is visible to type checkers: they check a user's file in another folder."""
 
 import json
 import re
