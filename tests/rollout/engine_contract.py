@@ -1,5 +1,6 @@
 """What every engine promises. A test file subclasses `EngineContract` and has a fixture ``subject``."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import as_completed
@@ -8,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rollout_helpers import plain_log_probs, plain_model
 
-from workers.rollout.engines.rollout_engine import EngineLoad, RolloutEngine, SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, EngineLoad, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4], [6, 6], [2, 9, 17], [31]]
@@ -24,6 +27,47 @@ HOW = [
     SamplingParams(12, temperature=0.0),
 ]
 SECONDS = 30.0
+
+
+def bad_submit(**wrong: Any) -> Callable[[RolloutEngine], object]:
+    def call(engine: RolloutEngine) -> object:
+        how = SamplingParams(4)
+        options = {"prompt": [1, 2], "sampling_params": how, "request_id": "bad", "seed": 0, **wrong}
+        return engine.submit(**options)
+
+    return call
+
+
+def bad_params(**wrong: Any) -> Callable[[RolloutEngine], object]:
+    return lambda engine: engine.submit([1, 2], SamplingParams(4, **wrong), "bad", seed=0)
+
+
+BAD: dict[str, Callable[[RolloutEngine], object]] = {
+    **{f"seed {seed!r}": bad_submit(seed=seed) for seed in (2**64, -(2**63) - 1, 0.5, "1", None, True)},
+    **{
+        f"prompt {prompt!r}": bad_submit(prompt=prompt)
+        for prompt in ([], [1.5], ["a"], "ab", [None], [[1]], 3, None, [-1], [10**9], [2**70], torch.tensor([0.5]))
+    },
+    **{f"sampling_params {how!r}": bad_submit(sampling_params=how) for how in (None, {"max_new_tokens": 4}, 4)},
+    **{f"request_id {name!r}": bad_submit(request_id=name) for name in (["a"], 3, None)},
+    **{
+        f"partial {partial!r}": bad_submit(partial=partial)
+        for partial in (
+            [1, 2],
+            Completion([10**9], [0.0], "abort"),
+            Completion([-1], [0.0], "abort"),
+            Completion([1.5], [0.0], "abort"),  # type: ignore[list-item]
+            Completion([1, 2], [0.0], "abort"),
+            Completion([1, 2], [0.0, 0.0], "abort", [1]),
+        )
+    },
+    **{f"temperature {value!r}": bad_params(temperature=value) for value in (1e-9, -1, math.nan, math.inf, "1", None)},
+    **{f"top_p {value!r}": bad_params(top_p=value) for value in (0, 1.5, math.nan, "1")},
+    **{f"top_k {value!r}": bad_params(top_k=value) for value in (-1, 0.5, True)},
+    **{f"stop_token_ids {ids!r}": bad_params(stop_token_ids=ids) for ids in (2, [10**9], [-1], ["a"], [0.5])},
+    "prompt and seed of generate": lambda engine: engine.generate([[1], [2]], SamplingParams(4), [0, 2**64]),
+}
+"""Requests that no engine takes."""
 
 
 @dataclass
@@ -234,6 +278,31 @@ class EngineContract:
         batch = subject.engine.generate(PROMPTS, SamplingParams(10), SEEDS)
         assert [future.result().token_ids for future in futures] == [one.token_ids for one in batch]
         assert [future.result().weight_versions for future in futures] == [[1] * 10] * 8
+        assert subject.idle
+
+    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(mix=st.lists(st.sampled_from(["good", "generate", *BAD]), min_size=4, max_size=12))
+    def test_no_request_fails_another(self, subject, first, mix):
+        """Bad requests among good ones: each is refused where it is made, and those that run get their completions."""
+        engine = subject.engine
+        asked = [SamplingParams(12, temperature=(1.0, 0.0)[k % 2], top_k=(0, 2**70)[k % 2]) for k in range(8)]
+        if not hasattr(self, "alone"):
+            alone = [engine.generate([PROMPTS[k]], asked[k], [SEEDS[k]])[0] for k in range(8)]
+            type(self).alone = [completion.token_ids for completion in alone]
+        running = {}
+        for number, kind in enumerate(["good", *mix, "good"]):
+            k = number % 8
+            if kind == "good":
+                running[number] = engine.submit(PROMPTS[k], asked[k], f"request-{number}", seed=SEEDS[k])
+            elif kind == "generate":
+                (made,) = engine.generate([PROMPTS[k]], asked[k], [SEEDS[k]])
+                assert made.token_ids == self.alone[k]
+            else:
+                with pytest.raises((PromptError, ValueError, TypeError)) as caught:
+                    BAD[kind](engine)
+                assert str(caught.value)
+        for number, future in running.items():
+            assert future.result(SECONDS).token_ids == self.alone[number % 8], (number, mix)
         assert subject.idle
 
     def test_update_in_the_middle_of_running_requests(self, subject, first):

@@ -374,6 +374,22 @@ def test_logits_that_are_not_finite_fail_the_requests_and_the_engine_goes_on(mak
     check(model, [5, 9, 2], completion)
 
 
+def test_weight_of_one_token_that_is_not_finite_fails_its_requests_alone(make):
+    engine, model = make(CONFIG)
+    embeddings = {"model.embed_tokens.weight": model.get_input_embeddings().weight.clone()}
+    with torch.no_grad():
+        embeddings["model.embed_tokens.weight"][31] = torch.nan
+    engine.load_weights(embeddings.items())
+    # Greedy, and the other request must not generate the token itself.
+    how = SamplingParams(8, temperature=0.0)
+    (alone,) = engine.generate([[5, 9, 2]], how, [0])
+    assert 31 not in alone.token_ids
+    bad, good = (engine.submit(prompt, how, str(prompt), seed=0) for prompt in ([31], [5, 9, 2]))
+    with pytest.raises(RolloutError, match="logits are not finite"):
+        bad.result(30)
+    assert good.result(30).token_ids == alone.token_ids
+
+
 def test_script_may_end_in_the_middle_of_requests():
     """An engine's thread that came back from torch while the interpreter ends would abort the process."""
     code = f"""

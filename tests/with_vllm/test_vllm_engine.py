@@ -239,7 +239,7 @@ class TestLlama(EngineContract):
             subject.check(completion, prompt, {1: first})
 
     def test_temperature_that_vllm_would_change_is_refused(self, subject, first):
-        with pytest.raises(ValueError, match=r"temperature=0.001; vLLM has 0, and from 0.01 on"):
+        with pytest.raises(ValueError, match=r"temperature=0.001; VLLMEngine has 0, and from 0.01 on"):
             subject.engine.generate([[1]], SamplingParams(4, temperature=0.001), [0])
         with pytest.raises(ValueError, match=r"stop_token_ids \[32\] are outside"):
             subject.engine.generate([[1]], SamplingParams(4, stop_token_ids=(3, 32)), [0])

@@ -109,10 +109,12 @@ class HFEngine(RequestEngine):
 
     def _step(self, batch: Batch) -> None:
         requests, tokens, log_probs = batch.step()
-        if not all(
-            log_prob > -float("inf") or request.ended for request, log_prob in zip(requests, log_probs, strict=True)
-        ):
-            raise RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows")
+        # Only those of which it is true: a weight that is NaN may be one token's.
+        infinite = [one for one, log_prob in zip(requests, log_probs, strict=True) if not log_prob > -float("inf")]
+        self._fail(
+            infinite,
+            RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows"),
+        )
         for request, token, log_prob in zip(requests, tokens, log_probs, strict=True):
             ended: FinishReason | None = "length" if request.remaining == 1 else None
             if token in request.sampling_params.stop_token_ids:

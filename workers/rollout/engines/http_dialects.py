@@ -283,13 +283,8 @@ def check_log_probs(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) ->
 
     Raises:
         RolloutError: they would not.
-        ValueError: the server does not have this temperature.
     """
     url = dialect.server.url
-    if 0 < how.temperature < dialect.coldest:
-        raise ValueError(
-            f"SamplingParams: temperature={how.temperature!r}; the server at {url} has 0, and from {dialect.coldest} on"
-        )
     truncated = how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)
     if log_probs == "raw" and how.temperature not in (0, 1):
         is_, wanted = "at temperature 1", f"temperature={how.temperature}"

@@ -137,6 +137,7 @@ class HTTPEngine(RequestEngine):
         self.max_running = max_running
         self._server = Server(url, api_key, timeout)
         self._dialect: OpenAI = DIALECTS[dialect](self._server, model)
+        self.coldest = self._dialect.coldest
         self._fields = dict(request_fields or {})
         self._trust = trust_remote_code
         folder = self._dialect.folder
@@ -181,8 +182,7 @@ class HTTPEngine(RequestEngine):
         """See `RequestEngine.check_request`.
 
         Raises:
-            RolloutError: the server's log-probabilities would not be those of `Completion`.
-            ValueError: also for a temperature that the server does not have.
+            RolloutError: also if the server's log-probabilities would not be those of `Completion`.
         """
         super().check_request(number, prompt, sampling_params)
         check_log_probs(self._log_probs, self._dialect, sampling_params)

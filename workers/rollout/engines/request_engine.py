@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import atexit
 import copy
-import itertools
 import logging
 import os
 import threading
 import time
+import uuid
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from workers.rollout.engines.rollout_engine import (
     Completion,
@@ -31,6 +31,7 @@ from workers.rollout.engines.rollout_engine import (
     PauseMode,
     RolloutEngine,
     SamplingParams,
+    as_integer,
 )
 from workers.rollout.rollout_errors import PromptError, RolloutError
 
@@ -43,6 +44,9 @@ STEP_SECONDS = 300.0
 
 CLOSE_SECONDS = 5.0
 """How long `RequestEngine.close` waits for a step to end."""
+
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+"""What torch's generators take."""
 
 READING = "reading"
 """The reason of a hold during which nothing changes. It is short, so requests wait for its end."""
@@ -130,11 +134,13 @@ class RequestEngine(RolloutEngine):
         vocab_size: prompts and stop tokens must be below it; None if it is not known.
         max_positions: how many tokens a prompt and its completion have together at most; None for no limit.
         positions_are: whose limit that is, for the error.
+        coldest: the lowest temperature besides 0; one that is lower still would overflow the logits.
     """
 
     vocab_size: int | None = None
     max_positions: int | None = None
     positions_are = "the model's"
+    coldest = 1e-6
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -151,34 +157,34 @@ class RequestEngine(RolloutEngine):
         """The last one; it may have ended."""
         self._serving = False
         """Whether the thread will take the requests that are added."""
-        self._numbers = itertools.count()
 
     # --- for subclasses -------------------------------------------------------------------------------------------
 
     def check_request(self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams) -> None:
-        """Raise if the engine cannot generate from a prompt. Subclasses add what else they cannot do.
+        """Raise if the engine cannot generate from a prompt. Subclasses add what else they cannot do: an error in
+        `serve` fails all running requests, so whatever may be wrong with one of them is found here.
 
         Args:
             number: index of the prompt in the call, for the error.
-            prompt: token ids.
+            prompt: token ids, as integers.
             sampling_params: how to sample.
 
         Raises:
             PromptError: the prompt is empty, too long, or has a token outside the vocabulary.
-            ValueError: a stop token is outside the vocabulary.
+            ValueError: a stop token is outside the vocabulary, or the temperature is too low.
         """
         if not len(prompt):
             raise PromptError("is empty; it must have at least one token", number)
         size, new_tokens = self.vocab_size, sampling_params.max_new_tokens
-        if size is not None:
-            if unknown := [token for token in sampling_params.stop_token_ids if token >= size]:
-                raise ValueError(
-                    f"SamplingParams: stop_token_ids {unknown} are outside the model's vocabulary of {size}"
-                )
-            if not 0 <= min(prompt) <= max(prompt) < size:
-                raise PromptError(
-                    f"has token ids from {min(prompt)} to {max(prompt)}, but the model's vocab_size is {size}", number
-                )
+        if size is not None and (unknown := [token for token in sampling_params.stop_token_ids if token >= size]):
+            raise ValueError(f"SamplingParams: stop_token_ids {unknown} are outside the model's vocabulary of {size}")
+        if 0 < sampling_params.temperature < self.coldest:
+            raise ValueError(
+                f"SamplingParams: temperature={sampling_params.temperature!r}; {type(self).__name__} has 0, and from "
+                f"{self.coldest:g} on"
+            )
+        if (what := self._outside(prompt)) is not None:
+            raise PromptError(f"has {what}", number)
         if self.max_positions is not None and len(prompt) + new_tokens > self.max_positions:
             raise PromptError(
                 f"has {len(prompt)} tokens, which with max_new_tokens={new_tokens} exceeds "
@@ -267,17 +273,17 @@ class RequestEngine(RolloutEngine):
         Raises:
             PromptError: a prompt is empty or too long, or has a token outside the vocabulary.
             RolloutError: the engine sleeps, is paused, was closed or has no complete weights.
-            ValueError: there is not one seed per prompt, or a stop token is outside the vocabulary.
+            ValueError: there is not one seed per prompt, a seed is out of range, or a stop token is outside the
+                vocabulary.
         """
         if len(seeds) != len(prompts):
             raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
         with self._changed:
             self._check_ready("generate", bool(self._holds - {READING}))
-        for number, prompt in enumerate(prompts):
-            self.check_request(number, prompt, sampling_params)
         requests = [
-            Request(f"generate-{next(self._numbers)}", list(prompt), sampling_params, seed)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            # A name that no caller of `submit` can have chosen.
+            self._request(number, prompt, sampling_params, f"generate-{uuid.uuid4().hex}", seed)
+            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._submit("generate", requests)
         try:
@@ -294,14 +300,54 @@ class RequestEngine(RolloutEngine):
         seed: int,
         partial: Completion | None = None,
     ) -> Future[Completion]:
-        self.check_request(None, prompt, sampling_params)
-        request = Request(request_id, list(prompt), sampling_params, seed)
+        request = self._request(None, prompt, sampling_params, request_id, seed)
         if partial is not None:
-            request.token_ids += partial.token_ids
-            request.log_probs += partial.log_probs
-            request.weight_versions += partial.weight_versions or [None] * len(partial.token_ids)
+            self._begin_with(request, partial)
         self._submit("submit", [request])
         return request.future
+
+    def _request(
+        self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams, request_id: str, seed: int
+    ) -> Request:
+        """A request that was checked. Its values are Python's own, whatever the caller's are."""
+        if not isinstance(sampling_params, SamplingParams):
+            raise TypeError(
+                f"{type(self).__name__}: sampling_params is {sampling_params!r:.80}; pass SamplingParams(...)"
+            )
+        if not isinstance(request_id, str):
+            raise TypeError(f"submit(): request_id is {request_id!r:.80}; expected a str")
+        number_of_seed = as_integer(seed)
+        if number_of_seed is None or not MIN_SEED <= number_of_seed <= MAX_SEED:
+            raise ValueError(f"seed={seed!r:.80}; expected an integer from -2**63 to 2**64 - 1")
+        token_ids = _token_ids(prompt)
+        if token_ids is None:
+            raise PromptError(f"is {prompt!r:.80}; it must be a sequence of token ids, which are integers", number)
+        self.check_request(number, token_ids, sampling_params)
+        return Request(request_id, token_ids, sampling_params, number_of_seed)
+
+    def _begin_with(self, request: Request, partial: Completion) -> None:
+        if not isinstance(partial, Completion):
+            raise TypeError(f"submit(): partial is {partial!r:.80}; pass the Completion of an earlier request")
+        token_ids, log_probs = _token_ids(partial.token_ids), partial.log_probs
+        versions = partial.weight_versions or [None] * len(partial.token_ids)
+        if token_ids is None or not len(token_ids) == len(log_probs) == len(versions):
+            raise ValueError(
+                f"submit(): partial has {len(partial.token_ids)} token ids, {len(log_probs)} log_probs and "
+                f"{len(versions)} weight_versions; expected as many of each, and integers as token ids"
+            )
+        if token_ids and (what := self._outside(token_ids)) is not None:
+            raise ValueError(f"submit(): partial has {what}")
+        request.token_ids += token_ids
+        request.log_probs += log_probs
+        request.weight_versions += versions
+
+    def _outside(self, token_ids: Sequence[int]) -> str | None:
+        """What is wrong with token ids of which some are not in the vocabulary; None if all are."""
+        size, least, most = self.vocab_size, min(token_ids), max(token_ids)
+        if least >= 0 and (size is None or most < size):
+            return None
+        known = "they begin at 0" if size is None else f"the model's vocab_size is {size}"
+        return f"token ids from {least} to {most}, but {known}"
 
     def _submit(self, method: str, requests: list[Request]) -> None:
         done = [request for request in requests if request.finish_reason is not None]
@@ -489,6 +535,15 @@ class RequestEngine(RolloutEngine):
                 self._fail(failed, error)
                 with self._changed:
                     self._dropped = []  # `serve` begins without requests
+
+
+def _token_ids(values: Sequence[int]) -> list[int] | None:
+    """Token ids as Python's integers; None if they are no sequence of integers."""
+    try:
+        found = [as_integer(value) for value in values]
+    except TypeError:  # it cannot be iterated
+        return None
+    return None if None in found else cast("list[int]", found)
 
 
 def _error_of(error: BaseException) -> BaseException:

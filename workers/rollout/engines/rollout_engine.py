@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,18 +38,23 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, expected: str) -> None:
+        def take(name: str, value: Any, ok: bool, expected: str) -> None:
             if not ok:
                 raise ValueError(f"SamplingParams: {name}={getattr(self, name)!r}; expected {expected}")
+            object.__setattr__(self, name, value)  # Python's own number, whatever was given
 
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        check(_is_int(self.max_new_tokens, 1), "max_new_tokens", "an integer of at least 1")
-        check(self.temperature >= 0, "temperature", "a number of at least 0")
-        check(0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
-        check(_is_int(self.top_k, 0), "top_k", "an integer of at least 0")
-        check(
-            all(_is_int(token, 0) for token in self.stop_token_ids), "stop_token_ids", "token ids, integers from 0 on"
-        )
+        new, top_k = as_integer(self.max_new_tokens), as_integer(self.top_k)
+        temperature, top_p = _as_number(self.temperature), _as_number(self.top_p)
+        take("max_new_tokens", new, new is not None and new >= 1, "an integer of at least 1")
+        take("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0")
+        take("top_p", top_p, 0 < top_p <= 1, "a number above 0 and at most 1")
+        take("top_k", top_k, top_k is not None and top_k >= 0, "an integer of at least 0")
+        try:
+            stops = tuple(as_integer(token) for token in self.stop_token_ids)
+        except TypeError:  # a single token
+            stops = (None,)
+        ok = all(token is not None and token >= 0 for token in stops)
+        take("stop_token_ids", stops, ok, "a sequence of token ids, integers from 0 on")
 
     @classmethod
     def from_args(cls, args: Any) -> SamplingParams:
@@ -89,11 +95,20 @@ class SamplingParams:
         return replace(cls.from_args(args), **{name: value for name, value in given.items() if value is not None})
 
 
-def _is_int(number: Any, minimum: int) -> bool:
+def as_integer(value: Any) -> int | None:
+    """A value as Python's integer, such as one of numpy; None if it is not an integer."""
     try:
-        return not isinstance(number, bool) and operator.index(number) >= minimum
+        return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        return False
+        return None
+
+
+def _as_number(value: Any) -> float:
+    """A value as Python's number; NaN if it is not a number."""
+    try:
+        return math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -196,14 +211,14 @@ class RolloutEngine(ABC):
             prompt: token ids, at least one.
             sampling_params: how to sample. ``max_new_tokens`` includes the tokens of ``partial``.
             request_id: names the request in `abort`; no two unfinished requests may share it.
-            seed: of the random numbers.
+            seed: of the random numbers, from -2^63 to 2^64 - 1.
             partial: what another engine, or this one, has already generated for the prompt. The completion begins with
                 its tokens, log-probabilities and versions, and continues.
 
         Raises:
             PromptError: the engine cannot generate from this prompt.
             RolloutError: the engine sleeps, was closed, or has no complete weights.
-            ValueError: ``request_id`` is in use.
+            ValueError: ``request_id`` is in use, or ``seed`` or ``partial`` is not valid.
         """
         raise self._no_requests("submit")
 

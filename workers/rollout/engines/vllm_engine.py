@@ -42,16 +42,13 @@ from workers.device import current_device, use_device
 from workers.dtypes import dtype_of
 from workers.hf_files import config_of, make_model, meta_model, shapes_of
 from workers.rollout.engines.request_engine import CLOSE_SECONDS, READING, Request, RequestEngine
-from workers.rollout.engines.rollout_engine import FinishReason, SamplingParams, check_tensor
+from workers.rollout.engines.rollout_engine import FinishReason, check_tensor
 from workers.rollout.engines.vllm_layout import joined
 from workers.rollout.engines.vllm_options import EngineFolder, LastLines, arguments_for, files_in, import_vllm
 from workers.rollout.rollout_errors import RolloutError, WeightsError
 
 if TYPE_CHECKING:
     import torch
-
-COLDEST = 0.01
-"""vLLM raises lower temperatures to this one, except 0."""
 
 DEATH_SECONDS = 1.0
 """How much later than an error that the death of a process has caused, the death itself may be seen."""
@@ -86,6 +83,7 @@ class VLLMEngine(RequestEngine):
     """
 
     any_rank = True
+    coldest = 0.01  # vLLM raises lower temperatures to this one
 
     def __init__(
         self,
@@ -166,18 +164,6 @@ class VLLMEngine(RequestEngine):
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def check_request(self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams) -> None:
-        """See `RequestEngine.check_request`.
-
-        Raises:
-            ValueError: also for a temperature that vLLM does not have.
-        """
-        super().check_request(number, prompt, sampling_params)
-        if 0 < sampling_params.temperature < COLDEST:
-            raise ValueError(
-                f"SamplingParams: temperature={sampling_params.temperature!r}; vLLM has 0, and from {COLDEST} on"
-            )
-
     def prepare_thread(self) -> None:
         """CUDA's current device is per thread."""
         use_device(self._device)
@@ -194,10 +180,18 @@ class VLLMEngine(RequestEngine):
                 if changes.recompute:
                     self._engine.reset_prefix_cache(reset_running_requests=True)
                 for request in changes.added:
-                    self._add(request)
+                    try:
+                        with self._told("refused a request"):
+                            self._add(request)
+                    except RolloutError as error:  # the others go on
+                        self._fail([request], error)
                 outputs = self._engine.step()
             for output in outputs:
-                self._take(output)
+                if (given := self._given.get(output.request_id)) is not None:
+                    try:
+                        self._take(given, output)
+                    except RolloutError as error:
+                        self._fail([given], error)
 
     def _add(self, request: Request) -> None:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -210,7 +204,7 @@ class VLLMEngine(RequestEngine):
             max_tokens=request.remaining,
             temperature=1.0 if greedy else params.temperature,
             top_p=1.0 if greedy else params.top_p,
-            top_k=1 if greedy else params.top_k,
+            top_k=1 if greedy else min(params.top_k, self.vocab_size or params.top_k),  # vLLM's has 32 bits
             seed=_seed(request),
             stop_token_ids=list(params.stop_token_ids),
             ignore_eos=True,
@@ -229,10 +223,7 @@ class VLLMEngine(RequestEngine):
         if names:
             self._engine.abort_request(names)
 
-    def _take(self, output: Any) -> None:
-        request = self._given.get(output.request_id)
-        if request is None:
-            return
+    def _take(self, request: Request, output: Any) -> None:
         made = output.outputs[0]
         tokens = list(made.token_ids)
         log_probs = [at[token].logprob for token, at in zip(tokens, made.logprobs or (), strict=True)]

@@ -1,0 +1,91 @@
+"""An editable install, as in the README, is visible to type checkers: they check a user's file in another folder."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import venv
+from pathlib import Path
+
+import pytest
+
+setuptools = pytest.importorskip("setuptools", reason="pip builds the library with it")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FILE = """
+    from typing import assert_type
+
+    from single_controller import Dispatch, Worker, WorkerGroup, register
+    from workers import SamplingParams
+
+
+    class Scorer(Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def add(self, x: int) -> float:
+            return x + 0.5
+
+
+    def calls(group: WorkerGroup) -> None:
+        assert_type(group.on(Scorer.add)(1), list[float])
+        assert_type(SamplingParams().temperature, float)
+        group.on(Scorer.add)("1")  # wrong
+        SamplingParams(top_q=1)  # wrong
+"""
+
+MYPY_INI = """
+[mypy]
+[mypy-cloudpickle.*,httpx.*,megatron.*,numpy.*,omegaconf.*,ray.*,tensordict.*,torch.*,transformers.*,vllm.*]
+ignore_missing_imports = True
+follow_imports = skip
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The Python of an environment in which only this library is installed. The dependencies are of this one."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("dispatch", "single_controller", "workers"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
+        shutil.copy(ROOT / name, source)
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder, symlinks=True, with_pip=False)
+    (packages,) = (folder / "lib").glob("python3*/site-packages")
+    (packages / "dependencies.pth").write_text(str(Path(setuptools.__file__).parents[1]))
+    python = folder / "bin" / "python"
+    offline = ["--no-deps", "--no-index", "--no-build-isolation"]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--disable-pip-version-check", *offline]
+    done = subprocess.run([*pip, "-e", source], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return python
+
+
+@pytest.fixture
+def users_file(tmp_path):
+    (tmp_path / "mypy.ini").write_text(MYPY_INI)
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(FILE))
+    return file
+
+
+def mypy(python, file):
+    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--config-file", "mypy.ini", file.name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=file.parent, timeout=100)
+    return [int(line) for line in re.findall(r"^train\.py:(\d+): error: ", done.stdout, re.MULTILINE)], done.stdout
+
+
+def pyright(python, file):
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, file.name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=file.parent, timeout=100)
+    errors = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
+    return [one["range"]["start"]["line"] + 1 for one in errors], done.stdout
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright])
+def test_checker_knows_the_types_of_an_editable_install(python, users_file, checker):
+    wrong = [number for number, line in enumerate(users_file.read_text().splitlines(), 1) if "# wrong" in line]
+    found, output = checker(python, users_file)
+    assert found == wrong, output
