@@ -159,7 +159,7 @@ def test_options_of_a_single_call(echoes):
 
 
 def test_group_can_be_called_without_a_manager(echoes):
-    found = echoes.generate([[1, 2], [3], [4]], Broadcast(SamplingParams(1)), [0, 0, 0])
+    found = echoes.generate([[1, 2], [3], [4]], SamplingParams(1), range(3))
     assert [(one.completion.token_ids, one.weight_version, one.rank) for one in found] == [
         ([2], 0, 0),
         ([3], 0, 0),

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from single_controller import Broadcast, WorkerFuture
+from single_controller import WorkerFuture
 from workers.data.collate import collate
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
@@ -270,7 +270,7 @@ class RolloutManager:
             generate = generate.options(timeout=self.timeout)
         generated = generate.remote(
             [one.prompt_ids for one in samples],
-            Broadcast(sampling_params or self.sampling_params),
+            sampling_params or self.sampling_params,
             [mixed_seed(self.seed, rollout_id, one.prompt, one.sample) for one in samples],
             self.weight_version,
             **for_engine,

@@ -88,7 +88,7 @@ class RolloutWorker(WeightReceiver):
     ) -> list[Generated]:
         """Generate one completion per prompt, in order.
 
-        On a driver: ``group.generate(prompts, Broadcast(SamplingParams()), seeds)``.
+        On a driver: ``group.generate(prompts, SamplingParams(), seeds)``.
 
         A worker with another weight version, or whose engine refuses a prompt, generates nothing and returns its
         version or the error. It does not raise, because that would fail the call for ranks that are still generating;

@@ -220,7 +220,8 @@ class RayTrainGroup:
         folder = role_args(self.args, self.role).save
         if folder is None or not self._saved.exists(self.worker_group, folder):
             return self.args
-        args = self.args.copy()
+        settings: Any = self.args  # a DictConfig
+        args = settings.copy()
         args["critic_load" if self.role == "critic" else "load"] = folder
         # These settings are for the checkpoint of another run.
         args["no_load_optim"], args["ckpt_step"] = False, None
