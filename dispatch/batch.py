@@ -3,7 +3,7 @@
 A *batch* is a tensor, jagged or not, or an array (rows along dim 0), a TensorDict (rows along its first batch dim), a
 list or tuple (rows are items), a dict or named tuple of those (field by field, all of one length), or a user's type: a
 class with ``__len__``, ``chunk(n)`` and ``concat(list)``, or one given to `register_batch_type`. None, strings,
-numbers, 0-d tensors and `Broadcast` are not batches: every rank gets them whole.
+numbers, 0-d tensors, settings (see `_is_settings`) and `Broadcast` are not batches: every rank gets them whole.
 
 `batch_type` alone decides what a value is. Torch, numpy and tensordict are looked up with `imported`: before somebody
 imports them, no value of theirs can exist.
@@ -11,13 +11,16 @@ imports them, no value of theirs can exist.
 
 from __future__ import annotations
 
+import argparse
 import copy
+import dataclasses
 import enum
 import numbers
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from pathlib import PurePath
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args
 
 from dispatch import jagged
@@ -161,6 +164,8 @@ def _find_type(value: Any) -> BatchType:
         return _WHOLE
     if isinstance(value, (list, tuple)):
         return _FIELDS if fields_of(value) else _SEQUENCE
+    if isinstance(value, range):
+        return _RANGE
     found = _library_type(value)
     if found is not None:
         if type(value).__module__.partition(".")[0] in _LIBRARIES:  # classes of users come and go: keep none alive
@@ -169,7 +174,31 @@ def _find_type(value: Any) -> BatchType:
     if isinstance(value, dict):
         cuts_itself = _chunks_itself(value) or (type(value).__getitem__ is not dict.__getitem__ and _own_state(value))
         return _OWN if cuts_itself else _FIELDS
-    return _OWN if not isinstance(value, type) and hasattr(value, "__len__") and _chunks_itself(value) else _UNKNOWN
+    if not isinstance(value, type) and hasattr(value, "__len__") and _chunks_itself(value):
+        return _OWN
+    return _WHOLE if _is_settings(value) else _UNKNOWN
+
+
+def _is_settings(value: Any) -> bool:
+    """Whether no mode could mean to cut a value: a configuration of OmegaConf or argparse, a path, or a dataclass such
+    as `SamplingParams`. One with anything in it that may have rows is refused, as any other object."""
+    if isinstance(value, (argparse.Namespace, PurePath)):
+        return isinstance(value, PurePath) or all(map(_has_no_rows, vars(value).values()))
+    omegaconf = imported("omegaconf")
+    if omegaconf is not None and isinstance(value, omegaconf.DictConfig):
+        return True
+    if not dataclasses.is_dataclass(value) or isinstance(value, type) or hasattr(value, "__len__"):
+        return False
+    return all(_has_no_rows(getattr(value, item.name, None)) for item in dataclasses.fields(value))
+
+
+def _has_no_rows(value: Any) -> bool:
+    """Whether a field is a setting. Tuples of strings and numbers are; lists and dicts with lists may be rows."""
+    if isinstance(value, dict):
+        return all(map(_has_no_rows, value.values()))
+    if type(value) in (tuple, frozenset):
+        return all(isinstance(item, (str, numbers.Number, enum.Enum)) for item in value)
+    return batch_type(value) is _WHOLE and not isinstance(value, Broadcast)
 
 
 def _library_type(value: Any) -> BatchType | None:
@@ -679,6 +708,7 @@ _TORCH_ERRORS = (RuntimeError, TypeError, KeyError)
 _WHOLE = BatchType(_whole, _unknown, _join_whole)
 _UNKNOWN = BatchType(_unknown, _unknown, _join_unknown)
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
+_RANGE = BatchType(len, _slice, lambda ranges: list(chain.from_iterable(ranges)))
 _TENSOR = BatchType(len, _slice, _join_tensors, errors=_TORCH_ERRORS)
 _NESTED = BatchType(_refuse_nested, _refuse_nested, _refuse_nested)
 _NDARRAY = BatchType(len, _slice, _join_ndarrays, errors=(ValueError, TypeError))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dispatch.register import check_keywords
+
 
 def lazy_exports(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's ``__all__``, ``__getattr__`` and ``__dir__``.
@@ -28,6 +30,8 @@ def lazy_exports(package: str, file: str) -> tuple[list[str], Callable[[str], An
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home), name)
+        if isinstance(value, type):
+            check_keywords(value)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -252,7 +252,7 @@ def _plan_items(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[
             continue
         if isinstance(value, Deferred):
             items: list[Any] = [DeferredArgument(value, "item", item, count) for item in range(count)]
-        elif isinstance(value, (list, tuple)) and len(value) == count:
+        elif isinstance(value, (list, tuple, range)) and len(value) == count:
             items = [_to_send(spec, item) for item in value]
         else:
             reason = (

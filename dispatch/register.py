@@ -83,6 +83,11 @@ class MethodSpec:
         """The method's signature without ``self``."""
         return plain_signature(self.function, skip_first=self.takes_self)
 
+    @property
+    def of_library(self) -> bool:
+        """Whether the function is not the user's."""
+        return self.function.__module__.partition(".")[0] in ("dispatch", "single_controller", "workers")
+
     def parameter(self, key: int | str) -> str:
         """The name of the parameter that a positional index or a keyword fills."""
         if isinstance(key, str):
@@ -255,6 +260,26 @@ def misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], erro
             hint = f"did you mean {close[0]!r}? " if close else ""
             what = f"got an unexpected keyword argument {keyword!r}; {hint}its"
     return TypeError(f"{name}() {what} signature is {name}{signature}")
+
+
+def check_keywords(cls: type) -> None:
+    """Have the constructor of a class say which keyword argument may have been meant by a misspelt one."""
+    construct = vars(cls).get("__init__")
+    if not inspect.isfunction(construct) or issubclass(cls, BaseException) or hasattr(construct, "__wrapped__"):
+        return
+    parameters = plain_signature(construct, skip_first=True).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+
+    @functools.wraps(construct)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for keyword in [keyword for keyword in kwargs if keyword not in parameters][:1]:
+            close = difflib.get_close_matches(keyword, parameters, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(parameters)}"
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {keyword!r}; {hint}")
+        construct(self, *args, **kwargs)
+
+    setattr(cls, "__init__", checked)  # noqa: B010  (mypy forbids the assignment)
 
 
 UNREGISTERED = Registration(Dispatch.ONE_TO_ALL)

@@ -321,7 +321,6 @@ refused("rows-tensordict-without-batch-dims", DispatchError,
 for id, make, text in (
     ("set", lambda: {1, 2}, "a set"),
     ("generator", lambda: (row for row in EIGHT), "a generator"),
-    ("range", lambda: range(8), "a range"),
     ("object", object, "an object"),
     ("class", lambda: dict, "a type"),
     ("module", lambda: torch.nn.Linear(2, 2), "a Linear"),

@@ -13,6 +13,7 @@ from dispatch.exports import lazy_exports
 if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports` reads too
     from workers.algorithms.registry import register_advantage as register_advantage
     from workers.algorithms.registry import register_policy_loss as register_policy_loss
+    from workers.data.collate import collate as collate
     from workers.data.rollout_data import RolloutDataError as RolloutDataError
     from workers.fsdp.fsdp_model import FSDPTrainModel as FSDPTrainModel
     from workers.fsdp.fsdp_worker import FSDPTrainWorker as FSDPTrainWorker

@@ -150,7 +150,8 @@ class RemoteMethod(Generic[P, T, Called]):
 
 
 class Methods:
-    """The registered methods of a group: ``group.methods.<name>``."""
+    """The registered methods of a group: ``group.methods.<name>``. Iterating gives the names: those of the user's
+    classes first, then those of the library's."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -159,10 +160,16 @@ class Methods:
         return self._group._method(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._group._specs)
+        return iter(sorted(self._group._specs, key=lambda name: self._group._specs[name].of_library))
 
     def __dir__(self) -> list[str]:
-        return list(self._group._specs)
+        return list(self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._group._specs
+
+    def __repr__(self) -> str:
+        return f"<methods: {', '.join(self)}>"
 
 
 def _axis_size(axis: str, meaning: str) -> property:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, Protocol, overload
 
 import ray
 
@@ -20,6 +20,14 @@ from single_controller.ray.compat import declared_class
 from single_controller.ray.results import put
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+
+class _Remote(Protocol):
+    """What type checkers know of a class that is decorated with ``@ray.remote``."""
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -37,6 +45,20 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             a path.
         ValueError: ``python`` is empty, or the class is declared with another Python.
     """
+
+    @overload
+    def __init__(self, cls: Callable[P, Worker], *args: P.args, **kwargs: P.kwargs) -> None: ...
+
+    @overload
+    def __init__(self, cls: type[Worker]) -> None: ...
+
+    @overload
+    def __init__(
+        self, cls: type[Worker] | _Remote, *args: Any, python: str | os.PathLike[str], **kwargs: Any
+    ) -> None: ...
+
+    @overload
+    def __init__(self, cls: _Remote, *args: Any, **kwargs: Any) -> None: ...
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         cls, declared = declared_class(cls)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from group_workers import Counter, Fragile, Gate, Grid, Log, Model
+from rollout_helpers import EchoEngine
 from torch.distributed.device_mesh import init_device_mesh
 
 from single_controller import (
@@ -26,6 +27,7 @@ from single_controller import (
     GroupClosedError,
     LocalGroupError,
     LocalWorkerGroup,
+    RayClassWithInitArgs,
     SingleControllerError,
     StartError,
     Worker,
@@ -34,6 +36,7 @@ from single_controller import (
     register,
 )
 from single_controller.call import joining
+from workers import RolloutWorker
 from workers.distributed import initialize_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -746,3 +749,20 @@ def test_group_that_is_closed_while_a_call_runs_in_the_callers_thread():
             group.sleep(0.4)
         closing.join()
         assert group._state.deaths == []
+
+
+class Scores(RolloutWorker):
+    def generate(self, *given):
+        return super().generate(*given)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def score(self):
+        return 1
+
+
+def test_methods_of_the_user_come_first():
+    with LocalWorkerGroup(1, RayClassWithInitArgs(Scores, EchoEngine)) as group:
+        names = list(group.methods)
+        assert set(names[:2]) == {"generate", "score"} and "exchange" in names[2:] and len(names) == len(set(names))
+        assert dir(group.methods) == sorted(names) and repr(group.methods).startswith(f"<methods: {names[0]}, ")
+        assert "score" in group.methods and "nothing" not in group.methods

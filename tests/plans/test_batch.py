@@ -1,11 +1,13 @@
 """length, shard, join, trim: what can be split into rows, and that joining undoes splitting."""
 
 import copy
+import dataclasses
 import enum
 import importlib
 import sys
 import threading
 import types
+from argparse import Namespace
 from collections import OrderedDict, defaultdict
 from decimal import Decimal
 from pathlib import Path
@@ -33,6 +35,7 @@ from tensordict import TensorDict, tensorclass
 from dispatch import Broadcast, batch, register_batch_type
 from dispatch.batch import cut, describe, imported, join, length, shard, share_rows, trim
 from dispatch.errors import BatchError
+from workers import SamplingParams, read_args
 
 # rows, shards: divisible; more rows than shards; fewer; equal; one of either; none
 SIZES = [(6, 3), (7, 3), (2, 3), (4, 4), (1, 5), (5, 1), (0, 3)]
@@ -40,6 +43,29 @@ SIZES = [(6, 3), (7, 3), (2, 3), (4, 4), (1, 5), (5, 1), (0, 3)]
 
 class Colour(enum.IntEnum):
     RED = 1
+
+
+@dataclasses.dataclass
+class Sizes:
+    width: int = 3
+    names: tuple[str, ...] = ("a", "b")
+    inner: object = None
+    options: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Lines:
+    ids: tuple[int, ...] = (1, 2)
+
+    def __len__(self):
+        return len(self.ids)
+
+
+def test_range_is_a_batch():
+    assert length(range(1, 8)) == 7 and cut(range(10, 20), 2, 4) == range(12, 14)
+    assert shard(range(7), share_rows(7, 3, "ragged")) == [range(0, 3), range(3, 5), range(5, 7)]
+    assert [list(one) for one in shard(range(5), share_rows(5, 2, "pad"))] == [[0, 1, 2], [3, 4, 0]]
+    assert join([range(3), range(3, 5)]) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", BATCH_KINDS)
@@ -101,12 +127,23 @@ class TestWhole:
         [
             *(None, True, 3, 2.5, 1j, Decimal("1.5"), "text", "", b"bytes", Colour.RED),
             *(torch.tensor(3.0), np.array(3), np.float32(2), np.int64(1), np.bool_(True)),
-            *(torch.float32, torch.device("cpu"), Broadcast([1, 2, 3])),
+            *(torch.float32, torch.device("cpu"), Broadcast([1, 2, 3]), Path("x")),
+            *(SamplingParams(stop_token_ids=(1, 2)), Sizes(), Sizes(inner=Sizes(), options={"a": {"b": 1}})),
+            *(read_args(), Namespace(lr=1.0, name="x")),
         ],
-        ids=repr,
+        ids=lambda value: f"{value!r:.40}",
     )
     def test_values_sent_whole_have_no_rows(self, value):
         assert length(value) is None
+        assert shard(value, share_rows(4, 2))[0] is (value.value if isinstance(value, Broadcast) else value)
+
+    @pytest.mark.parametrize(
+        "part", [[1, 2], torch.zeros(2), np.zeros(2), (torch.zeros(2),), {"a": [1]}, Broadcast([1])]
+    )
+    @pytest.mark.parametrize("cls", [Namespace, Sizes])
+    def test_settings_with_something_that_may_have_rows_are_refused(self, cls, part):
+        with pytest.raises(BatchError, match="cannot be cut into rows"):
+            length(cls(inner=part))
 
     def test_dict_values_without_rows_are_in_every_shard(self):
         value = {"ids": [1, 2, 3, 4], "name": "x", "scale": torch.tensor(2.0), "all": Broadcast([9, 9, 9])}
@@ -134,7 +171,7 @@ def _type_name(value):
 
 class TestRejected:
     @pytest.mark.parametrize(
-        "value", [object(), {1, 2}, range(4), Path("x"), len, int, Chunked, iter([1]), slice(3)], ids=_type_name
+        "value", [object(), {1, 2}, len, int, Sizes, Lines(), Chunked, iter([1]), slice(3)], ids=_type_name
     )
     def test_values_that_cannot_be_split(self, value):
         with pytest.raises(BatchError, match="cannot be cut into rows"):

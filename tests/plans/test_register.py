@@ -11,6 +11,8 @@ import sys
 import pytest
 from plan_helpers import plain_layout
 
+import single_controller
+import workers
 from dispatch import Dispatch, DispatchError, Execute, ResultError, SingleControllerError, register
 from dispatch.plan import plan_call
 from dispatch.register import UNREGISTERED, Registration, method_spec, registered_methods
@@ -326,3 +328,38 @@ def test_importing_dispatch_imports_no_framework(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def public_classes():
+    made = [getattr(package, name) for package in (single_controller, workers) for name in package.__all__]
+    return [cls for cls in made if isinstance(cls, type) and not issubclass(cls, BaseException)]
+
+
+@pytest.mark.parametrize("cls", public_classes(), ids=lambda cls: cls.__name__)
+def test_misspelt_keyword_of_a_public_class(cls):
+    parameters = inspect.signature(cls.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        pytest.skip("it takes any keyword, for another class's constructor")
+    meant = max((name for name in parameters if name != "self"), key=len, default=None)
+    if meant is None:
+        pytest.skip("its constructor takes nothing")
+    if inspect.isabstract(cls):
+        cls = type("Mine", (cls,), dict.fromkeys(cls.__abstractmethods__))
+    known = r"(did you mean|known are) .*" + meant
+    wrong = meant[:1] + meant
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}\(\) got an unexpected keyword argument '{wrong}'; {known}"):
+        cls.__init__(object.__new__(cls), **{wrong: 1})  # Megatron's classes need CUDA before that
+
+
+def test_constructor_keeps_its_signature_and_its_own_errors():
+    assert "max_new_tokens" in inspect.signature(workers.SamplingParams).parameters
+    with pytest.raises(TypeError, match=r"multiple values for argument 'max_new_tokens'"):
+        workers.SamplingParams(1, max_new_tokens=1)
+
+    class Mine(workers.SampleBuffer):
+        def __init__(self, groups, **others):
+            super().__init__(groups, **others)
+
+    assert Mine(4, window=3, order="window").window == 3
+    with pytest.raises(TypeError, match=r"Mine\(\) got an unexpected .* 'windo'; did you mean 'window'"):
+        Mine(4, windo=3)

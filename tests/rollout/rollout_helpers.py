@@ -113,6 +113,23 @@ class EchoEngine(RolloutEngine):
         self.asleep = False
 
 
+class ToolEngine(EchoEngine):
+    """Its environment appends the column `answer` of the prompt to each completion, as the output of a tool."""
+
+    def generate(self, prompts, sampling_params, seeds, extras):
+        completions = super().generate(prompts, sampling_params, seeds)
+        return [
+            Completion(
+                [*one.token_ids, answer],
+                [*one.log_probs, 0.0],
+                "stop",
+                loss_mask=[1] * len(one.token_ids) + [0],
+                info={"answered": answer, "turns": 2},
+            )
+            for one, answer in zip(completions, extras["answer"], strict=True)
+        ]
+
+
 class Bigram(torch.nn.Module):
     """A language model in which only the last token counts."""
 

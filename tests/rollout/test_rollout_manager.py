@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import ray
 import torch
-from rollout_helpers import LLAMA, EchoEngine, plain_log_probs, plain_model
+from rollout_helpers import LLAMA, EchoEngine, ToolEngine, plain_log_probs, plain_model
 
 from single_controller import (
     Broadcast,
@@ -25,7 +25,7 @@ from single_controller import (
     WorkerError,
     register,
 )
-from workers.data.collate import collate_completions
+from workers.data.collate import collate
 from workers.data.rollout_data import RolloutDataError, check_rollout_data
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
@@ -159,7 +159,7 @@ def test_options_of_a_single_call(echoes):
 
 
 def test_group_can_be_called_without_a_manager(echoes):
-    found = echoes.generate([[1, 2], [3], [4]], Broadcast(SamplingParams(1)), [0, 0, 0])
+    found = echoes.generate([[1, 2], [3], [4]], SamplingParams(1), range(3))
     assert [(one.completion.token_ids, one.weight_version, one.rank) for one in found] == [
         ([2], 0, 0),
         ([3], 0, 0),
@@ -173,13 +173,81 @@ def test_weight_versions_are_those_of_each_token():
         Completion([1, 2], [-1.0] * 2, "length"),
         Completion([], [], "abort", []),
     ]
-    data = collate_completions([[7], [7, 7], [7]], completions, group_ids=[0, 1, 2], weight_versions=[5, 3, 5])
+    data = collate([[7], [7, 7], [7]], completions, group_ids=[0, 1, 2], weight_versions=[5, 3, 5])
     assert data["weight_versions"].tolist() == [[-1, -1, 4, 5, 6], [-1, -1, 3, 3, -1], [-1] * 5]
     assert data["min_weight_versions"].tolist() == [4, 3, -1]
     assert data["max_weight_versions"].tolist() == [6, 3, -1]
     check_rollout_data(data.exclude("rewards"), vocab_size=32)
     with pytest.raises(RolloutDataError, match=r"weight_versions is torch.int64 \(3, 4\); expected shape \(3,\) or"):
         check_rollout_data({**data, "weight_versions": data["weight_versions"][:, 1:]})
+
+
+def test_tokens_of_an_environment_do_not_count():
+    completions = [
+        Completion([1, 2, 3], [-1.0, 0.0, -2.0], "length", [4, None, 6], loss_mask=[1, 0, 1]),
+        Completion([1, 2], [-1.0] * 2, "stop", loss_mask=[0, 0]),
+        Completion([8], [-1.0], "stop"),
+    ]
+    data = collate([[7], [7, 7], [7]], completions, weight_versions=[5, 3, 5], rewards=[0, 1, 2])
+    assert data["loss_mask"].tolist() == [[0, 0, 1, 0, 1], [0] * 5, [0, 0, 1, 0, 0]]
+    assert data["loss_mask"].dtype == torch.int64 and data["attention_mask"][0].tolist() == [0, 1, 1, 1, 1]
+    assert data["weight_versions"].tolist() == [[-1, -1, 4, -1, 6], [-1] * 5, [-1, -1, 5, -1, -1]]
+    assert data["min_weight_versions"].tolist() == [4, -1, 5] and data["completion_lengths"].tolist() == [3, 2, 1]
+    assert "group_ids" not in data.keys()  # noqa: SIM118
+    check_rollout_data(data, vocab_size=32)
+    half = collate([[7]], [Completion([1, 2], [0.0] * 2, "stop", loss_mask=[1, 0.5])])
+    assert half["loss_mask"].tolist() == [[0, 1, 0.5]] and half["weight_versions"].tolist() == [[-1] * 3]
+
+
+@pytest.mark.parametrize(
+    ("message", "wrong", "options"),
+    [
+        (r"1 prompts for 2 completions; expected one each", {}, {}),
+        (r"the completion of row 0 has 1 token_ids and a loss_mask of 2; expected", {"loss_mask": [1, 0]}, None),
+        (r"2 group_ids for 1 completions", {}, {"group_ids": [0, 1]}),
+    ],
+)
+def test_collate_says_what_does_not_fit(message, wrong, options):
+    completions = [Completion([1], [0.0], "stop", **wrong)] * (2 if options == {} else 1)
+    with pytest.raises(ValueError, match=message):
+        collate([[7]], completions, **options or {})
+
+
+@pytest.mark.parametrize("how", ["each", "batched", "processes"])
+def test_engine_gets_extras_and_the_reward_function_gets_info(how, request):
+    if how == "processes":
+        request.getfixturevalue("ray_cluster")
+
+    def reward(prompt_ids, completion_ids, info, label, **others):
+        return info["answered"] + label + len(others)
+
+    def of_all(prompts, completions, info, label, answer):
+        return [reward(*one) for one in zip(prompts, completions, info, label, strict=True)]
+
+    function = of_all if how == "batched" else reward
+    options = {"batched_rewards": how == "batched", "reward_workers": 1 if how == "processes" else None}
+    with local(2, ToolEngine) as group:
+        manager = RolloutManager(
+            group, SamplingParams(1), function, samples_per_prompt=2, engine_extras=["answer"], **options
+        )
+        extras = {"answer": [20, 30, 40], "label": [0.25, 0.5, 0.75]}
+        data = manager.generate([[1, 2], [3], [4]], extras=extras)
+        more = 0 if how == "batched" else 1
+        assert data["rewards"].tolist() == [n + more for n in (20.25, 20.25, 30.5, 30.5, 40.75, 40.75)]
+        assert data["input_ids"][2].tolist() == [0, 3, 3, 30] and data["loss_mask"][2].tolist() == [0, 0, 1, 0]
+        with pytest.raises(ValueError, match="engine_extras names 'answer', but extras has 'label'"):
+            manager.generate([[1]], extras={"label": [0]})
+        manager.close()
+    with local(1, EchoEngine) as group:  # its engine takes no extras
+        manager = RolloutManager(group, SamplingParams(1), engine_extras=["answer"])
+        with pytest.raises(WorkerError, match=r"unexpected keyword argument 'extras'"):
+            manager.generate([[1]], extras={"answer": [1]})
+
+
+def test_info_of_extras_and_no_info(echoes):
+    manager = RolloutManager(echoes, SamplingParams(1), lambda prompt, completion, info: info["x"] if info else 0)
+    assert manager.generate([[1], [2]])["rewards"].tolist() == [0, 0]
+    assert manager.generate([[1], [2]], extras={"info": [{"x": 3}, {"x": 4}]})["rewards"].tolist() == [3, 4]
 
 
 def test_default_engine_with_keyword_arguments():

@@ -6,6 +6,8 @@ import queue
 import random
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import ray
@@ -95,6 +97,37 @@ def streaming(manager, source=prompts, *, buffer=None, mode="wait", **options):
 
 def check_log_probs(data):
     return check_versions(data, lambda version, *generated: Bigram(version).log_probs(*generated, 0.8))
+
+
+class BigramWithTool(BigramEngine):
+    """Marks the first token of each completion as the output of a tool, which says the column `label`."""
+
+    def submit(self, *given, extras, **options):
+        marked = Future()
+
+        def mark(done):
+            one = done.result()
+            mask = [0] + [1] * (len(one.token_ids) - 1)
+            marked.set_result(replace(one, loss_mask=mask, info={"label": extras["label"]}))
+
+        super().submit(*given, **options).add_done_callback(mark)
+        return marked
+
+
+def test_masks_info_and_extras_of_a_stream():
+    def of_info(prompt_ids, completion_ids, info, label):
+        return info["label"] + 0.5 * (info["label"] == label)
+
+    made = RayClassWithInitArgs(Toy, BigramWithTool)
+    with LocalWorkerGroup(2, made, threads=True) as group:
+        manager = managed(group, function=of_info, engine_extras=["label"])
+        with streaming(manager, with_labels, num_batches=2) as stream:
+            for rollout_id in range(2):
+                update(stream, manager, rollout_id + 1)
+                data = stream.take(30)
+                rewards = [rollout_id * B + index + 0.5 for index in range(B) for _ in range(SAMPLES)]
+                assert data["rewards"].tolist() == rewards
+                assert torch.equal(data["loss_mask"].sum(1), data["completion_lengths"] - 1)
 
 
 def test_without_staleness_it_returns_what_the_manager_generates(group):

@@ -2,10 +2,19 @@
 
 from typing import Any, assert_type
 
-from scorer import Batch, Quieter, Scorer
+from scorer import Batch, Loader, Quieter, Scorer
 
-from single_controller import Broadcast, ClassWithInitArgs, LocalWorkerGroup, RayWorkerGroup, WorkerFuture, WorkerGroup
+from single_controller import (
+    Broadcast,
+    ClassWithInitArgs,
+    LocalWorkerGroup,
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    WorkerFuture,
+    WorkerGroup,
+)
 from single_controller.call.worker import colocate
+from workers import HFEngine, RolloutWorker, SamplingParams, TrainArgs, read_args
 
 
 def calls(group: WorkerGroup, batch: Batch) -> None:
@@ -86,9 +95,28 @@ def on_ray(group: RayWorkerGroup) -> None:
     assert_type(group.on(Scorer.add)(1), list[float])
 
 
+def constructors(given: Any, other: type[Scorer]) -> None:
+    RayClassWithInitArgs(Loader, "folder", steps=3)
+    RayClassWithInitArgs(Loader)  # without arguments, it says of which class running workers are
+    RayClassWithInitArgs(Loader, "folder", python=".venv/bin/python")
+    RayClassWithInitArgs(RolloutWorker, HFEngine, "folder", seed=1)
+    RayClassWithInitArgs(other)
+    RayClassWithInitArgs(given)
+
+
+def settings() -> None:
+    args = read_args({"lr": 0.5})
+    assert_type(args, TrainArgs)
+    assert_type(args.lr, float)
+    assert_type(args.save, str | None)
+    assert_type(SamplingParams.from_args(args), SamplingParams)
+
+
 def main() -> None:
     import asyncio
 
+    settings()
+    constructors(Scorer, Scorer)
     batch = {"x": [1, 2, 3, 4]}
     with LocalWorkerGroup(2, ClassWithInitArgs(Scorer)) as group:
         calls(group, batch)

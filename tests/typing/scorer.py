@@ -80,6 +80,12 @@ class Quieter(Scorer):
         return Scorer.score(self, batch, scale=scale)
 
 
+class Loader(Worker):
+    def __init__(self, folder: str, steps: int = 1) -> None:
+        super().__init__()
+        self.folder, self.steps = folder, steps
+
+
 class Other(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def add(self, x: int) -> float:

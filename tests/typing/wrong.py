@@ -2,9 +2,10 @@
 
 # ruff: noqa: F841
 
-from scorer import Batch, Quieter, Scorer
+from scorer import Batch, Loader, Quieter, Scorer
 
-from single_controller import Broadcast, Dispatch, Worker, WorkerGroup, register
+from single_controller import Broadcast, Dispatch, RayClassWithInitArgs, Worker, WorkerGroup, register
+from workers import read_args
 
 
 def arguments(group: WorkerGroup, batch: Batch) -> None:
@@ -20,6 +21,14 @@ def arguments(group: WorkerGroup, batch: Batch) -> None:
     group.on(Scorer.score)(group.on(Scorer.generate)(batch))  # E: arg-type | reportArgumentType
     group.on(Scorer.offset)(batch, Broadcast([1]))  # E: arg-type | reportArgumentType
     group.on(Scorer.add)(group.on(Scorer.generate)(batch).as_argument())  # E: arg-type | reportArgumentType
+
+
+def constructors() -> None:
+    RayClassWithInitArgs(Loader, 1)  # E: call-overload | reportArgumentType
+    RayClassWithInitArgs(Loader, "folder", step=3)  # E: call-arg | reportCallIssue
+    RayClassWithInitArgs(Loader, steps=3)  # E: call-overload | reportCallIssue
+    RayClassWithInitArgs(Batch)  # E: arg-type | reportArgumentType
+    x = read_args({}).learning_rate  # E: attr-defined | reportAttributeAccessIssue
 
 
 def results(group: WorkerGroup, batch: Batch) -> None:

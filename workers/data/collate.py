@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-def collate_completions(
+def collate(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Completion],
     *,
-    group_ids: Sequence[int],
-    weight_versions: Sequence[int | None],
+    group_ids: Sequence[int] | None = None,
+    weight_versions: Sequence[int | None] | None = None,
     rewards: Sequence[float] | None = None,
     pad_token_id: int = 0,
 ) -> TensorDict:
@@ -26,35 +26,56 @@ def collate_completions(
 
     Args:
         prompts: token ids of each row's prompt.
-        completions: of each row.
-        group_ids: of each row; completions for the same prompt share it.
+        completions: of each row. For data that no engine generated, such as demonstrations, write
+            ``Completion(token_ids, [0.0] * len(token_ids), "stop")``, and drop ``rollout_log_probs`` from what is
+            returned.
+        group_ids: of each row; completions for the same prompt share it. None leaves them out.
         weight_versions: of the worker that generated each row, for tokens of which the engine does not say the version.
+            None: they are not known.
         rewards: of each row, if there are any.
         pad_token_id: the padding token.
 
     Returns:
-        ``input_ids``, ``attention_mask`` and ``loss_mask`` (int64), ``rollout_log_probs`` (float32), each
-        (rows, longest prompt + longest completion), and of the same shape ``weight_versions`` (int64), -1 where nothing
-        was generated, and ``weight_fingerprints`` (int64), -1 where they are not known. ``group_ids``,
-        ``min_weight_versions``, ``max_weight_versions``, ``prompt_lengths``, ``completion_lengths`` (int64),
-        ``truncated`` (bool: no stop token) and ``rewards`` (float32), each (rows,).
+        ``input_ids`` and ``attention_mask`` (int64), ``loss_mask`` (int64; float32 if some `Completion.loss_mask` has
+        fractions), ``rollout_log_probs`` (float32), each (rows, longest prompt + longest completion), and of the same
+        shape ``weight_versions`` (int64), -1 where the policy generated nothing, and ``weight_fingerprints`` (int64),
+        -1 where they are not known. ``group_ids``, ``min_weight_versions``, ``max_weight_versions``,
+        ``prompt_lengths``, ``completion_lengths`` (int64), ``truncated`` (bool: no stop token) and ``rewards``
+        (float32), each (rows,).
+
+    Raises:
+        ValueError: an argument has not one entry per row, or a completion not one number per token; the message says
+            which.
     """
     import torch
     from tensordict import TensorDict
 
     rows = len(completions)
+    given = {"prompts": prompts, "group_ids": group_ids, "weight_versions": weight_versions, "rewards": rewards}
+    for name, values in given.items():
+        if values is not None and len(values) != rows:
+            raise ValueError(f"collate(): {len(values)} {name} for {rows} completions; expected one each")
+    for row, one in enumerate(completions):
+        if wrong := not_per_token(one):
+            raise ValueError(f"collate(): the completion of row {row} has {wrong}; expected one number per token")
     begin = max(map(len, prompts), default=0)
     width = begin + max((len(completion.token_ids) for completion in completions), default=0)
     input_ids = torch.full((rows, width), pad_token_id)
     attention_mask, loss_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     log_probs, versions = torch.zeros(rows, width), torch.full((rows, width), -1)
     fingerprints = torch.full((rows, width), -1)
-    of_tokens = [token_versions(*one) for one in zip(completions, weight_versions, strict=True)]
+    masks = [[1] * len(one.token_ids) if one.loss_mask is None else list(one.loss_mask) for one in completions]
+    if any(value != int(value) for mask in masks for value in mask):
+        loss_mask = loss_mask.float()
+    of_tokens = [
+        [version if counts else -1 for version, counts in zip(token_versions(one, worker), mask, strict=True)]
+        for one, worker, mask in zip(completions, weight_versions or [None] * rows, masks, strict=True)
+    ]
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         end = begin + len(completion.token_ids)
         input_ids[row, begin - len(prompt) : end] = torch.tensor([*prompt, *completion.token_ids])
         attention_mask[row, begin - len(prompt) : end] = 1
-        loss_mask[row, begin:end] = 1
+        loss_mask[row, begin:end] = torch.tensor(masks[row])
         log_probs[row, begin:end] = torch.tensor(completion.log_probs)
         versions[row, begin:end] = torch.tensor(of_tokens[row])
         known = completion.fingerprints or {}
@@ -64,18 +85,32 @@ def collate_completions(
         "attention_mask": attention_mask,
         "loss_mask": loss_mask,
         "rollout_log_probs": log_probs,
-        "group_ids": torch.tensor(group_ids, dtype=torch.int64),
         "weight_versions": versions,
         "weight_fingerprints": fingerprints,
-        "min_weight_versions": torch.tensor([min(of, default=-1) for of in of_tokens], dtype=torch.int64),
+        "min_weight_versions": torch.tensor(
+            [min((version for version in of if version >= 0), default=-1) for of in of_tokens], dtype=torch.int64
+        ),
         "max_weight_versions": torch.tensor([max(of, default=-1) for of in of_tokens], dtype=torch.int64),
         "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
-        "completion_lengths": loss_mask.sum(1),
+        "completion_lengths": torch.tensor([len(one.token_ids) for one in completions], dtype=torch.int64),
         "truncated": torch.tensor([one.finish_reason == "length" for one in completions], dtype=torch.bool),
     }
+    if group_ids is not None:
+        data["group_ids"] = torch.tensor(group_ids, dtype=torch.int64)
     if rewards is not None:
         data["rewards"] = torch.tensor(rewards, dtype=torch.float32)
     return TensorDict(data, batch_size=[rows])
+
+
+def not_per_token(completion: Completion) -> str | None:
+    """What is wrong with the lengths of a completion's fields; None if nothing is."""
+    tokens, log_probs = len(completion.token_ids), len(completion.log_probs)
+    if tokens != log_probs:
+        return f"{tokens} token_ids and {log_probs} log_probs"
+    mask = completion.loss_mask
+    if mask is not None and len(mask) != tokens:
+        return f"{tokens} token_ids and a loss_mask of {len(mask)}"
+    return None
 
 
 def with_fingerprints(

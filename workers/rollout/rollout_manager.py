@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from single_controller import Broadcast, WorkerFuture
-from workers.data.collate import collate_completions
+from single_controller import WorkerFuture
+from workers.data.collate import collate
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
 from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
@@ -63,6 +63,8 @@ class RolloutManager:
         reward_workers: how many processes run the reward function; None runs it in this process.
         reward_timeout: seconds that one call of the reward function may take, or None.
         on_reward_timeout: the reward of a completion whose call takes longer; None for a `RewardError`.
+        engine_extras: names of the ``extras`` that the engine gets too, for an environment; see
+            `RolloutEngine.generate`. They are sent to the workers.
         pad_token_id: the padding token.
         timeout: seconds that one call of the workers may take, or None. The group is broken after a timeout.
 
@@ -92,6 +94,7 @@ class RolloutManager:
         reward_workers: int | None = None,
         reward_timeout: float | None = None,
         on_reward_timeout: float | None = None,
+        engine_extras: Sequence[str] = (),
         pad_token_id: int = 0,
         timeout: float | None = None,
     ) -> None:
@@ -117,6 +120,7 @@ class RolloutManager:
             )
         self.samples_per_prompt = _positive(samples_per_prompt)
         self.seed = seed
+        self.engine_extras = tuple(engine_extras)
         self.pad_token_id = pad_token_id
         self.timeout = timeout
         self.weight_version: int | None = None
@@ -147,7 +151,7 @@ class RolloutManager:
             samples_per_prompt: overrides the manager's for this call.
 
         Returns:
-            One row per completion, as `collate_completions` describes, in order of the prompts; the completions for one
+            One row per completion, as `collate` describes, in order of the prompts; the completions for one
             prompt are adjacent. ``group_ids`` are the prompts' indices.
 
         Raises:
@@ -231,6 +235,18 @@ class RolloutManager:
 
     # --- the inside -------------------------------------------------------------------------------------
 
+    def for_engine(self, extras: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+        """Return the columns of ``extras`` that the engine gets.
+
+        Raises:
+            ValueError: one of ``engine_extras`` is missing.
+        """
+        if missing := [name for name in self.engine_extras if name not in extras]:
+            raise ValueError(
+                f"engine_extras names {missing[0]!r}, but extras has {', '.join(map(repr, extras)) or 'no entries'}"
+            )
+        return {name: extras[name] for name in self.engine_extras}
+
     def _send(
         self,
         prompts: Sequence[Sequence[int]],
@@ -245,14 +261,19 @@ class RolloutManager:
         given = {name: checked_values(name, values, len(prompts)) for name, values in (extras or {}).items()}
         ids = [token_ids(number, prompt) for number, prompt in enumerate(prompts)]
         samples = [Sample(number, sample, ids[number], []) for number in range(len(ids)) for sample in range(each)]
+        for_engine: dict[str, Any] = {}
+        if self.engine_extras:
+            columns = self.for_engine(given)
+            for_engine["extras"] = {name: [of[one.prompt] for one in samples] for name, of in columns.items()}
         generate = self.group.generate
         if self.timeout is not None:
             generate = generate.options(timeout=self.timeout)
         generated = generate.remote(
             [one.prompt_ids for one in samples],
-            Broadcast(sampling_params or self.sampling_params),
+            sampling_params or self.sampling_params,
             [mixed_seed(self.seed, rollout_id, one.prompt, one.sample) for one in samples],
             self.weight_version,
+            **for_engine,
         )
         # The version as of now: until the completions arrive, an update that is sent later may change it.
         return _Sent(samples, given, self.weight_version, generated)
@@ -262,11 +283,11 @@ class RolloutManager:
         _raise_refused(generated, sent.samples)
         completions, versions = _checked(generated, sent.expected_version)
         samples = [
-            Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids)
+            Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids, completion.info)
             for one, completion in zip(sent.samples, completions, strict=True)
         ]
         rewards = None if self.rewards is None else self.rewards.compute(samples, sent.extras)
-        return collate_completions(
+        return collate(
             [one.prompt_ids for one in samples],
             completions,
             group_ids=[one.prompt for one in samples],

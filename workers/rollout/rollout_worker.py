@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from single_controller import Dispatch, register
-from workers.data.collate import with_fingerprints
+from workers.data.collate import not_per_token, with_fingerprints
 from workers.device import take_device, use_device
 from workers.rollout.engines.rollout_engine import Completion, FinishReason, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
@@ -84,10 +84,11 @@ class RolloutWorker(WeightReceiver):
         sampling_params: SamplingParams,
         seeds: Sequence[int],
         expected_version: int | None = None,
+        extras: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Generated]:
         """Generate one completion per prompt, in order.
 
-        On a driver: ``group.generate(prompts, Broadcast(SamplingParams()), seeds)``.
+        On a driver: ``group.generate(prompts, SamplingParams(), seeds)``.
 
         A worker with another weight version, or whose engine refuses a prompt, generates nothing and returns its
         version or the error. It does not raise, because that would fail the call for ranks that are still generating;
@@ -98,6 +99,7 @@ class RolloutWorker(WeightReceiver):
             sampling_params: how to sample.
             seeds: one per prompt.
             expected_version: the weight version to generate with; None for any complete version.
+            extras: name -> one value per prompt, for the engine; see `RolloutEngine.generate`.
 
         Raises:
             RolloutError: the engine did not return one valid completion per prompt. The engine's own errors pass
@@ -107,7 +109,8 @@ class RolloutWorker(WeightReceiver):
         if version is None or expected_version not in (None, version):
             return [Generated(None, version, self.rank)] * len(prompts)
         try:
-            completions = self.engine.generate(prompts, sampling_params, seeds)
+            given: dict[str, Any] = {"extras": extras} if extras else {}
+            completions = self.engine.generate(prompts, sampling_params, seeds, **given)
         except PromptError as error:
             return [Generated(None, version, self.rank, error)] * len(prompts)
         self._check(completions, prompts)
@@ -158,11 +161,8 @@ class RolloutWorker(WeightReceiver):
             where = f"for prompt {number}"
             if not isinstance(completion, Completion):
                 raise RolloutError(f"{returned} {completion!r:.80} {where}; expected a Completion")
-            tokens, log_probs = len(completion.token_ids), len(completion.log_probs)
-            if tokens != log_probs:
-                raise RolloutError(
-                    f"{returned} {tokens} token_ids and {log_probs} log_probs {where}; expected one log-prob per token"
-                )
+            if wrong := not_per_token(completion):
+                raise RolloutError(f"{returned} {wrong} {where}; expected one number per token")
             if completion.finish_reason not in get_args(FinishReason):
                 raise RolloutError(
                     f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop', 'length' or "

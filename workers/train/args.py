@@ -11,7 +11,7 @@ import difflib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from workers.train.args_checks import (
     TrainArgsError,
@@ -353,7 +353,7 @@ class TrainArgs:
     user: dict[str, Any] = _key({}, "your own keys")
 
 
-def read_args(given: Any = None) -> Any:
+def read_args(given: Any = None) -> TrainArgs:
     """Complete and check a configuration.
 
     Args:
@@ -361,7 +361,8 @@ def read_args(given: Any = None) -> Any:
             whose other attributes pass through with one warning; or None for the defaults.
 
     Returns:
-        An OmegaConf ``DictConfig`` with every key of `TrainArgs` as an attribute. Other attributes are errors.
+        An OmegaConf ``DictConfig`` with every key of `TrainArgs` as an attribute, as which type checkers know it. Other
+        attributes are errors.
 
     Raises:
         TrainArgsError: a key is unknown (the message has the closest one), or a value has the wrong type or is out of
@@ -393,7 +394,7 @@ def read_args(given: Any = None) -> Any:
         made[name] = value
     OmegaConf.set_struct(made, True)
     OmegaConf.set_struct(made.user, False)
-    return made
+    return cast(TrainArgs, made)
 
 
 def update_seconds(args: Any) -> float:

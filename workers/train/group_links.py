@@ -150,7 +150,7 @@ class SharedRollout(Generic[G]):
         if self.groups[0].args.balance_data:
             # Both groups shard the same rows, so the order must suit the dp sizes of both.
             parts = math.lcm(*(group.ready_workers("async_train").dp_size for group in self.groups))
-        self.data, self._futures = _ordered(given, parts), {}
+        self.data, self._futures = ordered(given, parts), {}
         self._rollout_id, self._given = rollout_id, given
 
     def computed(self) -> dict[str, Any]:
@@ -183,9 +183,15 @@ class SharedRollout(Generic[G]):
         return list(future.refs) if isinstance(self.data, list) else future
 
 
-def _ordered(given: Any, parts: int | None) -> Any:
-    """Put rows into an order in which ``parts`` equal shards have about as many tokens each. Rows behind a reference
-    are ordered by each rank that fetches them."""
+def ordered(given: Any, parts: int | None) -> Any:
+    """Return rollout data as the ranks take it.
+
+    Args:
+        given: what `RayTrainGroup.async_train` was given. Rows behind a reference are ordered by each rank that fetches
+            them.
+        parts: put the rows into an order in which this many equal shards have about as many tokens each; None keeps the
+            order.
+    """
     if isinstance(given, (list, tuple)):
         return list(given)
     if isinstance(given, concurrent.futures.Future):

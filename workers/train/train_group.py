@@ -12,7 +12,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import ray
 
@@ -23,6 +23,7 @@ from single_controller import (
     RayResourcePool,
     RayWorkerGroup,
     SingleControllerError,
+    WorkerFuture,
 )
 from single_controller.ray.attach import remove_placement_groups
 from workers.recovery.snapshot_choice import Recovery
@@ -30,11 +31,14 @@ from workers.recovery.train_recovery import Progress, common_position, find_left
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
 from workers.train.checkpoints import LastCheckpoint
-from workers.train.group_links import RolloutLink, SharedRollout
+from workers.train.group_links import RolloutLink, SharedRollout, ordered
 from workers.train.train_placement import cluster_has_gpus, first_slots, share_of_slot, train_environment
 from workers.train.train_worker import TrainWorker, takes_version, worker_class
 from workers.weight_sync import SyncReport, WeightSyncError
 from workers.weight_sync.sync_protocol import TimeUpError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +220,8 @@ class RayTrainGroup:
         folder = role_args(self.args, self.role).save
         if folder is None or not self._saved.exists(self.worker_group, folder):
             return self.args
-        args = self.args.copy()
+        settings: Any = self.args  # a DictConfig
+        args = settings.copy()
         args["critic_load" if self.role == "critic" else "load"] = folder
         # These settings are for the checkpoint of another run.
         args["no_load_optim"], args["ckpt_step"] = False, None
@@ -500,17 +505,46 @@ class RayTrainGroup:
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
             return list(workers.train.remote(rollout_id, None).refs)
-        if isinstance(rollout_data_ref, (list, tuple)) and len(rollout_data_ref) != workers.dp_size:
-            raise TrainArgsError(
-                f"async_train(): rollout_data_ref has {len(rollout_data_ref)} references for {workers.dp_size} dp "
-                "ranks; pass one for each dp rank"
-            )
+        _check_references("async_train", rollout_data_ref, workers.dp_size)
         if hasattr(rollout_data_ref, "keys"):
             self._class.check_rows(self.args, rollout_data_ref)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
         shared.take(rollout_id, rollout_data_ref)
         self._progress.trained = rollout_id
         return list(workers.train.remote(rollout_id, shared.data, **shared.computed()).refs)
+
+    def compute_log_prob(self, rollout_data_ref: Any) -> torch.Tensor:
+        """Return the log-probability of each token under the current weights, for an evaluation or as a teacher.
+
+        Args:
+            rollout_data_ref: as `async_train` takes it. Only ``input_ids`` and the masks are needed.
+
+        Returns:
+            (rows, tokens) float32, in nats at ``args.temperature``; 0 at padding, and at the first token of a row.
+
+        Raises:
+            WorkerError: the rows are invalid, with a `RolloutDataError` as its cause.
+        """
+        return self.async_compute_log_prob(rollout_data_ref).result()
+
+    def async_compute_log_prob(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
+        """`compute_log_prob`, but return a future at once. As an argument of another group, it goes from rank to
+        rank."""
+        return self._compute("compute_log_prob", rollout_data_ref)
+
+    def compute_values(self, rollout_data_ref: Any) -> torch.Tensor:
+        """Return the critic's expected return before each token, (rows, tokens) float32; see `compute_log_prob`."""
+        return self.async_compute_values(rollout_data_ref).result()
+
+    def async_compute_values(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
+        """`compute_values`, but return a future at once."""
+        return self._compute("compute_values", rollout_data_ref)
+
+    def _compute(self, method: str, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
+        workers = self.ready_workers(method)
+        _check_references(method, rollout_data_ref, workers.dp_size)
+        made: WorkerFuture[torch.Tensor] = getattr(workers, method).remote(ordered(rollout_data_ref, None))
+        return made
 
     def save_model(self, step: int, force_sync: bool = False, *, driver_state: Any = None) -> str | None:
         """Write a checkpoint, and the Hugging Face export that ``args.save_hf`` asks for.
@@ -688,3 +722,11 @@ class RayTrainGroup:
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
         return f"<RayTrainGroup of {self.world_size}: {self.role}, {state}>"
+
+
+def _check_references(method: str, given: Any, dp_size: int) -> None:
+    if isinstance(given, (list, tuple)) and len(given) != dp_size:
+        raise TrainArgsError(
+            f"{method}(): rollout_data_ref has {len(given)} references for {dp_size} dp ranks; pass one for each dp "
+            "rank"
+        )

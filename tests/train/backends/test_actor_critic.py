@@ -8,8 +8,11 @@ from reference import small_llama
 from tensordict import TensorDict
 from torch.nn.functional import pad
 from train_helpers import begin, distance, learn, rollout, whole_weights
+from transformers import AutoModelForCausalLM
 
 from single_controller import GroupClosedError, WorkerError
+from workers.data.rollout_data import RolloutDataError
+from workers.train.args import TrainArgsError
 from workers.train.train_group import RayTrainGroup
 
 pytestmark = pytest.mark.timeout(180)
@@ -151,6 +154,30 @@ def test_references_instead_of_data(pair_of, llama_folder, data, balance):
         found.append([learn(actor, 0, rows)["loss"], ray.get(refs)[0]["loss"]])
     for other in found[1:]:
         assert other == pytest.approx(found[0], abs=1e-6)
+
+
+def test_log_probs_and_values_as_methods(pair_of, llama_folder, data):
+    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, "temperature": 0.7})
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    for group, method in ((actor, "compute_log_prob"), (critic, "compute_values")):
+        found = getattr(group, method)(data)
+        assert found.shape == data["input_ids"].shape and found.dtype == torch.float32
+        later = getattr(group, f"async_{method}")(data)
+        references = [ray.put(data), [ray.put(data[:12]), ray.put(data[12:])], dict(data)]
+        for other in (later.result(), *(getattr(group, method)(given) for given in references)):
+            torch.testing.assert_close(other, found, atol=1e-6, rtol=0)
+        with pytest.raises(TrainArgsError, match=method + r"\(\): rollout_data_ref has 1 references for 2 dp ranks"):
+            getattr(group, method)([ray.put(data)])
+        with pytest.raises(RolloutDataError, match="rollout data has no 'loss_mask'"):
+            getattr(group, method)(data.exclude("loss_mask"))
+    begin = int(data["attention_mask"][0].argmax())
+    real = data["input_ids"][0, begin:][data["attention_mask"][0, begin:] != 0]
+    expected = (model(real[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, real[1:, None])[:, 0]
+    torch.testing.assert_close(
+        actor.compute_log_prob(data)[0, begin + 1 : begin + len(real)], expected.detach(), atol=1e-4, rtol=0
+    )
+    with pytest.raises(WorkerError, match="role"):
+        critic.compute_log_prob(data)
 
 
 def test_error_names_the_released_critic(pair_of, llama_folder, data):

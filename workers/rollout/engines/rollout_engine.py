@@ -129,6 +129,10 @@ class Completion:
         weight_versions: version of the weights that generated each token; None if the engine does not say, and then all
             tokens are of the worker's weight version.
         fingerprints: of the weights of these versions, as far as the worker knows them; the worker adds them.
+        loss_mask: one number per token, 0 for tokens that the policy did not choose, such as the output of a tool; None
+            if it chose all of them. It becomes the ``loss_mask`` of the rollout data.
+        info: what the engine's environment knows of the completion, such as whether a test passed. A reward function
+            with a parameter ``info`` gets it.
     """
 
     token_ids: list[int]
@@ -136,6 +140,8 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: list[int | None] | None = None
     fingerprints: Mapping[int, int] | None = None
+    loss_mask: Sequence[float] | None = None
+    info: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,9 @@ class RolloutEngine(ABC):
             sampling_params: how to sample.
             seeds: one per prompt. The same prompt, seed and weights give the same completion, whatever else is in the
                 batch.
+
+        An engine with an environment adds a parameter ``extras``: name -> one value per prompt, of the columns that
+        ``RolloutManager(engine_extras=...)`` names. `submit` gets ``extras`` of its prompt alone: name -> value.
 
         Raises:
             PromptError: the engine cannot generate from a prompt. It generates nothing then.

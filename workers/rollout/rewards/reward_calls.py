@@ -10,7 +10,8 @@ from typing import Any
 from workers.rollout.rollout_errors import RewardError
 
 RewardFunction = Callable[..., Any]
-"""``reward(prompt_ids, completion_ids, **extras) -> float``, plain or ``async def``."""
+"""``reward(prompt_ids, completion_ids, **extras) -> float``, plain or ``async def``. With a parameter ``info``, it also
+gets `Completion.info`, {} if there is none, unless ``extras`` has an entry of that name."""
 
 
 @dataclass(frozen=True)
@@ -22,28 +23,33 @@ class Sample:
         sample: index of the completion among those for the same prompt.
         prompt_ids: tokens of the prompt.
         completion_ids: tokens of the completion, including its stop token.
+        info: `Completion.info`.
     """
 
     prompt: int
     sample: int
     prompt_ids: list[int]
     completion_ids: list[int]
+    info: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class RewardCall:
-    """One call of the reward function: for one sample or, if ``batched``, for those of a group."""
+    """One call of the reward function: for one sample or, if ``batched``, for those of a group. ``with_info``: the
+    function has a parameter ``info``."""
 
     samples: Sequence[Sample]
     extras: Mapping[str, Any]
     row: int
     batched: bool
+    with_info: bool = False
 
     def arguments(self) -> tuple[tuple[Any, Any], dict[str, Any]]:
         """What the function is called with, by position and by keyword."""
         prompts = [list(one.prompt_ids) for one in self.samples]
         completions = [list(one.completion_ids) for one in self.samples]
-        given = {name: [values[one.prompt] for one in self.samples] for name, values in self.extras.items()}
+        given = {"info": [dict(one.info or {}) for one in self.samples]} if self.with_info else {}
+        given |= {name: [values[one.prompt] for one in self.samples] for name, values in self.extras.items()}
         if self.batched:
             return (prompts, completions), given
         return (prompts[0], completions[0]), {name: values[0] for name, values in given.items()}

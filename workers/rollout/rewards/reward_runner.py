@@ -95,6 +95,7 @@ class RewardRunner(Closing):
         self.timeout = timeout
         self.on_timeout = on_timeout
         self._plain = not workers and not _is_async(function)
+        self._with_info = _has_parameter(function, "info")
         if self._plain and timeout is not None:
             raise ValueError(
                 f"reward_timeout={timeout!r}: a plain reward function cannot be interrupted in this process. Set "
@@ -116,7 +117,7 @@ class RewardRunner(Closing):
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_plain")
+        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_plain", "_with_info")
         return {"function": _pickled(self.function), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,8 +221,8 @@ class RewardRunner(Closing):
 
     def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None, row: int) -> list[RewardCall]:
         if self.batched:
-            return [RewardCall(samples, extras or {}, row, True)] if samples else []
-        return [RewardCall([sample], extras or {}, row + k, False) for k, sample in enumerate(samples)]
+            return [RewardCall(samples, extras or {}, row, True, self._with_info)] if samples else []
+        return [RewardCall([one], extras or {}, row + k, False, self._with_info) for k, one in enumerate(samples)]
 
     def _call_plain(self, calls: Sequence[RewardCall]) -> tuple[list[float], Awaitable[Any] | None]:
         """Call a plain function in this thread.
@@ -383,6 +384,13 @@ async def _in_thread(function: Callable[[], T]) -> T:
 
 def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _has_parameter(function: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions of C have no signature
+        return False
 
 
 def _is_number(value: Any) -> bool:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workers.data.collate import with_fingerprints
 from workers.rollout.engines.rollout_engine import Completion, EngineLoad, RolloutEngine, SamplingParams
@@ -46,6 +46,7 @@ class GroupRequest:
         seeds: one per sample.
         partials: completions to continue, one per sample; those whose finish reason is not "abort" are complete. None
             begins with the prompt alone.
+        extras: of the prompt, for the engine.
     """
 
     attempt: Attempt
@@ -53,6 +54,7 @@ class GroupRequest:
     sampling_params: SamplingParams
     seeds: Sequence[int]
     partials: Sequence[Completion] | None = None
+    extras: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ class Exchange:
                     group.ids[sample],
                     seed=request.seeds[sample],
                     partial=partial if partial.token_ids else None,
+                    **({"extras": request.extras} if request.extras else {}),
                 )
                 futures.append((sample, future))
         except Exception as error:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from single_controller.call.state import Closing
-from workers.data.collate import collate_completions
+from workers.data.collate import collate
 from workers.rollout.rollout_errors import RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
 from workers.rollout.stream.exchange import Report
@@ -193,7 +193,7 @@ class RolloutStream(Closing):
             for completion in group.completions
         ]
         rewards = [reward for group in groups for reward in group.rewards or ()]
-        return collate_completions(
+        return collate(
             [prompt for prompt, _, _ in rows],
             [completion for _, completion, _ in rows],
             group_ids=[number for _, _, number in rows],

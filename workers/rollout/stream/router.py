@@ -174,7 +174,10 @@ class Router:
         samples = manager.samples_per_prompt if completions is None else len(completions)
         seeds = [mixed_seed(manager.seed, rollout_id, index, sample) for sample in range(samples)]
         attempt = Attempt(number, next(self._attempts))
-        return GroupRequest(attempt, prompt, manager.sampling_params, seeds, completions)
+        extras = None
+        if manager.engine_extras:
+            extras = {name: of[index] for name, of in manager.for_engine(self._rollout(rollout_id)[1]).items()}
+        return GroupRequest(attempt, prompt, manager.sampling_params, seeds, completions, extras)
 
     def _rollout(self, rollout_id: int) -> tuple[list[list[int]], Mapping[str, Sequence[Any]]]:
         """Return the prompts of a rollout, and their extras."""
@@ -327,7 +330,7 @@ class Router:
         if self._manager.rewards is None:
             self._put(number, group)
             return
-        samples = [Sample(number, k, group.prompt, one.token_ids) for k, one in enumerate(completions)]
+        samples = [Sample(number, k, group.prompt, one.token_ids, one.info) for k, one in enumerate(completions)]
         rollout_id, index = divmod(number, self._buffer.groups_per_batch)
         extras = {name: {number: values[index]} for name, values in self._rollout(rollout_id)[1].items()}
         future = self._manager.rewards.submit(samples, extras)
