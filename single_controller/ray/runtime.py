@@ -77,7 +77,7 @@ def ensure_ray() -> None:
                     f"no connection to the Ray cluster at {address!r}: no cluster responds at this address, or its "
                     "token is not that of this host. Set RAY_AUTH_TOKEN to the token of the cluster's head on this "
                     "host and on all hosts of the cluster, or set RAY_AUTH_MODE=disabled on all of them. See 'Several "
-                    "hosts' in docs/failures.md"
+                    "hosts' in docs/hosts.md"
                 ) from error
         else:
             _check_cluster()

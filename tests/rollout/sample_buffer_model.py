@@ -1,4 +1,4 @@
-"""A plain reference of SampleBuffer, written from docs/async-rl.md: everything is recomputed from lists and dicts."""
+"""A plain reference of SampleBuffer, written from docs/internals/sample-buffer.md, with everything recomputed."""
 
 import copy
 import itertools

@@ -55,7 +55,7 @@ DEATH_SECONDS = 1.0
 
 
 class VLLMEngine(RequestEngine):
-    """An engine on vLLM, with continuous batching. Needs vLLM, on CUDA or on the CPU; see ``docs/rollout.md``.
+    """An engine on vLLM, with continuous batching. Needs vLLM, on CUDA or on the CPU; see ``docs/engines.md``.
 
     The model's ``generation_config``, including its stop tokens, is ignored: only `SamplingParams` count. The same
     prompt, seed and weights give the same completion, up to rounding, also in another batch. A completion that is
@@ -155,7 +155,7 @@ class VLLMEngine(RequestEngine):
         missing = [*missing_names(self._engine, "LLMEngine", _PRIVATE), *self._engine.collective_rpc("missing")[0]]
         if missing:
             raise RolloutError(
-                f"VLLMEngine: {self._named} has no {', '.join(missing)}; use a version that docs/rollout.md names"
+                f"VLLMEngine: {self._named} has no {', '.join(missing)}; use a version that docs/engines.md names"
             )
         dtypes = self._engine.collective_rpc("held_dtypes", args=(self._shapes,))
         self._dtypes = None if None in dtypes else dtypes[0]

@@ -91,7 +91,7 @@ def import_vllm(eager: bool) -> Any:
             raise
         raise ImportError(
             "VLLMEngine: vLLM is not installed in this environment. For the CPU, make one with `make setup-vllm`; for "
-            "CUDA, pip install 'single-controller[vllm]'. See docs/rollout.md",
+            "CUDA, pip install 'single-controller[vllm]'. See docs/engines.md",
             name="vllm",
         ) from None
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -1,6 +1,7 @@
 """SampleBuffer: what is generated, waits and is trained in an asynchronous run, and how old it may be.
 
-Pure Python: no Ray, no torch. The state machine, the policies and what they guarantee: ``docs/async-rl.md``.
+Pure Python: no Ray, no torch. The policies and what they guarantee are in docs/async-rl.md, the state machine in
+docs/internals/sample-buffer.md.
 """
 
 from __future__ import annotations
