@@ -49,8 +49,8 @@ demo: $(READY) $(if $(findstring engine=vllm,$(ARGS)),$(VLLM_READY))
 test: lint
 	@$(PY) -m pytest -n $(JOBS) $(ARGS)
 
-test-all: lint test-vllm
-	@$(PY) -m pytest -n $(JOBS) --full $(ARGS)
+test-all: lint $(VLLM_READY)
+	@$(MAKE) --no-print-directory test-vllm; vllm=$$?; $(PY) -m pytest -n $(JOBS) --full $(ARGS) && exit $$vllm
 
 test-vllm: $(VLLM_READY)
 	@$(VLLM_PY) -m pytest --full tests/with_vllm $(ARGS)

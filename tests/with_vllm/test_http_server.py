@@ -50,9 +50,7 @@ def test_two_engines_share_a_server(subject, server):
     model = subject.model(3)
     subject.update(model, 1)
     other = HTTPEngine(server.url, timeout=60)
-    futures = [other.submit(prompt, SamplingParams(300), str(k), seed=k) for k, prompt in enumerate(PROMPTS)]
-    while other.load().running < 8:
-        time.sleep(0.001)
+    futures = Subject(other, config=CONFIG).run(300)
     subject.update(subject.model(4), 2)
     assert all(len(future.result(60).token_ids) == 300 for future in futures)
     time.sleep(1.1)
@@ -77,8 +75,7 @@ def test_sleeping_server(subject, server):
 
 def test_killed_engine_core_fails_the_requests(subject, server):
     """The last test of this module: the server is gone afterwards."""
-    futures = subject.submit(400)
-    subject.until(lambda load: load.running == 8)
+    futures = subject.run(400)
     (core,) = server.engine_cores()
     killed = time.monotonic()
     os.kill(core, signal.SIGKILL)

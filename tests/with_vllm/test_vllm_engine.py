@@ -186,8 +186,7 @@ class TestLlama(EngineContract):
     def test_second_update_begins_over_a_partial_one(self, subject, first):
         """As when the first one's sender has died without a word."""
         new = subject.model(8)
-        futures = subject.submit(self.long)
-        subject.until(lambda load: load.running == 8)
+        futures = subject.run(self.long)
         subject.engine.begin_update()
         subject.engine.load_weights(subject.weights(subject.model(9))[:-3])
         subject.update(new, 2)
@@ -196,8 +195,7 @@ class TestLlama(EngineContract):
         subject.update(first, 1)
 
     def test_sleeping_engine_keeps_requests_and_weights(self, subject, first):
-        futures = subject.submit(self.long)
-        subject.until(lambda load: load.running == 8)
+        futures = subject.run(self.long)
         assert 0 < subject.engine.load().cache_usage <= 1
         subject.engine.sleep()
         with pytest.raises(RolloutError, match="asleep"):
@@ -224,8 +222,7 @@ class TestLlama(EngineContract):
             raise MemoryError("no memory for the hidden states")
 
         executor = subject.engine._engine.engine_core.engine_core.model_executor
-        futures = subject.submit(self.long)
-        subject.until(lambda load: load.running == 8)
+        futures = subject.run(self.long)
         with monkeypatch.context() as patch:
             patch.setattr(executor, "execute_model", fails)
             errors = [future.exception(SECONDS) for future in futures]
