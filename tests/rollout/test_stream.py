@@ -342,7 +342,7 @@ def test_wrong_arguments_are_refused(group):
     manager = managed(group)
     for options, message in (
         ({"update_mode": "stop"}, "update_mode='stop'; expected 'wait' or 'interrupt'"),
-        ({"requests_per_worker": 0}, "requests_per_worker=0; expected at least 1"),
+        ({"requests_per_worker": 0}, "requests_per_worker=0: expected an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             RolloutStream(manager, prompts, SampleBuffer(B), **options)

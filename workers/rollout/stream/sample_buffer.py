@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from dispatch.checks import check_count
 from workers.rollout.stream.flat_filter import FlatFilter
 
 
@@ -182,8 +183,7 @@ class SampleBuffer:
         needed += [("update_interval", update_interval, 1), ("keep_batches", keep_batches, 0)]
         optional = [("window", window, 1), ("num_batches", num_batches, 0), ("max_filtered", max_filtered, 0)]
         for name, value, least in (*needed, *(one for one in optional if one[1] is not None)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"SampleBuffer: {name}={value!r}; expected an integer of at least {least}")
+            check_count(f"SampleBuffer: {name}", value, least)
         for name, word, known in (("on_stale", on_stale, get_args(OnStale)), ("order", order, get_args(Order))):
             if word not in known:
                 raise ValueError(f"SampleBuffer: {name}={word!r}; expected one of {', '.join(known)}")
