@@ -31,12 +31,16 @@ def threads(tree):
     """(line, pattern of the name) of each thread that is started; the pattern is None if the name is unknown."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in ast.walk(tree):
-        if calls(node, "Timer"):  # has no name
+        if calls(node, "in_thread"):
+            yield node.lineno, pattern(node.args[0], None)
+        elif calls(node, "Timer"):  # has no name
             yield node.lineno, "Timer"
         elif calls(node, "Thread", "ThreadPoolExecutor"):
             options = {option.arg: option.value for option in node.keywords}
             prefix = node.args[1] if calls(node, "ThreadPoolExecutor") and len(node.args) > 1 else None
             around = [one for one in functions if one.lineno <= node.lineno <= one.end_lineno]
+            if around[0].name == "in_thread":  # the name is that of its callers
+                continue
             yield node.lineno, pattern(options.get("name") or options.get("thread_name_prefix") or prefix, around[-1])
 
 
@@ -93,7 +97,17 @@ class A:
         ThreadPoolExecutor(thread_name_prefix="calls")
         threading.Timer(1, f)
         Thread(target=f)
+        in_thread("c", f)
 _lock = Lock()
 """)
     assert list(locks(tree)) == ["A._shared", "A.turn", "_lock"]
-    assert [name for _, name in threads(tree)] == [r"a\-b", r".+\-server", r"rank\-.+", "calls", "calls", "Timer", None]
+    assert [name for _, name in threads(tree)] == [
+        r"a\-b",
+        r".+\-server",
+        r"rank\-.+",
+        "calls",
+        "calls",
+        "Timer",
+        None,
+        "c",
+    ]

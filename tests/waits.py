@@ -24,7 +24,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20, what: str = "w
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() < begun + seconds, f"{what} did not come within {seconds} s"
-        time.sleep(0.01)
+        time.sleep(0.005)
     return time.monotonic() - begun
 
 

@@ -1,4 +1,5 @@
-"""Choose between cuda and cpu, nccl and gloo. No other file decides this. torch is imported on first use."""
+"""Choose between cuda and cpu, nccl and gloo; and dtypes by name. No other file decides this. torch is imported on
+first use."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from single_controller import SingleControllerError
 
@@ -21,6 +22,18 @@ logger = logging.getLogger(__name__)
 _LISTS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Variables that restrict the devices that torch sees. On ROCm the first one that is set counts, elsewhere only
 CUDA_VISIBLE_DEVICES."""
+
+
+DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
 
 
 class DeviceError(SingleControllerError):
@@ -180,3 +193,20 @@ def current_device() -> torch.device:
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """Return a torch dtype by name: ``"fp32"``, ``"bf16"``, ``"fp16"`` or torch's own names. A dtype is returned as is.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    import torch
+
+    if isinstance(name, torch.dtype):
+        return name
+    torch_name = DTYPES.get(str(name).removeprefix("torch."))
+    if torch_name is None:
+        raise ValueError(f"param_dtype={name!r}: expected one of {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, torch_name)
+    return dtype

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import datetime
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from single_controller import GroupBrokenError
+from workers.background import in_thread
 from workers.device import DeviceError
 
 if TYPE_CHECKING:
@@ -121,27 +122,21 @@ def _unless_leaving(worker: Worker, join: Callable[[], None]) -> None:
     Raises:
         GroupBrokenError: the group is having a rank replaced.
     """
-    errors: list[BaseException] = []
 
     def run() -> None:
-        try:
-            worker._prepare_thread()
-            join()
-        except BaseException as error:
-            errors.append(error)
+        worker._prepare_thread()
+        join()
 
     # A daemon: a worker that exits must not wait for a thread that was left to itself.
-    thread = threading.Thread(target=run, name="rendezvous", daemon=True)
-    thread.start()
+    joining = in_thread("rendezvous", run)
     left_at: float | None = None
-    while thread.is_alive():
-        thread.join(JOIN_POLL_SECONDS)
+    while not joining.done():
+        wait([joining], JOIN_POLL_SECONDS)
         if worker._leaving:  # set by another thread of the worker; a bool needs no lock
             left_at = left_at or time.monotonic()
             if time.monotonic() - left_at > LEAVE_SECONDS:
                 raise _left(worker)
-    if errors:  # read without a lock: the thread that appends has ended
-        raise errors[0]
+    joining.result()
 
 
 def _left(worker: Worker) -> GroupBrokenError:

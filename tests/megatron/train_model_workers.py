@@ -1,6 +1,5 @@
 """Functions for `Lab.run` in the tests of MegatronTrainModel, and the losses that those tests train with."""
 
-import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -8,6 +7,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from shard_helpers import read_shards
+from waits import wait_until
 
 from workers.device_memory import DeviceMemory
 from workers.hf_export import export_hf
@@ -132,11 +132,7 @@ def save_in_background(worker, folder):
     for _, tensor in worker.model.weights():
         tensor.add_(1.0)
     worker.model.weights_changed()
-    until = time.monotonic() + 60
-    while not (Path(folder) / "metadata.json").exists():
-        if time.monotonic() > until:
-            raise TimeoutError("the checkpoint is not finished after a minute")
-        time.sleep(0.01)
+    wait_until((Path(folder) / "metadata.json").exists, 60, "a complete checkpoint")
     worker.model.wait_for_save()
 
 

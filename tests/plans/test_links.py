@@ -270,9 +270,7 @@ class TestLostConnections:
         connection.hub.remove(rank.listener._listener)
         rank.listener._listener.close()
         to_rank._connection._shut()
-        end = time.monotonic() + 5
-        while to_rank.gone() is None and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_until(to_rank.gone, 5)
         assert to_rank.gone() == "refused"
 
     def test_closing_gives_up_what_has_not_arrived(self, rank, to_rank):

@@ -55,9 +55,10 @@ from fork_workers import forked_workers  # noqa: E402
 from group_kinds import Group  # noqa: E402
 from host_kinds import Hosts  # noqa: E402
 from host_network import missing  # noqa: E402
-from rounds import shares, wait  # noqa: E402
+from rounds import shares  # noqa: E402
 from sync_kinds import Sync  # noqa: E402
 from training_kinds import Training  # noqa: E402
+from waits import wait_until  # noqa: E402
 
 from single_controller.ray import inspect_groups  # noqa: E402
 
@@ -127,7 +128,7 @@ def local_ray(*, forked):
             yield
             before.wait_same(30, shared_memory=False)
             gc.collect()  # what was killed refers to groups that refer to it
-            wait(lambda: free_store() >= room, f"of {room:.0f} bytes in the object store, {free_store():.0f} are free")
+            wait_until(lambda: free_store() >= room, 30, f"{room:.0f} free bytes in the object store")
         finally:
             ray.shutdown()
 
@@ -274,7 +275,7 @@ def main():
         if not right:
             say(f"The log ends with:\n{(Path(folder) / 'log').read_text()[-20_000:]}")
     with suppress(AssertionError):
-        wait(lambda: not any(left_behind(memory)), "", 30)
+        wait_until(lambda: not any(left_behind(memory)), 30)
     left = left_behind(memory)
     show(seen)
     say(f"\nprocesses left: {left[0] or 'none'}; shared memory left: {left[1] or 'none'}")

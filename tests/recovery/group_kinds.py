@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from replace_workers import Member
-from rounds import Seen, wait
+from rounds import Seen
+from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerDiedError
 
@@ -61,7 +62,7 @@ class Group:
         return lambda: self.group.loop(30.0)
 
     def _standby_ready(self):
-        wait(lambda: self.group.standbys() and self.group.standbys()[0].memory, "no standby is ready")
+        wait_until(lambda: self.group.standbys() and self.group.standbys()[0].memory, 30, "a standby")
 
     def _kill(self, call, *, after, ready=True, victims=1, more=0):
         if ready:

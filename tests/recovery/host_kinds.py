@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from host_cluster import cluster
-from rounds import Seen, wait
+from rounds import Seen
+from waits import wait_until
 
 CPUS = 4
 OUTAGE = 5.0
@@ -91,7 +92,7 @@ class Hosts:
         lose(host)
         seen = self._seen()
         host.kill()  # what a host without power still runs here
-        wait(lambda: not host.pids(), f"processes of {host.name} are left")
+        wait_until(lambda: not host.pids(), 30, f"the end of the processes of {host.name}")
         self.network.heal(host.name)
         self.network.start_node(host, cpus=CPUS)
         return seen

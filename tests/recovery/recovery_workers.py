@@ -8,6 +8,7 @@ own weights and optimizer state before and after. The lines form chains: that of
 learned from, whatever was trained and lost meanwhile.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -171,7 +172,7 @@ class Trainer(FSDPTrainWorker):
         return folder
 
     def _die_while_writing(self, seconds):
-        self.checkpoints._writing.join(seconds)
+        concurrent.futures.wait([self.checkpoints._writing], seconds)
         die(self.folder)
 
     def update_weights(self, version=None):

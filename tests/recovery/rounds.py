@@ -1,6 +1,5 @@
 """What the kinds of rounds have in common."""
 
-import time
 from typing import NamedTuple
 
 
@@ -20,18 +19,6 @@ class Seen(NamedTuple):
     repeated: int | None = None
     lost: int | None = None
     twice: int | None = None
-
-
-def wait(condition, what, seconds=30.0):
-    """Wait until the condition holds.
-
-    Raises:
-        AssertionError: it does not hold after some seconds.
-    """
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def shares(total, weights):

@@ -27,7 +27,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 from recovery_workers import Engine, Trainer, ask, prompt
-from rounds import Seen, wait
+from rounds import Seen
+from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SingleControllerError
 from workers import RayTrainGroup, RolloutManager, RolloutStream, RolloutWorker, SamplingParams, read_args
@@ -208,8 +209,7 @@ class Training:
     def begin(self):
         """Wait until what the last round has replaced is complete."""
         workers = self.actor.worker_group
-        ready = "no standby of the trainers is ready"
-        wait(lambda: [one for one in workers.standbys() if one.memory], ready, STANDBY)
+        wait_until(lambda: [one for one in workers.standbys() if one.memory], STANDBY, "a standby of the trainers")
         self._step()  # all snapshots that replaced trainers lack have then arrived
         (self.folder / "killed").unlink(missing_ok=True)
         self.trained.clear()

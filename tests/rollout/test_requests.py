@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_contract import EngineContract, Subject
 from rollout_helpers import Bigram, BigramEngine
+from waits import wait_until
 
 from workers.rollout.engines import request_engine as requests
 from workers.rollout.engines.rollout_engine import EngineLoad, RolloutEngine, SamplingParams
@@ -90,12 +91,10 @@ def test_idle_engine_has_no_thread_and_can_be_collected(monkeypatch):
 def test_pause_that_waits_lets_new_requests_wait():
     engine = BigramEngine(delay=0.002)
     first = submit(engine, "first", 50)
-    while not engine.load().running:
-        time.sleep(0.001)
+    wait_until(lambda: engine.load().running)
     with ThreadPoolExecutor(1) as pool:
         paused = pool.submit(engine.pause, "wait")
-        while not engine._draining:
-            time.sleep(0.001)
+        wait_until(lambda: engine._draining)
         second = submit(engine, "second", 2)
         paused.result(10)
     assert len(first.result(0).token_ids) == 50 and not second.done()
@@ -110,8 +109,7 @@ def test_pause_that_waits_lets_new_requests_wait():
 def test_pause_that_could_never_end_is_refused():
     engine = BigramEngine(delay=0.001)
     submit(engine, "a")
-    while not engine.load().running:
-        time.sleep(0.001)
+    wait_until(lambda: engine.load().running)
     engine.begin_update()
     with pytest.raises(RolloutError, match=r"requests are running and cannot end \(update\)"):
         engine.pause("wait")

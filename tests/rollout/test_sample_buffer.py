@@ -390,6 +390,23 @@ def test_fail_wakes_take_and_each_raise_is_a_copy():
         buffer.take(0)
 
 
+def test_take_returns_as_soon_as_the_group_that_held_it_up_begins_anew():
+    """Group 2 may not overtake group 0, which would become too old; with newer weights group 0 has time again."""
+    buffer = buffer_with(1, 1, max_staleness=1, order="window", window=4)
+    assert begun(buffer) == [0, 1]
+    ready(buffer, 1)
+    assert taken(buffer) == [1]
+    buffer.set_version(2)
+    assert begun(buffer) == [2]
+    ready(buffer, 2)
+    with pytest.raises(TimeoutError):
+        buffer.take(0)
+    threading.Timer(0.1, buffer.give_back, (0,)).start()
+    begin = time.monotonic()
+    assert taken(buffer, 20) == [2]
+    assert time.monotonic() - begin < 10
+
+
 def test_time_in_take_is_counted():
     buffer = buffer_with(1, 1)
     with pytest.raises(TimeoutError, match=r"after 0\.05 s"):

@@ -261,8 +261,7 @@ def test_update_is_given_up_in_time_while_requests_run(group):
     with streaming(manager) as stream:
         update(stream, manager, 1)
         group.set_delay([0.05, 0.05])  # a group takes three seconds
-        while not any(worker.running for worker in group.execute_all_sync("load_of_engine")):
-            time.sleep(0.01)
+        wait_until(lambda: any(worker.running for worker in group.execute_all_sync("load_of_engine")))
         with (
             pytest.raises(WeightSyncError, match=r"within 0.5 s.*requests that are running .*update_mode='interrupt'"),
             stream.updating(0.5),
@@ -376,7 +375,7 @@ def test_wrong_arguments_are_refused(group):
     manager = managed(group)
     for options, message in (
         ({"update_mode": "stop"}, "update_mode='stop'; expected 'wait' or 'interrupt'"),
-        ({"requests_per_worker": 0}, "requests_per_worker=0; expected at least 1"),
+        ({"requests_per_worker": 0}, "requests_per_worker=0: expected an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             RolloutStream(manager, prompts, SampleBuffer(B), **options)

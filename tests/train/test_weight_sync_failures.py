@@ -20,6 +20,7 @@ from sync_helpers import (
     two_senders,
 )
 from sync_workers import token
+from waits import wait_until
 
 from single_controller import GroupBrokenError, WorkerDiedError, WorkerError
 from workers.weight_sync import WeightSyncError
@@ -136,10 +137,7 @@ def test_engine_goes_on_until_the_update_has_arrived(train, rollout, transport, 
 
 def wait_for_gate(folder):
     """Both train ranks are about to send the last round."""
-    end = time.monotonic() + 20
-    while not all((folder / f"rank-{rank}").exists() for rank in (0, 1)):
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    wait_until(lambda: all((folder / f"rank-{rank}").exists() for rank in (0, 1)))
 
 
 @pytest.mark.full("an error that breaks a group of its own")

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from workers.device import every_backend, take_device
+from workers.device import dtype_of, every_backend, take_device
 from workers.distributed import initialize_distributed
-from workers.dtypes import dtype_of
 from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
 from workers.lora import LoraSettings
 from workers.train.args import TrainArgsError

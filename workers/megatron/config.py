@@ -11,8 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from workers.device import has_cuda
-from workers.dtypes import dtype_of
+from workers.device import dtype_of, has_cuda
 from workers.extras import require
 
 if TYPE_CHECKING:

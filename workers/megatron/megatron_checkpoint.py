@@ -1,21 +1,22 @@
 """Checkpoints of a model and its optimizer: sharded, in megatron's layout, optionally written in the background.
 
 Thread: ``save(background=True)`` starts one writer thread per rank. It ends by itself when the files are written;
-`Checkpoints.wait` joins it, and every `save` and `load` waits first, so there is never more than one. It is not a
+`Checkpoints.wait` waits for it, and every `save` and `load` waits first, so there is never more than one. It is not a
 daemon: a process that exits normally does so after the checkpoint is complete. A process that is killed leaves a folder
-without `COMPLETE`. There is no lock: the thread reads only the copies that `save` made for it, and its error is read
-after the join. `RolloutCheckpoints` calls `wait` in a thread of its own, which it joins before its next `save`.
+without `COMPLETE`. There is no lock: the thread reads only the copies that `save` made for it. `RolloutCheckpoints`
+calls `wait` in a thread of its own, for which it waits before its next `save`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from workers.background import in_thread
 from workers.distributed import all_or_none, new_cpu_group
 from workers.megatron.megatron_optimizer import allocate_state, inner_optimizers, load_state
 
@@ -49,8 +50,7 @@ class Checkpoints:
         self._models = models
         self._optimizer = optimizer
         self._distributed = distributed
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writing: Future[None] | None = None
         self._group: Any = None
 
     def save(self, folder: Path, *, background: bool) -> None:
@@ -88,24 +88,13 @@ class Checkpoints:
         if not background:
             request.async_fn()
             return
-
-        def write() -> None:
-            try:
-                request.async_fn()
-            except BaseException as error:  # raised by `wait`; CheckpointException is not an Exception
-                self._error = error
-
-        self._writer = threading.Thread(target=write, name="checkpoint", daemon=False)
-        self._writer.start()
+        self._writing = in_thread("checkpoint", request.async_fn, daemon=False)
 
     def wait(self) -> None:
         """Wait until the writer thread has ended, and raise its error."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Load a checkpoint into the model, and into the optimizer if requested.

@@ -8,13 +8,13 @@ Everything else is called in the router's thread. No locks.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any
 
 from single_controller import GroupBrokenError, GroupClosedError, PlacementError, SingleControllerError
+from workers.background import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class GroupRecovery:
         if attempt is None:
             # One at a time if there is not room for all, as after the loss of a host.
             count = 1 if self._tries % 2 else self._missing
-            self._growing = _in_thread(lambda: len(self._group.grow(count)))
+            self._growing = in_thread("rollout-grow", lambda: len(self._group.grow(count)))
             return
         error = attempt.exception()
         if error is None:
@@ -123,17 +123,3 @@ class GroupRecovery:
             self._next_try = time.monotonic() + wait
             what = "%d rollout workers are missing and could not be started; the next attempt is in %.0f s: %s"
             logger.warning(what, self._missing, wait, error)
-
-
-def _in_thread(job: Any) -> Future[int]:
-    """Run a job in a daemon thread."""
-    future: Future[int] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="rollout-grow", daemon=True).start()
-    return future

@@ -192,13 +192,6 @@ FIELDS = (
 """The fields of a `RayTrainGroup` that its successor gets."""
 
 
-@dataclass(frozen=True)
-class Left:
-    """What a train group leaves: name -> value of `FIELDS`."""
-
-    fields: dict[str, Any]
-
-
 def leave(workers: RayWorkerGroup, group: Any, changed: Mapping[str, Any]) -> None:
     """Leave the fields of a train group for the driver that takes its workers over.
 
@@ -207,7 +200,7 @@ def leave(workers: RayWorkerGroup, group: Any, changed: Mapping[str, Any]) -> No
         group: the train group.
         changed: values that the fields are about to have.
     """
-    workers.takeover_data = Left({**{name: getattr(group, name) for name in FIELDS}, **changed})
+    workers.takeover_data = {**{name: getattr(group, name) for name in FIELDS}, **changed}
 
 
 def find_left(name: str, namespace: str | None) -> tuple[RayWorkerGroup, dict[str, Any]]:
@@ -224,8 +217,9 @@ def find_left(name: str, namespace: str | None) -> tuple[RayWorkerGroup, dict[st
         ValueError: there are no such workers, or they are of no train group, or it was not initialized.
     """
     workers = RayWorkerGroup.attach(name, namespace, own=True)
-    if isinstance(workers.takeover_data, Left):
-        return workers, {**workers.takeover_data.fields, "pool": workers.resource_pool}
+    fields = workers.takeover_data
+    if isinstance(fields, dict) and fields.keys() >= set(FIELDS):
+        return workers, {**fields, "pool": workers.resource_pool}
     raise ValueError(
         f"{workers.name} cannot be continued: it is no train group, or async_init() was not called. End its workers "
         "with end_detached(), and create a new group"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import operator
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from single_controller import WorkerFuture
+from workers.background import in_thread
 from workers.data.collate import collate
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
@@ -191,18 +191,8 @@ class RolloutManager:
             A `concurrent.futures.Future`: use ``.result()``, or ``await asyncio.wrap_future(...)``.
         """
         sent = self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt)
-        outcome: Future[TensorDict] = Future()
-        outcome.set_running_or_notify_cancel()  # not to be cancelled: the workers run the call in any case
-
-        def finish() -> None:
-            try:
-                outcome.set_result(self._finish(sent))
-            except BaseException as error:  # sys.exit() in the reward function too, or the future would never end
-                outcome.set_exception(error)
-
         # A daemon, so that a driver can exit while workers still generate.
-        threading.Thread(target=finish, name="rollout", daemon=True).start()
-        return outcome
+        return in_thread("rollout", lambda: self._finish(sent))
 
     def weight_receivers(self) -> Any:
         """Return the workers' group. For a manager that is a Ray actor."""

@@ -3,10 +3,10 @@
 `RolloutCheckpoints` is the workers' side, `LastCheckpoint` what the driver remembers of it.
 
 Threads: with ``background``, `RolloutCheckpoints.save` starts one thread per checkpoint on each rank. `wait`, which the
-next `save` calls first, joins it and raises its error, so there is never more than one. It is a daemon: a worker that
-ends leaves an incomplete checkpoint, which is never loaded, because `latest.json` names complete ones only. There is no
-lock: ``_error`` is read after the join. The thread runs no collectives in the default group, where the main thread runs
-training's meanwhile; `wait` has the ranks agree on errors after the join.
+next `save` calls first, waits for its end and raises its error, so there is never more than one. It is a daemon: a
+worker that ends leaves an incomplete checkpoint, which is never loaded, because `latest.json` names complete ones only.
+The thread runs no collectives in the default group, where the main thread runs training's meanwhile; `wait` has the
+ranks agree on errors after its end.
 
 Rank 0 deletes old checkpoints in another daemon thread, because that may take longer than the timeout of the collective
 in which the other ranks would wait for it. Each such thread first joins the one before. No thread with collectives
@@ -24,6 +24,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from single_controller import (
     SingleControllerError,
     WorkerDiedError,
 )
+from workers.background import in_thread
 from workers.distributed import all_or_none
 from workers.train.train_model import TrainModel
 
@@ -123,8 +125,7 @@ class RolloutCheckpoints:
         self._rank = rank
         self._step = step
         self._keep, self._keep_every = keep, keep_every
-        self._writing: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._writing: Future[None] | None = None
         self._deleting: threading.Thread | None = None
         self._found: Position | None = None
 
@@ -228,8 +229,7 @@ class RolloutCheckpoints:
             raise CheckpointError(f"{UNWRITTEN}: {type(error).__name__}: {error}") from error
         at = Position(folder, step, optimizer_step, weight_version)
         if background:
-            self._writing = threading.Thread(target=self._finish, args=(model, at), name="checkpoint", daemon=True)
-            self._writing.start()
+            self._writing = in_thread("checkpoint", lambda: self._finish(model, at))
         else:
             with all_or_none(CheckpointError, UNWRITTEN):  # rank 0 alone writes here, so it alone may fail
                 self._note(at)
@@ -259,8 +259,7 @@ class RolloutCheckpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        writing.join()
-        error, self._error = self._error, None
+        error = writing.exception()
         with all_or_none(CheckpointError, UNWRITTEN):
             if error is not None:
                 raise error
@@ -274,10 +273,8 @@ class RolloutCheckpoints:
         try:
             model.wait_for_save()  # on rank 0, it returns only after every rank has written its files
             self._note(at)
-        except CheckpointException as error:
-            self._error = RuntimeError(str(error))
-        except Exception as error:
-            self._error = error
+        except CheckpointException as error:  # not an Exception subclass
+            raise RuntimeError(str(error)) from error
 
     def _note(self, at: Position) -> None:
         if self._rank or self._save is None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workers.device import current_device, use_device
-from workers.dtypes import dtype_of
+from workers.device import current_device, dtype_of, use_device
 from workers.extras import require
 from workers.hf_files import make_model, shapes_of
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_tensors

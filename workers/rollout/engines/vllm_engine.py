@@ -38,8 +38,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.device import current_device, use_device
-from workers.dtypes import dtype_of
+from workers.device import current_device, dtype_of, use_device
 from workers.hf_files import config_of, make_model, meta_model, shapes_of
 from workers.rollout.engines.request_engine import CLOSE_SECONDS, READING, Request, RequestEngine
 from workers.rollout.engines.rollout_engine import FinishReason, check_tensor

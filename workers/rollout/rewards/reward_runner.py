@@ -25,12 +25,13 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dispatch.checks import check_count
 from single_controller.call.state import Closing
+from workers.background import in_thread
 from workers.rollout.rewards.reward_calls import RewardCall, RewardFunction, Sample
 from workers.rollout.rewards.reward_progress import RewardProgress
 from workers.rollout.rollout_errors import RewardError, RolloutError
@@ -43,8 +44,6 @@ CLOSE_SECONDS = 5.0
 
 REWARD_CONCURRENCY = 128
 """Default of ``RewardRunner(concurrency=)``."""
-
-T = TypeVar("T")
 
 
 class RewardRunner(Closing):
@@ -263,7 +262,7 @@ class RewardRunner(Closing):
         rewards: list[float] = []
         if self._plain and begun is None:
             async with self._plain_groups:  # or each group would have a thread that waits for its turn
-                rewards, begun = await _in_thread(lambda: self._call_plain(calls))
+                rewards, begun = await asyncio.wrap_future(in_thread("rewards-plain", lambda: self._call_plain(calls)))
         left = calls[len(rewards) :]
         tasks = [asyncio.ensure_future(self._rewards(call, begun if call is left[0] else None)) for call in left]
         try:
@@ -365,21 +364,6 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """As `asyncio.to_thread`, whose threads would keep the process alive until a function that hangs returns."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # sys.exit() in the function too, or the future would never end
-            future.set_exception(error)
-
-    future.set_running_or_notify_cancel()  # so that it cannot be cancelled
-    threading.Thread(target=run, name="rewards-plain", daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def _is_async(function: Any) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from dispatch.checks import check_count
 from single_controller.call.state import Closing
 from workers.data.collate import collate
 from workers.rollout.rollout_errors import RolloutError, WeightVersionError
@@ -90,8 +91,7 @@ class RolloutStream(Closing):
             )
         if update_mode not in ("wait", "interrupt"):
             raise ValueError(f"RolloutStream: update_mode={update_mode!r}; expected 'wait' or 'interrupt'")
-        if not isinstance(requests_per_worker, int) or requests_per_worker < 1:
-            raise ValueError(f"RolloutStream: requests_per_worker={requests_per_worker!r}; expected at least 1")
+        check_count("RolloutStream: requests_per_worker", requests_per_worker)
         if dynamic_sampling and (manager.samples_per_prompt < 2 or manager.rewards is None):
             raise ValueError("RolloutStream: dynamic_sampling needs a reward function and samples_per_prompt > 1")
         if manager.stream is not None:

@@ -2,6 +2,11 @@
 
 Pure Python: no Ray, no torch. The policies and what they guarantee are in docs/async-rl.md, the state machine in
 docs/internals/sample-buffer.md.
+
+Threads: the buffer starts none. In a `RolloutStream`, the router's thread calls `SampleBuffer.begin`, `give_back` and
+`expired`; the threads that compute rewards call `put`, and `fail`; the trainer's calls `take`, `set_version` and
+`rewind`. One lock makes each of these calls a single step, so what `begin` admits by the version in force is a group of
+that version, and `take` chooses among groups that do not change meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from dispatch.checks import check_count
 from workers.rollout.stream.flat_filter import FlatFilter
 
 
@@ -178,8 +184,7 @@ class SampleBuffer:
         needed += [("update_interval", update_interval, 1), ("keep_batches", keep_batches, 0)]
         optional = [("window", window, 1), ("num_batches", num_batches, 0), ("max_filtered", max_filtered, 0)]
         for name, value, least in (*needed, *(one for one in optional if one[1] is not None)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"SampleBuffer: {name}={value!r}; expected an integer of at least {least}")
+            check_count(f"SampleBuffer: {name}", value, least)
         for name, word, known in (("on_stale", on_stale, get_args(OnStale)), ("order", order, get_args(Order))):
             if word not in known:
                 raise ValueError(f"SampleBuffer: {name}={word!r}; expected one of {', '.join(known)}")
@@ -197,8 +202,9 @@ class SampleBuffer:
 
         self._changed = threading.Condition()
         """Its lock protects all attributes below, `version` and `batches`; methods whose names begin with _ are called
-        with it held. No other lock is taken and no function of the caller is called under it. Notified when `take` may
-        have become possible, or has to raise."""
+        with it held. No other lock is taken and no function of the caller is called under it, so it may be acquired
+        under any lock. Notified when `take`, the only one that waits for it, may have become possible or has to
+        raise: when a group arrives or becomes younger, and with a version, a rewind, a state or an error."""
         self._groups: dict[int, Group] = {}
         """In order of number: numbers enter in order, and a group that begins again keeps its place."""
         self._pending: set[int] = set()
@@ -235,12 +241,14 @@ class SampleBuffer:
                 return None
             if number == self._cursor:
                 self._cursor += 1
-                self._groups[number] = Group()
+                self._groups[number] = Group()  # at the end: numbers enter in order
             group = self._groups[number]
             if self._too_old(group, self._updates_before(batch)):
                 self._drop(number)  # a partial completion that cannot be trained in time
             self._pending.discard(number)
             if group.update is None:
+                # That of the version in force, though an update may begin before a worker has the group: `put` is told
+                # the versions of the tokens, and until then it must not count as younger than it may turn out to be.
                 group.update = self._updates.count
             partial, group.data, group.state = group.data, None, "in flight"
             return Begun(number, partial)
@@ -267,11 +275,13 @@ class SampleBuffer:
         if versions is not None and not 0 <= versions[0] <= versions[1]:
             raise ValueError(f"group {number}: versions={versions!r}; expected (lowest, highest), both at least 0")
         with self._changed:
+            # In flight, so `begin` was called and nobody else has this number: whatever happened to other groups since,
+            # the prompt is neither lost nor in the buffer twice.
             group = self._in_flight(number)
             group.state, group.data, group.tokens = "ready", payload, tokens
             group.update = self._updates.count if versions is None else self._updates.of(versions[0])
             self._count("arrived", tokens)
-            for other in self._filter.arrive(number, flat):
+            for other in self._filter.arrive(number, flat):  # it may decide for groups that arrived before, too
                 del self._groups[other]
                 self._counts["filtered"] += 1
             if number in self._groups and self._too_old(group):
@@ -301,9 +311,11 @@ class SampleBuffer:
             self._counts["given_back" if partial is None else "interrupted"] += 1
             if partial is None:
                 group.update, group.tokens = None, 0
+                self._changed.notify_all()  # it begins anew, with newer weights, so others may overtake it now
 
     def expired(self) -> list[int]:
         """Numbers of the groups in flight that are too old to be trained. Abort them, then `give_back` each."""
+        # They stay in flight until then: a worker still generates them, and only it knows when it has stopped.
         with self._changed:
             return [n for n, group in self._groups.items() if group.state == "in flight" and self._too_old(group)]
 
@@ -334,7 +346,7 @@ class SampleBuffer:
                 raise ValueError(f"all {self.num_batches} batches were taken")
             if self.version is None:
                 raise ValueError("take() before the first set_version(): no group can begin")
-            # An update that is overdue will not come: whoever would send it is here.
+            # An update that is overdue will not come: the thread that would send it is this one.
             self._interval = max(self._interval, self.batches // self.update_interval)
             try:
                 while (chosen := self._choose()) is None:
@@ -342,10 +354,12 @@ class SampleBuffer:
                     if left is not None and left <= 0:
                         states = ", ".join(f"{count} {state}" for state, count in self._states().items())
                         raise TimeoutError(f"batch {self.batches} is not complete after {timeout} s; groups: {states}")
-                    self._changed.wait(left)  # without the lock, so other threads may put or fail
+                    # Releases the lock. Afterwards everything may be different, so the choice is made anew.
+                    self._changed.wait(left)
             finally:
                 self._counts["wait_seconds"] += time.monotonic() - began
             groups = {number: self._groups.pop(number) for number in chosen}
+            # From here on nobody else changes these groups: `put` and `give_back` find none of their numbers in flight.
             self._taken.append(Batch(chosen, groups, self._updates.count))
             if len(self._taken) > self.keep_batches:
                 self._taken[-1 - self.keep_batches].groups = {}
@@ -404,6 +418,8 @@ class SampleBuffer:
                 raise ValueError(f"rewind({batch}): the batches that can be taken next are {known}")
             if not back:
                 return
+            # Under one lock, so that `begin` sees either all of these groups or none: their numbers are lower than
+            # those that are in the buffer, and it goes by the lowest.
             for _ in range(back):
                 again = self._taken.pop()
                 self._groups |= {number: again.groups.get(number) or Group() for number in again.numbers}
@@ -535,6 +551,7 @@ class SampleBuffer:
         group.state, group.update, group.data, group.tokens = "pending", None, None, 0
         self._pending.add(number)
         self._filter.drop(number)
+        self._changed.notify_all()  # it begins anew, as after `give_back`
 
     def _drop_stale(self) -> None:
         """Drop the groups that are too old, except those in flight: see `expired`.

@@ -24,6 +24,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from single_controller.call.call import WorkerFuture
+from workers.background import in_thread
 from workers.device import current_device, device
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
@@ -448,26 +450,14 @@ def _interruptible(do: Callable[[], T], check: Callable[[], None], seconds: floa
         WeightSyncError: it took too long.
         Exception: what it raised, or what ``check`` raised.
     """
-    done: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(do())
-        except BaseException as error:
-            raised.append(error)
-
     end = time.monotonic() + seconds
-    thread = threading.Thread(target=run, name="weights-rendezvous", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.01)
+    joining = in_thread("weights-rendezvous", do)
+    while not joining.done():
+        wait([joining], 0.01)
         check()
         if time.monotonic() > end:
             raise WeightSyncError(f"not all members of the process group connected within {seconds:g} s")
-    if raised:
-        raise raised[0]
-    return done[0]
+    return joining.result()
 
 
 def _check(update: Update, futures: Sequence[WorkerFuture]) -> None:
