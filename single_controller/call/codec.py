@@ -222,12 +222,11 @@ class _Reducers:
         array: Any = getattr(numpy, "ndarray", ())
         if isinstance(obj, array) and _is_plain_array(numpy, obj):
             return _reduce_array(numpy, obj)
-        tensor = isinstance(obj, getattr(torch, "Tensor", ()))
-        if tensor and type(obj) is not torch.Tensor and jagged.is_jagged(obj):
-            if reduced := jagged.reduce(obj, self.made):
-                return *reduced, None, None, _set_attributes
-        elif tensor and (reduced := _reduce_tensor(torch, obj, self.seen)) is not None:
-            return reduced
+        if isinstance(obj, getattr(torch, "Tensor", ())):
+            is_jagged = type(obj) is not torch.Tensor and jagged.is_jagged(obj)
+            reduced = _reduce_jagged(obj, self.made) if is_jagged else _reduce_tensor(torch, obj, self.seen)
+            if reduced is not None:
+                return reduced
         tensors: Any = getattr(tensordict, "TensorDictBase", ())
         if isinstance(obj, tensors) and _on_cuda(obj.device):
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so
@@ -287,6 +286,58 @@ def _reduce_tensor(torch: Any, tensor: Any, seen: dict[Any, Any]) -> tuple[Any, 
     kind = None if cls is base else cls
     made = (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, kind)
     return _make_tensor, made, attributes, None, None, _set_attributes
+
+
+_JAGGED_ATTRIBUTES = frozenset(
+    {"_ragged_idx", "_size", "_strides", "_values", "_offsets", "_lengths", "_metadata_cache"}
+    | {"_dynamo_propagated_dynamic_indices"}
+)
+"""What torch itself keeps on a jagged tensor."""
+
+
+@jagged.without_torch_function
+def _reduce_jagged(value: Any, made: jagged.Made) -> tuple[Any, ...] | None:
+    """Reduce a jagged tensor. The result of unpickling is compact, on the CPU, and shares its ``offsets`` object with
+    other tensors of its ragged size.
+
+    None for subclasses and other devices, whose own reduction is used. It would be right for all, but takes several
+    times as long, and tensors that were moved to another device one by one have an ``offsets`` object each.
+    """
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    if type(value) is not NestedTensor or value.device.type not in ("cpu", "cuda"):
+        return None
+    value = jagged.compact(value, made)
+    size = ("send", jagged.ragged_size(value))
+    if size not in made:
+        made[size] = _SentOffsets(value.offsets())
+    value._clear_non_serializable_cached_data()  # as torch does before it pickles: capsules among the attributes
+    attributes = {name: own for name, own in vars(value).items() if name not in _JAGGED_ATTRIBUTES}
+    # Without detach(), an attribute that torch has set on the values would be pickled, too.
+    values = value._values.detach().cpu()
+    args = (values, made[size], value._ragged_idx - 1, jagged.extremes_of(value), value.requires_grad)
+    return _make_jagged, args, attributes or None, None, None, _set_attributes
+
+
+class _SentOffsets:
+    """Offsets inside a pickle, which has one object only once. A buffer of their own would cost more than the copy."""
+
+    def __init__(self, offsets: Any) -> None:
+        self._offsets = offsets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_offsets, (self._offsets.cpu().numpy().tobytes(), self._offsets.dtype)
+
+
+def _read_offsets(data: bytes, dtype: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def _make_jagged(values: Any, offsets: Any, dim: int, extremes: jagged.Extremes, requires_grad: bool) -> Any:
+    value = jagged.build(values, offsets, dim, extremes)
+    return value.requires_grad_() if requires_grad else value
 
 
 def _make_array(buffer: Any, dtype: numpy.dtype, shape: tuple[int, ...], order: Any, cls: Any) -> numpy.ndarray:

@@ -36,6 +36,7 @@ from single_controller.call.supervision import (
 )
 from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, Sent, Transport
 from single_controller.call.worker import MethodTable, Worker
+from single_controller.verl import VerlGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -172,7 +173,7 @@ def _axis_size(axis: str, meaning: str) -> property:
     )
 
 
-class WorkerGroup(Closing):
+class WorkerGroup(VerlGroup, Closing):
     """Workers of one class, one per rank. Their registered methods are methods of the group.
 
     ``group.m(x)`` shards the arguments as the method declares, runs it on the ranks and joins the results. Several
@@ -252,20 +253,6 @@ class WorkerGroup(Closing):
         """
         self._state.check_process()
         return self._layout_with(lambda layout: True)
-
-    @property
-    def _dispatch_info(self) -> dict[str, list[int]]:
-        """For drivers written for verl: `_query_dispatch_info` of every mesh that the workers have registered."""
-        return {name: list(mesh.dp_rank) for name, mesh in self.layout.meshes.items()}
-
-    def _query_dispatch_info(self, mesh_name: str) -> list[int]:
-        """For drivers written for verl: ``group.layout.mesh(mesh_name).dp_rank``, by rank.
-
-        Raises:
-            DispatchError: the workers have registered no such mesh.
-        """
-        self._state.check_process()
-        return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
 
     tp_size = _axis_size("tp", "tensor-parallel axis")
     pp_size = _axis_size("pp", "pipeline-parallel axis")
@@ -361,14 +348,6 @@ class WorkerGroup(Closing):
         """
         return {role: self._role_group(role) for role in (self.roles if prefix_set is None else prefix_set)}
 
-    def fuse(self, prefix_set: Iterable[str]) -> None:
-        """For drivers written for verl: check that the group has these roles. ``group.<role>`` works without this call.
-
-        Raises:
-            DispatchError: the group has no such role.
-        """
-        self.spawn(prefix_set)
-
     # --- life cycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -420,10 +399,6 @@ class WorkerGroup(Closing):
         """
         return Watcher(self._state, on_death, interval)
 
-    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> Watcher:
-        """`watch` under the name that verl uses for it. A death breaks the group; it does not abort the driver."""
-        return self.watch(interval=every_n_seconds)
-
     def restart(self, ranks: Sequence[int] | None = None) -> None:
         """End the workers and start new ones: in the same slots, with the same constructor arguments.
 
@@ -469,10 +444,6 @@ class WorkerGroup(Closing):
             return call.refs()
         return call.value()
 
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Same as `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs)
-
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, on all ranks without waiting.
 
@@ -500,10 +471,6 @@ class WorkerGroup(Closing):
         """
         results: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=True)
         return results
-
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Same as `execute_rank_zero_async`."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method on rank 0 alone, with unchanged arguments, without waiting.
@@ -807,19 +774,15 @@ class RoleGroup(WorkerGroup):
         return f"{self._whole.name}.{self._role}"
 
     def close(self) -> None:
-        """End the processes, which all roles share."""
         self._whole.close()
 
     def restart(self, ranks: Sequence[int] | None = None) -> None:
-        """Restart the processes, which all roles share. See `WorkerGroup.restart`."""
         self._whole.restart(ranks)
 
     def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
-        """Watch the processes, which all roles share. See `WorkerGroup.watch`."""
         return self._whole.watch(on_death, interval)
 
     def _recover(self) -> None:
-        """See `WorkerGroup._recover`. All roles share the processes."""
         self._whole._recover()
 
     def __getattr__(self, name: str) -> Any:

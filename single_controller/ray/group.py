@@ -59,7 +59,6 @@ from single_controller.ray.start import (
     keep,
     living_standbys,
     recruit,
-    slot_location,
     start,
     vacant_slots,
 )
@@ -329,7 +328,7 @@ class RayWorkerGroup(WorkerGroup):
             GroupClosedError, GroupBrokenError: the group takes no calls.
         """
         self._check()
-        ranks = plan_ranks([(slot_location(rank.location), rank.slot) for rank in self._ray.ranks])
+        ranks = plan_ranks([(rank.location, rank.slot) for rank in self._ray.ranks])
         return PoolPlan(self.name, "placed", ranks, tuple(nodes()), standbys=tuple(self.standbys()))
 
     def standbys(self) -> list[StandbyPlan]:

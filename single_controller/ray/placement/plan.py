@@ -17,7 +17,8 @@ from single_controller.ray.placement.feasibility import (
     shortage,
     slots_that_fit,
 )
-from single_controller.ray.placement.slots import Slot, SlotLocation
+from single_controller.ray.placement.slots import Slot
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import Node
 
 State = Literal["placed", "fits", "waits", "impossible"]
@@ -209,7 +210,7 @@ def refuse_impossible(requests: Sequence[Request], cluster: Sequence[Node], what
         raise PlacementError(str(plan_pool(what, requests, requests, (), cluster)))
 
 
-def plan_ranks(located: Sequence[tuple[SlotLocation, Slot | None]]) -> tuple[RankPlan, ...]:
+def plan_ranks(located: Sequence[tuple[Location, Slot | None]]) -> tuple[RankPlan, ...]:
     """Return the plans of ranks, by the location and the slot of each."""
     ranks = []
     for rank, (where, slot) in enumerate(located):

@@ -23,7 +23,8 @@ from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
 from single_controller.ray.placement.reservation import Reservation
-from single_controller.ray.placement.slots import Slot, SlotLocation
+from single_controller.ray.placement.slots import Slot
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import ensure_ray, forked, nodes, session
 
 if TYPE_CHECKING:
@@ -477,7 +478,7 @@ class RayResourcePool(Closing, ResourcePool):
         groups = dict.fromkeys(slot.placement_group for slot in self.slots())
         return None if None in groups else [group for group in groups if group is not None]
 
-    def assign_ranks(self, slots: Sequence[Slot], locations: Sequence[SlotLocation]) -> list[int]:
+    def assign_ranks(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[int]:
         """Fix the order of the slots, unless it is fixed, by the locations of the processes in them; note these.
 
         Returns:

@@ -39,7 +39,8 @@ from single_controller.ray.compat import worker_pools
 from single_controller.ray.placement.feasibility import Request, expected_nodes, forecast
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import plan_pool
-from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds, devices_in
+from single_controller.ray.placement.slots import Slot, assign_ranks, device_kinds, devices_in
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import Node, nodes, session
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class Reservation:
 
     # --- rank assignment ----------------------------------------------------------------------------------
 
-    def assign(self, slots: Sequence[Slot] = (), found: Sequence[SlotLocation] = ()) -> None:
+    def assign(self, slots: Sequence[Slot] = (), found: Sequence[Location] = ()) -> None:
         """Assign the ranks, unless that was done: by where processes in all ``slots`` found themselves, if any run.
         Devices that no process has reported are asked of short tasks.
 
@@ -207,14 +208,14 @@ class Reservation:
                 found = [where._replace(devices=ids) for where, ids in zip(found, devices, strict=True)]
             self.slots, self.assigned = self._ranked(slots, found), True
 
-    def update_location(self, number: int, found: SlotLocation) -> None:
+    def update_location(self, number: int, found: Location) -> None:
         """Note where a process in a slot found itself: when a node dies, Ray places its bundles elsewhere."""
         with self._assigning:
             known = self.slots[number]
             devices = found.devices or (known.location.devices if known.location is not None else None)
             self.slots[number] = replace(known, location=found._replace(devices=devices))
 
-    def _ranked(self, slots: Sequence[Slot], locations: Sequence[SlotLocation]) -> list[Slot]:
+    def _ranked(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[Slot]:
         return assign_ranks(slots, locations, self.request.entries if self.request.across else None)
 
     def expected(self, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Sequence[Slot] | None:
@@ -231,7 +232,7 @@ class Reservation:
         return self._ranked(self.slots, [where._replace(devices=devices) for where in found])
 
 
-def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
+def node_locations(slots: Sequence[Slot], label: str) -> list[Location]:
     """Return the node of each reserved slot; devices are unknown.
 
     Raises:
@@ -245,7 +246,7 @@ def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
         node = known.get(homes[slot.placement_group].get(slot.bundle, "")) if slot.placement_group else None
         if node is None:
             raise PlacementError(f"{label}: bundle {slot.bundle} is not on any node")
-        locations.append(SlotLocation(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
+        locations.append(Location(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
     return locations
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -13,27 +13,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from single_controller.call.errors import PlacementError
 from single_controller.ray.compat import accelerator_names
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.rank.devices import device_key, own_devices
 from single_controller.ray.runtime import address_key
 
 _LEAST = 0.0001
 """The smallest amount of a resource that a task can take."""
-
-
-class SlotLocation(NamedTuple):
-    """The node and the devices of a slot.
-
-    Attributes:
-        address: the node's address.
-        hostname: the node's name.
-        node_id: Ray's id of the node.
-        devices: ids of the devices; () without any, None while they are unknown.
-    """
-
-    address: str
-    hostname: str
-    node_id: str
-    devices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +36,7 @@ class Slot:
     placement_group: PlacementGroup | None
     bundle: int
     entry: int
-    location: SlotLocation | None = None
+    location: Location | None = None
     order: tuple[Any, ...] = ()
 
     @property
@@ -67,7 +52,7 @@ class Slot:
 
 
 def assign_ranks(
-    slots: Sequence[Slot], locations: Sequence[SlotLocation], fill_entries: Sequence[int] | None = None
+    slots: Sequence[Slot], locations: Sequence[Location], fill_entries: Sequence[int] | None = None
 ) -> list[Slot]:
     """Return the slots in order of rank, each with its location: by node and device, then by entry and bundle.
 
