@@ -70,19 +70,12 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of one call. None leaves what the method declared.
+    """Options of one call. None leaves what the method declared."""
 
-    Attributes:
-        timeout: seconds until the call is late and the group broken.
-        blocking: whether the call waits for its result.
-        uneven: what to do with rows that do not divide.
-        device: where the tensors of the result are wanted.
-    """
-
-    timeout: float | None = None
-    blocking: bool | None = None
-    uneven: Uneven | None = None
-    device: str | None = None
+    timeout: float | None = None  # seconds until the call is late and the group broken
+    blocking: bool | None = None  # whether the call waits for its result
+    uneven: Uneven | None = None  # what to do with rows that do not divide
+    device: str | None = None  # where the tensors of the result are wanted
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
@@ -114,9 +107,6 @@ class Call:
         begun: when the call began, in seconds since the epoch; now by default.
 
     Attributes:
-        number: position among the calls that the group sent.
-        started: when it was sent, by the monotonic clock.
-        outcome: done once the call has an outcome: None, or what returns its error.
         reported: whether somebody was told of its error.
     """
 
@@ -147,15 +137,15 @@ class Call:
         self._stats = stats
         self._timeout, self._device = options.timeout, options.device
         self.starting = starting
-        self.number = 0
-        self.outcome: Outcome = Future()
+        self.number = 0  # position among the calls that the group sent
+        self.outcome: Outcome = Future()  # done once the call has an outcome: None, or what returns its error
         self.outcome.set_running_or_notify_cancel()  # nobody who waits for it, such as a task of asyncio, can cancel it
         self.reported = self.dropped = False
         self._failed_at: float | None = None
         self._echo = False  # an error waits, because it may be the echo of a death
         self._alive: set[int] = set()  # ranks that were found alive since
         self._withdrawn = False
-        self.started = time.monotonic()
+        self.started = time.monotonic()  # when it was sent, by the monotonic clock
         self._record = CallRecord(spec.name, time.time() if begun is None else begun)
         if stats is not None and stats.recorded:
             self._record.ranks = {rank: RankRecord() for rank in self._pending}
@@ -225,6 +215,12 @@ class Call:
             self.outcome.result(timeout)
         if not self.outcome.done():
             raise wait_timed_out(self, timeout or 0.0)
+
+    def check(self) -> None:
+        """Wait for the call, and raise its error."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
 
     def value(self, timeout: float | None = None) -> Any:
         """Wait until the call has an outcome, and return its value as its mode promises it.

@@ -42,21 +42,15 @@ MAX_MAPPED_BYTES = 1 << 30
 
 
 class Encoded(NamedTuple):
-    """An encoded value.
+    """An encoded value."""
 
-    Attributes:
-        header: the pickle of the value without its buffers.
-        buffers: the buffers: instances of ``pickle.PickleBuffer`` until they are sent, then whatever has the buffer
-            protocol.
-        references: objects that travel beside the pickle, such as ObjectRefs and actor handles: the transport must see
-            them to count references.
-        nbytes: size in bytes.
-    """
-
-    header: bytes
+    header: bytes  # the pickle of the value without its buffers
+    # The buffers: instances of ``pickle.PickleBuffer`` until they are sent, then whatever has the buffer protocol
     buffers: tuple[Any, ...] = ()
+    # Objects that travel beside the pickle, such as ObjectRefs and actor handles: the transport must see them to count
+    # references
     references: tuple[Any, ...] = ()
-    nbytes: int = 0
+    nbytes: int = 0  # size in bytes
 
     def decode(self, *, private: bool = True) -> Any:
         """Return the value.
@@ -98,29 +92,17 @@ def keep_encoded() -> Iterator[None]:
 
 
 class CallMessage(NamedTuple):
-    """What a rank is told about a call, besides the arguments.
-
-    Attributes:
-        method: name of the method.
-        role: role of the worker, if several share the process.
-        collects: whether the driver wants this rank's result.
-        joins: whether results are joined along rows, so that padding must be removed.
-        private: whether the arguments are copied into memory of the method's own.
-        total: rows of the whole batch; None if the driver cut none.
-        rows: rows of this rank's shard, padding included.
-        real: rows of this rank's shard without padding.
-        device: device to move the arguments' tensors to; None leaves them where they are.
-    """
+    """What a rank is told about a call, besides the arguments."""
 
     method: str
-    role: str | None = None
-    collects: bool = True
-    joins: bool = False
-    private: bool = True
-    total: int | None = None
-    rows: int | None = None
-    real: int | None = None
-    device: str | None = None
+    role: str | None = None  # role of the worker, if several share the process
+    collects: bool = True  # whether the driver wants this rank's result
+    joins: bool = False  # whether results are joined along rows, so that padding must be removed
+    private: bool = True  # whether the arguments are copied into memory of the method's own
+    total: int | None = None  # rows of the whole batch; None if the driver cut none
+    rows: int | None = None  # rows of this rank's shard, padding included
+    real: int | None = None  # rows of this rank's shard without padding
+    device: str | None = None  # device to move the arguments' tensors to; None leaves them where they are
 
 
 SEPARATE = 0

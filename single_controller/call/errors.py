@@ -222,37 +222,24 @@ def hosts_text(hosts: Sequence[str], limit: int = 4) -> str:
 
 @dataclass(slots=True)
 class Failure:
-    """An exception on a rank, in parts that always pickle.
-
-    Attributes:
-        rank: the rank.
-        host: its host.
-        method: the method.
-        cause_type: qualified name of the exception's type.
-        message: its message.
-        remote_traceback: its traceback, as text.
-        when: seconds since the epoch, by the worker's clock.
-        cause: the exception and its causes, each encoded, in an encoded list; the exception itself in one process; None
-            if it cannot be pickled.
-        ours: whether this library raised it, about the call itself. It then reaches the user unwrapped.
-        role: role of the worker, if several share the process.
-        lost: whether the method may have returned, but its result cannot be fetched.
-        alike: whether every rank of the call fails alike, before its method begins, so that no rank waits for another.
-        no_contact: whether the rank is alive, but its result was lost on the way. There is no exception then.
-    """
+    """An exception on a rank, in parts that always pickle."""
 
     rank: int
     host: str
     method: str
-    cause_type: str
-    message: str
-    remote_traceback: str = ""
-    when: float = 0.0
+    cause_type: str  # qualified name of the exception's type
+    message: str  # its message
+    remote_traceback: str = ""  # its traceback, as text
+    when: float = 0.0  # seconds since the epoch, by the worker's clock
+    # The exception and its causes, each encoded, in an encoded list; the exception itself in one process; None if it
+    # cannot be pickled
     cause: Encoded | BaseException | None = None
-    ours: bool = False
-    role: str | None = None
-    lost: bool = False
+    ours: bool = False  # whether this library raised it, about the call itself. It then reaches the user unwrapped.
+    role: str | None = None  # role of the worker, if several share the process
+    lost: bool = False  # whether the method may have returned, but its result cannot be fetched
+    # Whether every rank of the call fails alike, before its method begins, so that no rank waits for another
     alike: bool = False
+    # Whether the rank is alive, but its result was lost on the way. There is no exception then.
     no_contact: bool = False
 
     @classmethod

@@ -26,10 +26,8 @@ from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write
 from single_controller.call.supervision import (
     GroupStatus,
     OnDeath,
-    Replay,
     ReplayLog,
     Watcher,
-    check_alone,
     check_ranks,
     group_status,
     restart,
@@ -54,15 +52,10 @@ RESERVED = frozenset({"resource_pool"})
 
 @dataclass
 class _RoleRecord:
-    """What a group knows about the workers of one role, or of its only class.
-
-    Attributes:
-        stats: what their calls cost.
-        layout: their layout, with the version of each rank's report; None until somebody asks for it.
-    """
+    """What a group knows about the workers of one role, or of its only class."""
 
     stats: CallStats = field(default_factory=CallStats)
-    layout: tuple[dict[int, int], Layout] | None = None
+    layout: tuple[dict[int, int], Layout] | None = None  # with the version of each rank's report; None until asked for
 
 
 class OtherOptions(TypedDict, total=False):
@@ -229,8 +222,7 @@ class WorkerGroup(VerlGroup, Closing):
         return self._collectives
 
     def advise(self, advice: str) -> None:
-        """Set what `GroupBrokenError` recommends, for wrappers of a group that recover in another way than
-        `restart`."""
+        """Set what `GroupBrokenError` recommends, for wrappers that recover in another way than `restart`."""
         self._state.advice = advice
 
     @property
@@ -426,10 +418,8 @@ class WorkerGroup(VerlGroup, Closing):
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
-            self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
-        if not blocking:
-            return WorkerFuture(call)
-        return call.value()
+            self._replays.add_when_done(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
+        return call.value() if blocking else WorkerFuture(call)
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
@@ -439,10 +429,8 @@ class WorkerGroup(VerlGroup, Closing):
         layout = _without_coordinates(self.world_size)
         call = self._send(spec, plan(spec, layout, args, kwargs), begun=begun)
         if spec.registration.replay:
-            self._log_replay(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
-        if not wait:
-            return call.refs()
-        return call.value()
+            self._replays.add_when_done(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
+        return call.value() if wait else call.refs()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, on all ranks without waiting.
@@ -619,31 +607,34 @@ class WorkerGroup(VerlGroup, Closing):
         timeout: float | None,
         state: GroupState | None = None,
     ) -> None:
-        """Have ranks run their constructors.
+        """Have the ranks of a plan run their constructors, by a call that ``send`` sends, and raise its error.
 
         Args:
-            transport: what carries that call.
-            plan: has the ranks.
-            send: sends it.
-            timeout: seconds that it may take, or None.
             state: the state that the call belongs to; by default the group's.
-
-        Raises:
-            SingleControllerError: the error of the call.
         """
-        spec = method_spec(Worker, "__init__")
-        if spec is None:
-            raise TypeError("Worker has no constructor")
+        spec = cast(MethodSpec, method_spec(Worker, "__init__"))
         options = CallOptions(timeout=timeout)
         call = Call(state or self._state, spec, plan, transport, options, starting=True)
         call.sent(send(call))
-        wait_and_check(call)
+        call.check()
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Check which ranks can be restarted, without the others unless it is None."""
         if ranks is None:
             return None
         chosen = check_ranks("restart", ranks, self.world_size)
-        check_alone(chosen, self.name, collectives=self._collectives, dead=self._transport.deaths().keys())
+        if self._collectives:
+            raise ValueError(
+                f"restart(ranks={list(chosen)}): the ranks of {self.name} may use collectives, and a new process is "
+                f"not in their process groups. Call replace(ranks={list(chosen)}), which creates them anew, restart "
+                "all ranks, or create the group with collectives=False"
+            )
+        others = sorted(self._transport.deaths().keys() - set(chosen))
+        if others:
+            raise ValueError(
+                f"restart(ranks={list(chosen)}): {others} died too and would stay dead; "
+                f"call restart(ranks={sorted({*chosen, *others})})"
+            )
         return chosen
 
     def _replay(self, ranks: Collection[int] | None) -> None:
@@ -656,12 +647,7 @@ class WorkerGroup(VerlGroup, Closing):
             if ranks is not None:
                 plan = plan.only(ranks)
             if plan.ranks:
-                wait_and_check(group._send(replay.spec, plan, replay.options))
-
-    def _log_replay(
-        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[WorkerGroup], CallPlan]
-    ) -> None:
-        self._replays.add_when_done(call, Replay(spec, call.number, plan, options))
+                group._send(replay.spec, plan, replay.options).check()
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -733,13 +719,6 @@ class WorkerGroup(VerlGroup, Closing):
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
         what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
-
-
-def wait_and_check(call: Call) -> None:
-    """Wait for a call, and raise its error."""
-    call.wait()
-    if call.error is not None:
-        raise call.error
 
 
 @functools.lru_cache(maxsize=64)

@@ -83,29 +83,6 @@ class GroupState:
     Args:
         name: the group's name, for messages.
         error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
-
-    Attributes:
-        transport: what runs the workers; None until they were started.
-        broken: why the group is broken, or None.
-        closed: whether it was closed.
-        dead: the ranks whose death broke it.
-        restarting: whether its workers are being restarted.
-        restarts: number of successful restarts and replacements of ranks.
-        recovers: whether a call first has ranks replaced that have died before, or goes on without them.
-        sent: number of calls that were sent.
-        layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
-        deaths: deaths that calls found: number of restarts before, and the error.
-        last_deaths: rank -> the last death of a process of this rank, for `GroupStatus`.
-        on_change: called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must
-            return at once.
-        advice: what the error of a broken group recommends.
-        calls: the calls that some rank is running.
-        pid: the process that made the group.
-        watched: whether the monitor looks at them.
-        referred: those of them whose references were handed out. Whoever has one may learn of a death before the group.
-        look_failed: whether its last look has raised.
-        next_late_log: when the group may log again which ranks are late, by the monotonic clock.
-        timing_out: whether a thread is about to end a call that has exceeded its timeout.
     """
 
     def __init__(self, name: str, error_grace: float) -> None:
@@ -113,25 +90,31 @@ class GroupState:
         self.error_grace = error_grace
         self.sending = threading.RLock()
         self.lock = threading.RLock()
-        self.transport: Transport | None = None
-        self.broken: str | None = None
-        self.closed = False
-        self.advice = "Call restart() to start new workers, or close()"
-        self.dead: tuple[int, ...] = ()
-        self.restarting = False
-        self.restarts = 0
-        self.recovers = False
-        self.sent = 0
-        self.next_late_log = 0.0
-        self.timing_out = False
+        self.transport: Transport | None = None  # what runs the workers; None until they were started
+        self.broken: str | None = None  # why the group is broken, or None
+        self.closed = False  # whether it was closed
+        self.advice = "Call restart() to start new workers, or close()"  # what the error of a broken group recommends
+        self.dead: tuple[int, ...] = ()  # the ranks whose death broke it
+        self.restarting = False  # whether its workers are being restarted
+        self.restarts = 0  # number of successful restarts and replacements of ranks
+        self.recovers = False  # whether a call first has ranks replaced that have died before, or goes on without them
+        self.sent = 0  # number of calls that were sent
+        self.next_late_log = 0.0  # when the group may log again which ranks are late, by the monotonic clock
+        self.timing_out = False  # whether a thread is about to end a call that has exceeded its timeout
+        # Deaths that calls found: number of restarts before, and the error
         self.deaths: list[tuple[int, WorkerDiedError]] = []
-        self.last_deaths: dict[int, Death] = {}
+        self.last_deaths: dict[int, Death] = {}  # rank -> the last death of a process of this rank, for `GroupStatus`
+        # Called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must return at
+        # once.
         self.on_change: Callable[[], object] = lambda: None
+        # Role -> rank -> version of the last `LayoutReport` that the rank has made
         self.layout_versions: dict[str | None, dict[int, int]] = {}
-        self.calls: set[SentCall] = set()
+        self.calls: set[SentCall] = set()  # the calls that some rank is running
+        # Those of them whose references were handed out. Whoever has one may learn of a death before the group.
         self.referred: set[SentCall] = set()
-        self.watched = self.look_failed = False
-        self.pid = os.getpid()
+        self.watched = False  # whether the monitor looks at the calls
+        self.look_failed = False  # whether its last look has raised
+        self.pid = os.getpid()  # the process that made the group
 
     def check_process(self) -> None:
         """Raise in a fork of the process that made the group, before any lock is taken: a thread of that process may
@@ -229,13 +212,10 @@ class Monitor:
     Thread: a daemon thread named "call-monitor". `start` starts it, before the first group exists; it waits while
     nothing is running, and ends with the process.
     Lock: ``_changed`` protects the groups, and wakes the thread. It is a leaf.
-
-    Attributes:
-        orphans: calls that must not be dropped: see `GroupState.look`.
     """
 
     def __init__(self) -> None:
-        self.orphans: list[object] = []
+        self.orphans: list[object] = []  # calls that must not be dropped: see `GroupState.look`
         self._reset()
         os.register_at_fork(after_in_child=self._leave_to_parent)
 

@@ -159,15 +159,11 @@ class CallStats:
 
     No lock: calls are appended and trimmed by one thread at a time (`GroupState.sending`), and filled in under
     `GroupState.lock`. Any thread may read.
-
-    Attributes:
-        calls: the latest calls, oldest first.
-        recorded: how many of the latest calls keep their ranks.
     """
 
     def __init__(self) -> None:
-        self.calls: deque[CallRecord] = deque()
-        self.recorded = 0
+        self.calls: deque[CallRecord] = deque()  # the latest calls, oldest first
+        self.recorded = 0  # how many of the latest calls keep their ranks
         self._methods: dict[str, MethodStats] = {}  # of the calls that are not in `calls` any more
         self._unsettled: list[CallRecord] = []  # those of them that had no outcome yet
 

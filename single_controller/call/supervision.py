@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
@@ -24,14 +24,13 @@ logger = logging.getLogger(__name__)
 OnDeath = Callable[[WorkerDiedError], object]
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """One call of a method that was registered with ``replay=True``."""
 
-    spec: MethodSpec
     number: int  # the call's number among the calls of its group
-    plan: Callable[[Any], CallPlan]  # plans the call again, with the same arguments, for the group that is passed to it
+    spec: MethodSpec
     options: CallOptions
+    plan: Callable[[Any], CallPlan]  # plans the call again, with the same arguments, for the group that is passed to it
 
 
 class ReplayLog:
@@ -42,11 +41,14 @@ class ReplayLog:
         self._state = state
         self._replays: dict[tuple[str | None, str], Replay] = {}
 
-    def add_when_done(self, call: Call, replay: Replay) -> None:
+    def add_when_done(
+        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any], CallPlan]
+    ) -> None:
         """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""
+        replay = Replay(call.number, spec, options, plan)
 
         def remember(outcome: Outcome) -> None:  # must not refer to the call, whose outcome keeps this function
-            key = replay.spec.role, replay.spec.name
+            key = spec.role, spec.name
             with self._state.lock:
                 known = self._replays.get(key)
                 if (
@@ -81,26 +83,6 @@ def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int
             f"{method}(ranks={ranks!r}): expected a non-empty list of distinct ranks from 0 to {world_size - 1}"
         )
     return chosen
-
-
-def check_alone(chosen: Sequence[int], name: str, *, collectives: bool, dead: Collection[int]) -> None:
-    """Check that some ranks of a group can be restarted without the others.
-
-    Raises:
-        ValueError: other ranks have died too, or the ranks use collectives.
-    """
-    if collectives:
-        raise ValueError(
-            f"restart(ranks={list(chosen)}): the ranks of {name} may use collectives, and a new process is not in "
-            f"their process groups. Call replace(ranks={list(chosen)}), which creates them anew, restart all ranks, or "
-            "create the group with collectives=False"
-        )
-    others = sorted(set(dead) - set(chosen))
-    if others:
-        raise ValueError(
-            f"restart(ranks={list(chosen)}): {others} died too and would stay dead; "
-            f"call restart(ranks={sorted({*chosen, *others})})"
-        )
 
 
 def restart(

@@ -35,15 +35,10 @@ class RankProcess(NamedTuple):
 
 
 class RunningCall(NamedTuple):
-    """A call that a rank runs.
+    """A call that a rank runs."""
 
-    Attributes:
-        method: its label: the method, or ``<role>.<method>``.
-        seconds: how long it has been running, the wait for its arguments included.
-    """
-
-    method: str
-    seconds: float
+    method: str  # its label: the method, or ``<role>.<method>``
+    seconds: float  # how long it has been running, the wait for its arguments included
 
 
 class Death(NamedTuple):
@@ -80,17 +75,12 @@ class Receiver(Protocol):
 
 
 class Sent(NamedTuple):
-    """A call that was sent.
+    """A call that was sent."""
 
-    Attributes:
-        results: makes what fetches the collecting ranks' results, wherever they are.
-        nbytes: rank -> bytes of arguments sent to it, for `stats`.
-        withdraw: tells ranks that wait for deferred arguments that these will not come, so that they end their call;
-            None where ranks see that themselves.
-    """
-
-    results: Callable[[], CallResults]
-    nbytes: Mapping[int, int]
+    results: Callable[[], CallResults]  # makes what fetches the collecting ranks' results, wherever they are
+    nbytes: Mapping[int, int]  # rank -> bytes of arguments sent to it, for `stats`
+    # Tells ranks that wait for deferred arguments that these will not come, so that they end their call; None where
+    # ranks see that themselves
     withdraw: Callable[[], None] | None = None
 
 

@@ -36,7 +36,7 @@ from single_controller.call.errors import (
     WorkerDiedError,
     ranks_text,
 )
-from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, wait_and_check
+from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
 from single_controller.call.state import GroupState
 from single_controller.call.supervision import check_ranks, restart
 from single_controller.call.transport import MAX_STACK_SECONDS
@@ -759,7 +759,7 @@ class RayWorkerGroup(WorkerGroup):
             group = self if role is None else self._role_group(role)
             spec = group._any_method(method)
             plan = group._plan(spec, args, {}, options)
-            wait_and_check(group._send(spec, plan, options, recorded=False))
+            group._send(spec, plan, options, recorded=False).check()
 
 
 def _left(end: float) -> float:

@@ -23,19 +23,12 @@ Amounts = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Request:
-    """What a pool asks Ray for.
+    """What a pool asks Ray for."""
 
-    Attributes:
-        entries: processes of each entry.
-        bundle: what each slot reserves.
-        strategy: Ray's strategy for each placement group.
-        across: whether one placement group holds all entries, rather than one for each.
-    """
-
-    entries: tuple[int, ...]
-    bundle: Amounts
-    strategy: str
-    across: bool = False
+    entries: tuple[int, ...]  # processes of each entry
+    bundle: Amounts  # what each slot reserves
+    strategy: str  # Ray's strategy for each placement group
+    across: bool = False  # whether one placement group holds all entries, rather than one for each
 
     @property
     def sizes(self) -> tuple[int, ...]:

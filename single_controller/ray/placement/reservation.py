@@ -65,12 +65,11 @@ class Reservation:
         request: what Ray is going to be asked for; once ``reserved``, what it was asked for.
         options: of the pool.
         label: the pool, for messages.
-        slots: as declared until the ranks are ``assigned``, then by rank with locations.
     """
 
     def __init__(self, request: Request, options: PoolOptions, label: str) -> None:
         self.request, self.options, self.label = request, options, label
-        self.slots = request.slots()
+        self.slots = request.slots()  # as declared until the ranks are ``assigned``, then by rank with locations
         self.reserved = self.assigned = False
         self._closed = False
         self._removal: Callable[[], object] | None = None

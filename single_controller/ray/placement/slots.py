@@ -23,20 +23,13 @@ _LEAST = 0.0001
 
 @dataclass(frozen=True)
 class Slot:
-    """One bundle of a placement group. Each group of workers on the pool has one rank in it.
+    """One bundle of a placement group. Each group of workers on the pool has one rank in it."""
 
-    Attributes:
-        placement_group: the placement group; None while nothing is reserved.
-        bundle: index of the bundle in it.
-        entry: number of the pool's entry (of ``process_on_nodes``) that the slot belongs to.
-        location: where the bundle is; None until Ray has placed it and the ranks are assigned.
-        order: sort key of the location that the ranks were assigned by; () before. It stays if Ray moves the bundle.
-    """
-
-    placement_group: PlacementGroup | None
-    bundle: int
-    entry: int
-    location: Location | None = None
+    placement_group: PlacementGroup | None  # the placement group; None while nothing is reserved
+    bundle: int  # index of the bundle in it
+    entry: int  # number of the pool's entry (of ``process_on_nodes``) that the slot belongs to
+    location: Location | None = None  # where the bundle is; None until Ray has placed it and the ranks are assigned
+    # Sort key of the location that the ranks were assigned by; () before. It stays if Ray moves the bundle.
     order: tuple[Any, ...] = ()
 
     @property

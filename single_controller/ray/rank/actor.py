@@ -48,23 +48,15 @@ CONCURRENCY_GROUPS = {TAKE: 1, RESULT: 16, LOCATE: 1}
 
 
 class Location(NamedTuple):
-    """Where a slot of a pool is, or an actor in it.
+    """Where a slot of a pool is, or an actor in it."""
 
-    Attributes:
-        address: the node's address.
-        hostname: the node's name.
-        node_id: Ray's id of the node.
-        devices: ids of the accelerators that Ray assigned; () without any, None while they are unknown.
-        pid: the actor's process; 0 for a slot.
-        wire: where that process takes calls, and commands while it is busy.
-    """
-
-    address: str
-    hostname: str
-    node_id: str
+    address: str  # the node's address
+    hostname: str  # the node's name
+    node_id: str  # Ray's id of the node
+    # Ids of the accelerators that Ray assigned; () without any, None while they are unknown
     devices: tuple[str, ...] | None = None
-    pid: int = 0
-    wire: WireAddress | None = None
+    pid: int = 0  # the actor's process; 0 for a slot
+    wire: WireAddress | None = None  # where that process takes calls, and commands while it is busy
 
     @property
     def process(self) -> RankProcess:
