@@ -115,7 +115,7 @@ class ExecuteMode(Generic[Who]):
     """A member of `Execute`: which ranks run a method."""
 
     name: str
-    # The number of ranks -> the ranks that run, in the order of their results. They get the arguments uncut. None means all
+    # Number of ranks -> those that run, in the order of their results. They get the arguments uncut. None means all
     # ranks, with the arguments cut as the dispatch mode says.
     ranks: Callable[[int], Sequence[int]] | None = None
 

@@ -46,8 +46,9 @@ Asked = tuple[DeferredArgument, list[tuple[int, Parameter, int]]]
 class Executor:
     """The workers of one process: one, or one per role.
 
-    Threads: ``async`` methods run on one event loop per process, in a daemon thread named "worker-loop". The first such
-    call starts it, `close` ends it.
+    Threads: the transport decides in which thread `run` is called; calls of ``concurrent=True`` methods overlap with it
+    in threads of their own. ``async`` methods run on one event loop per process, in a daemon thread named
+    "worker-loop". The first such call starts it, `close` ends it. Any thread may ask `running` and `stacks`.
     Lock: ``_loop_lock`` protects ``_loop``. It is a leaf: nothing else is acquired while it is held.
 
     Args:
@@ -56,10 +57,6 @@ class Executor:
         in_process: whether driver and workers share the process, so that exceptions need not be encoded, and results
             must be copied out of the worker's memory.
         reraise: which exceptions leave `run` instead of becoming a failed `RankResult`.
-
-    Attributes:
-        workers: role -> worker, in the order of creation. The role of a single worker is None.
-        starting: the role whose constructor runs, or ran last.
     """
 
     def __init__(
@@ -70,9 +67,9 @@ class Executor:
         in_process: bool = False,
         reraise: Callable[[BaseException], bool] = lambda error: isinstance(error, SystemExit),
     ) -> None:
-        self.workers: dict[str | None, Worker] = {}
-        self.starting: str | None = None
-        self.info: RankInfo | None = None
+        self.workers: dict[str | None, Worker] = {}  # by role, in the order of creation; a single worker's is None
+        self.starting: str | None = None  # the role whose constructor runs, or ran last
+        self.info: RankInfo | None = None  # None until `start`
         self._host = host
         self._fetch = fetch
         self._in_process = in_process
@@ -81,7 +78,7 @@ class Executor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
         self._closed = False
-        self._refusing = False
+        self._refusing = False  # set by any thread, read when a call begins: a flag needs no lock
         # Changed by the threads that run calls, copied by any other. Each of these operations on a dict is atomic, so
         # there is no lock that a busy method could hold while somebody asks.
         self._calls: dict[object, tuple[str | None, str, float]] = {}
@@ -118,6 +115,7 @@ class Executor:
     def refuse_calls(self) -> None:
         """Refuse the calls that have not begun, until `rejoin`: the driver has given them up. Any thread may call this,
         while another one runs a method."""
+        # First the flag: a call that begins now is refused, and the one that runs sees `_leaving`.
         self._refusing = True
         for worker in list(self.workers.values()):
             worker._leaving = True
@@ -219,6 +217,7 @@ class Executor:
         except BaseException as error:  # a KeyboardInterrupt in the method too: the driver waits for a result
             if self._reraise(error):
                 raise
+            # All ranks refuse, or none could get the argument: nobody waits for this rank in a collective.
             alike = self._refusing or (alike and isinstance(error, SingleControllerError))
             return self.failed(error, message.method, message.role, alike=alike)
         finally:
@@ -371,7 +370,8 @@ class Executor:
             raise ResultError(f"{method}(): {error}", method=method) from None
 
     def _await(self, worker: Worker, awaitable: Any) -> Any:
-        """Run a coroutine on the process's event loop, where tasks that it starts may continue between calls."""
+        """Run a coroutine on the process's event loop, where tasks that it starts may continue between calls. This thread
+        waits, so that an async method keeps its place in the order of calls."""
         with self._loop_lock:  # another thread may close the executor at any time
             loop = self._loop
             if loop is None:
