@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+from dispatch.checks import is_count
 from dispatch.errors import DispatchError
 from dispatch.tables import aligned
 
@@ -197,7 +198,7 @@ class Layout:
 
 def _check_coordinates(what: str, coordinates: Sequence[object]) -> None:
     for rank, coordinate in enumerate(coordinates):
-        if not isinstance(coordinate, int) or isinstance(coordinate, bool) or coordinate < 0:
+        if not is_count(coordinate, 0):
             raise ValueError(f"{what} of rank {rank} is {coordinate!r}; coordinates are integers >= 0")
 
 

@@ -210,13 +210,9 @@ class _Reducers:
             if reduced is not None:
                 return reduced
         tensors: Any = getattr(tensordict, "TensorDictBase", ())
-        if isinstance(obj, tensors) and _on_cuda(obj.device):
+        if isinstance(obj, tensors) and obj.device is not None and obj.device.type == "cuda":
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so
         return super().reducer_override(obj)  # type: ignore[misc]
-
-
-def _on_cuda(device: Any) -> bool:
-    return device is not None and device.type == "cuda"
 
 
 def _is_plain_array(numpy: Any, array: numpy.ndarray) -> bool:
@@ -414,11 +410,6 @@ def encode_call(
     spec: MethodSpec, plan: CallPlan, *, in_process: bool = False
 ) -> list[tuple[int, CallMessage, Encoded | None, Encoded | None]]:
     """Encode a call. Ranks that are told the same share the objects: each distinct shard is encoded once.
-
-    Args:
-        spec: the method.
-        plan: which rank gets what.
-        in_process: see `encode`.
 
     Returns:
         For each called rank: the rank, its message, the arguments that all ranks get, and its shard; None for no

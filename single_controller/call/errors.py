@@ -262,7 +262,7 @@ class Failure:
                 cause = encode(_encoded_chain(error) if ours else [encode(error)])
             except Exception:
                 cause = None
-        text, trace = _shorten(_message_of(error)), _shorten(remote_traceback(error))
+        text, trace = shortened(_message_of(error)), shortened(remote_traceback(error))
         return cls(rank, host, method, name, text, trace, time.time(), cause, ours, role)
 
     @property
@@ -451,13 +451,11 @@ def _message_of(error: BaseException) -> str:
         return f"<{type(error).__qualname__} without a readable message>"
 
 
-def _shorten(text: str) -> str:
-    half = MAX_TEXT // 2
-    return (
-        text
-        if len(text) <= MAX_TEXT
-        else f"{text[:half]}\n... (shortened; {len(text):,} characters in total) ...\n{text[-half:]}"
-    )
+def shortened(text: str, most: int = MAX_TEXT) -> str:
+    """A text, without its middle if it has more than so many characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}\n... (shortened; {len(text):,} characters in total) ...\n{text[-most // 2 :]}"
 
 
 def _is_library(filename: str) -> bool:
@@ -486,13 +484,9 @@ def show_stacks(stacks: Mapping[int, str], most: int = MAX_STACKS) -> str:
     for rank in sorted(stacks):
         by_text.setdefault(stacks[rank], []).append(rank)
     ordered = sorted(by_text.items(), key=lambda item: (len(item[1]), item[1]))
-    parts = [f"{_sentence(ranks)}:\n{text}" for text, ranks in ordered[:most]]
+    shown = [(ranks_text(ranks), text) for text, ranks in ordered[:most]]
+    parts = [f"{who} {'is' if who.startswith('rank ') else 'are'} at:\n{text}" for who, text in shown]
     rest = [rank for _, ranks in ordered[most:] for rank in ranks]
     if rest:
         parts.append(f"other stacks, not shown: {len(ordered) - most}, of {ranks_text(sorted(rest))}")
     return "\n".join(parts)
-
-
-def _sentence(ranks: Iterable[int]) -> str:
-    text = ranks_text(list(ranks))
-    return f"{text} {'is' if text.startswith('rank ') else 'are'} at"

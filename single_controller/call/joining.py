@@ -126,10 +126,8 @@ class Located:
 
 
 def locate(source: CallResults, join: Join, argument: DeferredArgument) -> list[Located]:
-    """Wait for another call, then find which of its results each shard of a deferred argument needs.
-
-    The shards of one argument are found together: the results' lengths are added up once, not once for each of as many
-    ranks.
+    """Wait for another call, then find which of its results each shard of a deferred argument needs. All shards at
+    once, so that the results' lengths are added up once.
 
     Args:
         source: the other call's results.

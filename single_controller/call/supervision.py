@@ -95,7 +95,6 @@ def restart(
     """Start new workers and bring them to the state of the old ones. Other threads' calls wait until this returns.
 
     Args:
-        state: the state of the group.
         choose: checks and returns the ranks to restart; None for all.
         start: ends those ranks and starts new ones.
         replay: repeats calls on them.
@@ -226,22 +225,15 @@ Running = tuple[RunningCall, ...] | str
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank.
-
-    Attributes:
-        rank: the rank.
-        process: where it runs.
-        alive: whether its process is running.
-        running: the calls that it runs, the oldest first; () if it is idle or dead, None if it did not say.
-        unknown: why it did not say; empty if it did.
-        death: the last death of a process with this rank, of an earlier generation too; None if there was none.
-    """
+    """One rank."""
 
     rank: int
-    process: RankProcess
-    alive: bool
+    process: RankProcess  # where it runs
+    alive: bool  # whether its process is running
+    # the calls that it runs, the oldest first; () if it is idle or dead, None if it did not say
     running: tuple[RunningCall, ...] | None
-    unknown: str = ""
+    unknown: str = ""  # why it did not say; empty if it did
+    # the last death of a process with this rank, of an earlier generation too; None if there was none
     death: Death | None = None
 
     @property
@@ -287,7 +279,7 @@ class GroupStatus:
         rows = [["rank", "host", "pid", "state", "runs", "last death"]]
         for rank in self.ranks:
             host = f"{rank.process.address} ({rank.process.host})"
-            death = "-" if rank.death is None else _ago(rank.death.at)
+            death = "-" if rank.death is None else f"{_seconds(max(0.0, time.time() - rank.death.at))} ago"
             state = "alive" if rank.alive else "dead"
             rows.append([str(rank.rank), host, str(rank.process.pid), state, rank.doing, death])
         lines = [f"{self.name} is {self.state}{reason}", *([self.note] if self.note else [])]
@@ -342,7 +334,3 @@ def _seconds(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _ago(at: float) -> str:
-    return f"{_seconds(max(0.0, time.time() - at))} ago"

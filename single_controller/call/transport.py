@@ -19,19 +19,12 @@ MAX_STACK_SECONDS = 2.0
 
 
 class RankProcess(NamedTuple):
-    """The process of a rank.
+    """The process of a rank."""
 
-    Attributes:
-        host: name of its host.
-        address: address of its host.
-        pid: the process.
-        node: the transport's id of the host; empty without one.
-    """
-
-    host: str
-    address: str
-    pid: int
-    node: str = ""
+    host: str  # name of its host
+    address: str  # address of its host
+    pid: int  # the process
+    node: str = ""  # the transport's id of the host; empty without one
 
 
 class RunningCall(NamedTuple):
@@ -42,17 +35,11 @@ class RunningCall(NamedTuple):
 
 
 class Death(NamedTuple):
-    """The death of a rank's process.
+    """The death of a rank's process."""
 
-    Attributes:
-        at: when it was noticed, in seconds since the epoch.
-        reason: why it died.
-        generation: how often the group had been restarted or replaced by then.
-    """
-
-    at: float
-    reason: str
-    generation: int
+    at: float  # when it was noticed, in seconds since the epoch
+    reason: str  # why it died
+    generation: int  # how often the group had been restarted or replaced by then
 
 
 Outcome = Future[Callable[[], Exception] | None]

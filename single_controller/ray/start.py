@@ -79,10 +79,8 @@ def start(
     """Start the workers, and wait for their constructors. If it raises, all actors were ended.
 
     Args:
-        plan: what to start.
-        wait: waits for the constructors.
         again: whether workers of the same names were just ended, so that their names may still be taken.
-        generation: how often the group was restarted or had ranks replaced before.
+        generation: of the group that starts.
 
     Returns:
         The transport, and the address and port of the rendezvous.
@@ -198,11 +196,7 @@ def join(
     """Have ranks join a rendezvous: on a new process the constructors run, and one that has workers keeps them.
 
     Args:
-        plan: what was started.
-        transport: the transport.
-        chosen: the ranks.
         encoded: the constructors.
-        wait: waits until the ranks have joined.
         master: address and port of the rendezvous; rank 0 chooses what is None.
         leave: whether processes that have workers leave their process groups.
 
@@ -383,8 +377,6 @@ def _transport(
     """Return a transport to these ranks, each with what it is told when it joins.
 
     Args:
-        plan: what is started.
-        ranks: the ranks.
         generation: of the group when they have joined.
         before: the group's transport so far; its links to ranks that are left are used again.
         fresh: ranks with new processes, on which calls are to be repeated.

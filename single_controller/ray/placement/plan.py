@@ -65,21 +65,14 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class StandbyPlan:
-    """Where one standby of a group is, and what it costs besides its slot.
+    """Where one standby of a group is, and what it costs besides its slot."""
 
-    Attributes:
-        group: the group's name.
-        address, hostname: of the node; "?" while the process starts.
-        entry, bundle: as in `RankPlan`.
-        memory: the process's resident memory in bytes when it was ready; None while it starts.
-    """
-
-    group: str
-    address: str
-    hostname: str
-    entry: int
+    group: str  # the group's name
+    address: str  # of the node; "?" while the process starts
+    hostname: str  # likewise
+    entry: int  # as in `RankPlan`
     bundle: int
-    memory: int | None
+    memory: int | None  # the process's resident memory in bytes when it was ready; None while it starts
 
 
 @dataclass(frozen=True)

@@ -617,7 +617,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
         raise TypeError(f"split_resource_pool() takes a RayResourcePool, got {resource_pool!r}")
     slots = resource_pool.world_size
     sizes = list(split_size) if isinstance(split_size, Sequence) else [split_size]
-    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+    if not sizes or not all(map(is_count, sizes)):
         raise ValueError(
             f"split_size is the slots of each part: a positive integer, or a list of them ([3, 1]); got {split_size!r}"
         )
