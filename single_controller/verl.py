@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 from dispatch.checks import suggestion
 from dispatch.modes import Dispatch, Execute
+from dispatch.plan import plan_execute, plan_rank_zero
 from dispatch.register import register
 
 
@@ -144,9 +145,56 @@ class VerlGroup:
         """Same as `execute_all_async`."""
         return self.execute_all_async(method_name, *args, **kwargs)
 
+    def execute_all_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call any method, registered or not, on all ranks without waiting.
+
+        Args:
+            method_name: name of the method.
+            args: if every argument is a list of length world_size, rank i gets item i of each. If none is a list, every
+                rank gets them unchanged. ``Broadcast(x)`` is always sent whole.
+            kwargs: likewise.
+
+        Returns:
+            The transport's references, one per rank; ObjectRefs on Ray.
+
+        Raises:
+            AttributeError: the worker has no such method.
+            DispatchError: only some arguments are lists, or a list has another length.
+        """
+        refs: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=False)
+        return refs
+
+    def execute_all_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`execute_all_async`, but wait and return the results by rank.
+
+        Raises:
+            SingleControllerError: a rank raised or died, besides what `execute_all_async` raises.
+        """
+        results: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=True)
+        return results
+
     def execute_rank_zero(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Same as `execute_rank_zero_async`."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call any method on rank 0 alone, with unchanged arguments, without waiting.
+
+        Returns:
+            The transport's reference to the result; an ObjectRef on Ray.
+
+        Raises:
+            AttributeError: the worker has no such method.
+        """
+        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
+
+    def execute_rank_zero_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """`execute_rank_zero_async`, but wait and return the value.
+
+        Raises:
+            SingleControllerError: the rank raised or died, besides what `execute_rank_zero_async` raises.
+        """
+        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=True)
 
 
 class VerlOptions(TypedDict, total=False):

@@ -16,7 +16,7 @@ from dispatch.checks import check_seconds, suggestion
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout, layout_from
 from dispatch.modes import Mode, has_axes
-from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
+from dispatch.plan import CallPlan, plan_call
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions, WorkerFuture
@@ -431,53 +431,6 @@ class WorkerGroup(VerlGroup, Closing):
         if spec.registration.replay:
             self._replays.add_when_done(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
         return call.value() if wait else call.refs()
-
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call any method, registered or not, on all ranks without waiting.
-
-        Args:
-            method_name: name of the method.
-            args: if every argument is a list of length world_size, rank i gets item i of each. If none is a list, every
-                rank gets them unchanged. ``Broadcast(x)`` is always sent whole.
-            kwargs: likewise.
-
-        Returns:
-            The transport's references, one per rank; ObjectRefs on Ray.
-
-        Raises:
-            AttributeError: the worker has no such method.
-            DispatchError: only some arguments are lists, or a list has another length.
-        """
-        refs: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=False)
-        return refs
-
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`execute_all_async`, but wait and return the results by rank.
-
-        Raises:
-            SingleControllerError: a rank raised or died, besides what `execute_all_async` raises.
-        """
-        results: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=True)
-        return results
-
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call any method on rank 0 alone, with unchanged arguments, without waiting.
-
-        Returns:
-            The transport's reference to the result; an ObjectRef on Ray.
-
-        Raises:
-            AttributeError: the worker has no such method.
-        """
-        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
-
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """`execute_rank_zero_async`, but wait and return the value.
-
-        Raises:
-            SingleControllerError: the rank raised or died, besides what `execute_rank_zero_async` raises.
-        """
-        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=True)
 
     def _check(self) -> None:
         """Raise unless the group takes calls. During a restart, wait for its end first. If ranks have died before, do
