@@ -239,7 +239,7 @@ class RayResourcePool(Closing, ResourcePool):
             pool._order_given or list(numbers) != sorted(numbers) for pool, numbers in parts
         )
         self._sorts = merged and not self._order_given
-        self._closed = False
+        self._closed = False  # set under `_occupying`; read without it where a late answer does no harm
         self._check_distinct()
 
     @classmethod
@@ -408,6 +408,7 @@ class RayResourcePool(Closing, ResourcePool):
         slots = [] if waiting else self._listed(slots_of)
         with _occupying:
             groups = self._groups()
+        # Outside the lock: a group may ask Ray about its standbys.
         standbys = [one for group in groups if not group.closed for one in group.standbys()]
         requests = [reservation.request for reservation in self.reservations]
         return plan_pool(repr(self), requests, waiting, slots, cluster, standbys)
@@ -460,7 +461,7 @@ class RayResourcePool(Closing, ResourcePool):
             reservation.wait()
             if assign_ranks or self._parts:
                 reservation.assign()
-        self._check_open()
+        self._check_open()  # again: another thread may have closed the pool while this one waited
         self._check_distinct()  # again: the order of a merged pool was not known before
 
     def get_placement_groups(
@@ -484,8 +485,8 @@ class RayResourcePool(Closing, ResourcePool):
         Returns:
             By rank, the index in ``slots``, which is what `slots` returned before the processes were started.
         """
-        if self._owned is not None:
-            self._owned.assign(slots, locations)
+        if self._owned is not None:  # a pool that borrows slots has waited for their order in `admit`
+            self._owned.assign(slots, locations)  # of several groups that start at once, the first one's order stays
         index = {(slot.placement_group, slot.bundle): number for number, slot in enumerate(slots)}
         order = [index[slot.placement_group, slot.bundle] for slot in self.slots()]
         for (reservation, number), found in zip(self._members(), order, strict=True):
@@ -513,7 +514,7 @@ class RayResourcePool(Closing, ResourcePool):
         """
         self.place(bin_pack, resources)
         if self._parts:
-            self.wait()  # only then is it known which slots these are
+            self.wait()  # outside the lock, because it may take long: only then is it known which slots these are
         wanted = self._members() if counted else []
         with _occupying:
             self._check_open()  # again: another thread may have closed the pool while this one waited

@@ -133,7 +133,7 @@ class Reservation:
 
     def close(self) -> None:
         """Remove the placement groups that were created here; what runs in them ends. A second close does nothing."""
-        with self._reserving:
+        with self._reserving:  # waits for a creation that is under way, so that nothing is created after this
             self._closed = True
             if self._removal is not None:
                 self._removal()
@@ -198,7 +198,7 @@ class Reservation:
         Raises:
             PlacementError: a bundle is on no node any more, or a task did not run in time.
         """
-        with self._assigning:
+        with self._assigning:  # of groups that start at once, the first fixes the order, and the others wait for it
             if self.assigned:
                 return
             slots, found = (slots, found) if slots else (self.slots, node_locations(self.slots, self.label))
