@@ -350,30 +350,26 @@ def catchable_as(error: WorkerError, kind: Any) -> WorkerError:
         if hasattr(kind, "__getattr__"):
             return error  # Ray's task errors, for example, look up fields there that nobody has set here
         ours: Any = type(error)
-        both = _derived_from(ours, kind)
-        # The first built-in class knows how to make an instance. No __init__ runs: the exception's own may need
-        # arguments that nobody here has.
-        builtin: Any = next(base for base in both.__mro__ if base.__module__ == "builtins")
-        made: WorkerError = builtin.__new__(both, *error.args)
-        made.args = error.args
-        vars(made).update(vars(error))
-        return made
+        return _instance(_derived_from(ours, kind), error)
     except Exception:  # a class that cannot be subclassed, or refuses to be
         logger.debug("no error can be an instance of %r too", kind, exc_info=True)
         return error
+
+
+def _instance(cls: type, like: WorkerError) -> WorkerError:
+    """An instance of a class with the arguments and attributes of another error. No __init__ runs: the exception's own
+    may need arguments that nobody here has. The first built-in class knows how to make an instance."""
+    builtin: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+    made: WorkerError = builtin.__new__(cls, *like.args)
+    made.args = like.args
+    vars(made).update(vars(like))
+    return made
 
 
 @functools.lru_cache(maxsize=256)
 def _derived_from(ours: Any, kind: Any) -> Any:
     def __reduce__(self: WorkerError) -> Any:
         return _unpickled, (ours, encode(kind), self.args, vars(self))
-
-    def __copy__(self: WorkerError) -> WorkerError:
-        builtin: Any = next(base for base in type(self).__mro__ if base.__module__ == "builtins")
-        made: WorkerError = builtin.__new__(type(self), *self.args)
-        made.args = self.args
-        vars(made).update(vars(self))
-        return made
 
     members = {
         "__module__": ours.__module__,
@@ -382,7 +378,7 @@ def _derived_from(ours: Any, kind: Any) -> Any:
         "__init__": lambda self, *args, **kwargs: None,
         "__str__": Exception.__str__,  # some classes make their text of attributes that are missing here
         "__repr__": Exception.__repr__,
-        "__copy__": __copy__,
+        "__copy__": lambda self: _instance(type(self), self),
         "__reduce__": __reduce__,
     }
     metaclass: Any = type(kind)  # its own, if the class has one

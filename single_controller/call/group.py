@@ -30,7 +30,6 @@ from single_controller.call.supervision import (
     Watcher,
     check_ranks,
     group_status,
-    restart,
 )
 from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, Sent, Transport
 from single_controller.call.worker import MethodTable, Worker
@@ -407,7 +406,18 @@ class WorkerGroup(VerlGroup, Closing):
             ValueError: the group has no such ranks, or uses collectives.
             SingleControllerError: what starting a group or a repeated call raises. The group then stays broken.
         """
-        restart(self._state, choose=lambda: self._check_restart(ranks), start=self._start_workers, replay=self._replay)
+        state = self._state
+        state.check_process()
+        before, was_broken = state.restarts, state.broken is not None
+        with state.sending:  # nobody else sends to a group in transition
+            state.check_closed()
+            chosen = self._check_restart(ranks)
+            if was_broken and state.broken is None and state.restarts > before:
+                return  # while this thread waited for the lock, another one repaired the same damage
+            with state.restart():
+                self._start_workers(chosen)
+                state.reopen()
+                self._replay(chosen)
 
     # --- one call -----------------------------------------------------------------------------------------------------
 

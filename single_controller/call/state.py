@@ -10,12 +10,13 @@ reentrant: the garbage collector may finalize futures while a lock is held.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -160,27 +161,56 @@ class GroupState:
             known = self.last_deaths
             self.last_deaths = {rank: known[before] for rank, before in enumerate(kept) if before in known}
 
-    def break_again(self, reason: str) -> None:
-        """Replace the reason: what was to repair the group has failed."""
-        with self.lock:
-            self.broken = None
-            self.break_(reason, self.dead)
-
     def close(self) -> None:
         """Take no more calls, and end those that are running."""
         with self.lock:
             self.closed = True
             self._end_calls()
 
-    def reopen(self) -> bool:
-        """Take calls again after a restart, unless the group was closed meanwhile. Returns whether it does."""
+    @contextlib.contextmanager
+    def restart(self) -> Iterator[None]:
+        """Inside, the group gets other workers. Its running calls end, and calls of other threads wait. The body calls
+        `reopen` when the workers have started. If it raises, the group stays broken. The caller holds ``sending``.
+
+        Raises:
+            GroupClosedError: the group was closed.
+        """
+        self.check_closed()
+        self.restarting = True
+        self.break_("it is being restarted")
+        try:
+            yield
+            self.restarts += 1
+            self.on_change()
+        except BaseException as error:
+            with self.lock:
+                self.broken = None
+                first_line = str(error).partition("\n")[0]
+                self.break_(f"its restart failed with {type(error).__name__}: {first_line}", self.dead)
+            raise
+        finally:
+            self.restarting = False
+
+    def reopen(self) -> None:
+        """Take calls of the new workers, or end these if another thread has closed the group meanwhile.
+
+        Raises:
+            GroupClosedError: the group was closed.
+        """
         with self.lock:
-            if self.closed:
-                return False
-            self.broken = self.broken or "it was restarted"  # what calls of the old workers are told
-            self._end_calls()
-            self.broken, self.dead, self.layout_versions = None, (), {}
-            return True
+            if not self.closed:
+                self.broken = self.broken or "it was restarted"  # what calls of the old workers are told
+                self._end_calls()
+                self.broken, self.dead, self.layout_versions = None, (), {}
+                return
+        if self.transport is not None:  # outside the lock: the transport may wait
+            self.transport.kill()
+        self.check_closed()
+
+    def check_closed(self) -> None:
+        """Raise a `GroupClosedError` if the group was closed."""
+        if self.closed and (refusal := self.refusal()) is not None:
+            raise refusal
 
     def running(self) -> list[SentCall]:
         """The calls that some rank is running, the oldest first."""

@@ -85,52 +85,6 @@ def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int
     return chosen
 
 
-def restart(
-    state: GroupState,
-    *,
-    choose: Callable[[], tuple[int, ...] | None],
-    start: Callable[[tuple[int, ...] | None], None],
-    replay: Callable[[tuple[int, ...] | None], None],
-) -> None:
-    """Start new workers and bring them to the state of the old ones. Other threads' calls wait until this returns.
-
-    Args:
-        choose: checks and returns the ranks to restart; None for all.
-        start: ends those ranks and starts new ones.
-        replay: repeats calls on them.
-
-    Raises:
-        GroupClosedError: the group was closed.
-        ForkedProcessError: another process made the group.
-        Exception: whatever a step raises. The group then stays broken.
-    """
-    state.check_process()
-    before, was_broken = state.restarts, state.broken is not None
-    with state.sending:  # nobody else sends to a group in transition
-        if state.closed and (refusal := state.refusal()) is not None:
-            raise refusal
-        chosen = choose()
-        if was_broken and state.broken is None and state.restarts > before:
-            return  # while this thread waited for the lock, another one repaired the same damage
-        state.restarting = True
-        state.break_("it is being restarted")
-        try:
-            start(chosen)
-            if not state.reopen():  # another thread closed the group meanwhile
-                if state.transport is not None:
-                    state.transport.kill()
-                raise state.refusal() or RuntimeError(f"{state.name} was not started again")
-            replay(chosen)
-            state.restarts += 1
-            state.on_change()
-        except BaseException as error:
-            first_line = str(error).partition("\n")[0]
-            state.break_again(f"its restart failed with {type(error).__name__}: {first_line}")
-            raise
-        finally:
-            state.restarting = False
-
-
 class Watcher(Closing):
     """What ``group.watch()`` returns.
 

@@ -38,7 +38,7 @@ from single_controller.call.errors import (
 )
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
 from single_controller.call.state import GroupState
-from single_controller.call.supervision import check_ranks, restart
+from single_controller.call.supervision import check_ranks
 from single_controller.call.transport import MAX_STACK_SECONDS
 from single_controller.call.worker import Colocated, Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
@@ -292,8 +292,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def __reduce__(self) -> Any:
         """In another process (a worker, a Ray task) the group is attached to the same workers."""
-        if self._state.closed and (refusal := self._state.refusal()) is not None:
-            raise refusal
+        self._state.check_closed()
         classes = {role: table.cls for role, table in self._tables.items()}
         ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
         name = f"{self.name.removesuffix(' (attached)')} (attached)"
@@ -602,14 +601,14 @@ class RayWorkerGroup(WorkerGroup):
                     logger.warning("%s: another rank died in %s(): %s", self.name, method, error)
 
     def _change(self, change: Callable[[], None], end: float) -> None:
-        """Change the ranks; then repeat the logged calls on the new ones, and tell all ranks."""
-
-        def repeat_and_tell(_: object) -> None:
+        """Change the ranks; then repeat the logged calls on the new ones, and tell all ranks. The caller holds
+        ``sending``."""
+        with self._state.restart():
+            change()
+            self._state.reopen()
             self._replay(self._ray.fresh)
             if self._collectives:
                 self._run_in_each_role("_change_membership", _left(end), self.generation + 1)
-
-        restart(self._state, choose=lambda: (), start=lambda _: change(), replay=repeat_and_tell)
 
     def _keep_standbys(self, tries: int = TRIES) -> None:
         """Start standbys again that die before they are ready: Ray may have put one on a host that is gone, of which it
