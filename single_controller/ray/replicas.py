@@ -30,7 +30,7 @@ def ranks_to_keep(state: GroupState, transport: RayTransport, living: Collection
 
 
 def number_to_add(state: GroupState, transport: RayTransport, count: int | None, vacant: int, end: float) -> int:
-    """How many ranks to add: ``count``, or whole replicas into all vacant slots. Raises as `RayWorkerGroup.grow` does."""
+    """The number of ranks to add: ``count``, or as many whole replicas as fit. Raises as `RayWorkerGroup.grow` does."""
     first = _replicas(state, transport, [0], end).get(0)
     if first is None:
         raise GroupBrokenError(f"{state.name} cannot grow: rank 0 has died. {state.advice}")
