@@ -212,7 +212,8 @@ class Reservation:
         with self._assigning:
             known = self.slots[number]
             devices = found.devices or (known.location.devices if known.location is not None else None)
-            self.slots[number] = replace(known, location=found._replace(devices=devices))
+            # Without the process: the slot outlives it.
+            self.slots[number] = replace(known, location=found._replace(devices=devices, pid=0, wire=None))
 
     def _ranked(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[Slot]:
         return assign_ranks(slots, locations, self.request.entries if self.request.across else None)
