@@ -84,20 +84,15 @@ class Deferred:
 
 @dataclass(eq=False)
 class BatchType:
-    """How values of one type are measured, cut and joined.
+    """How values of one type are measured, cut and joined."""
 
-    Attributes:
-        length: value -> number of rows; None for a value that is sent whole.
-        cut: (value, start, stop) -> rows ``start:stop``. It must not change the value; it may return a view.
-        join: list of values -> one value with all their rows in order.
-        parts: value -> its (key, value) pairs, or None; only for types whose parts are joined one by one.
-        errors: what `join` raises for values that do not fit together, such as tensors of different shapes.
-    """
-
-    length: Callable[[Any], int | None]
+    length: Callable[[Any], int | None]  # value -> number of rows; None for a value that is sent whole
+    # (value, start, stop) -> rows ``start:stop``. It must not change the value; it may return a view.
     cut: Callable[[Any, int, int], Any]
-    join: Callable[[list[Any]], Any]
+    join: Callable[[list[Any]], Any]  # list of values -> one value with all their rows in order
+    # Value -> its (key, value) pairs, or None; only for types whose parts are joined one by one
     parts: Callable[[Any], list[tuple[Any, Any]] | None] | None = None
+    # What `join` raises for values that do not fit together, such as tensors of different shapes
     errors: tuple[type[Exception], ...] = ()
 
 
@@ -218,17 +213,11 @@ def _library_type(value: Any) -> BatchType | None:
 
 
 class Share(NamedTuple):
-    """The rows of one shard.
+    """The rows of one shard."""
 
-    Attributes:
-        ranges: half-open ranges of row numbers, in order; more than one only with padding.
-        real: number of rows without padding. The padding is at the end and repeats earlier rows.
-        rows: number of rows with padding.
-    """
-
-    ranges: tuple[tuple[int, int], ...]
-    real: int
-    rows: int
+    ranges: tuple[tuple[int, int], ...]  # half-open ranges of row numbers, in order; more than one only with padding
+    real: int  # number of rows without padding. The padding is at the end and repeats earlier rows.
+    rows: int  # number of rows with padding
 
 
 def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:

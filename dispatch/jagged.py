@@ -26,16 +26,10 @@ Extremes = tuple[int, int] | None
 """Length of the shortest and of the longest row, if torch knows them. It then pads rows to the longest; otherwise, to
 the sum of all lengths."""
 
-_ATTRIBUTES = frozenset(
-    {"_ragged_idx", "_size", "_strides", "_values", "_offsets", "_lengths", "_metadata_cache"}
-    | {"_dynamo_propagated_dynamic_indices"}
-)
-"""What torch itself keeps on a jagged tensor."""
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _without_torch_function(function: F) -> F:
+def without_torch_function(function: F) -> F:
     """Have attributes of jagged tensors read directly. Otherwise each access takes 5 to 10 microseconds in the tensors'
     ``__torch_function__``, which has nothing to do for those that are read here."""
 
@@ -59,25 +53,25 @@ def length(value: Any) -> int:
     return int(value._size[0])
 
 
-@_without_torch_function
+@without_torch_function
 def split(value: Any, ranges: Sequence[tuple[int, int]], made: Made) -> list[Any]:
     """Return the rows ``start:stop`` of each range, as views."""
     value = compact(value, made)
     values, dim = _values(value), value._ragged_idx - 1
-    cuts, lengths = ("split", _ragged_size(value), *ranges), ("extremes", _ragged_size(value), *ranges)
+    cuts, lengths = ("split", ragged_size(value), *ranges), ("extremes", ragged_size(value), *ranges)
     if cuts not in made:
         offsets = value.offsets()
         starts = offsets.tolist()  # on a device, one transfer for all ranges
         made[cuts] = [(offsets[a : b + 1] - starts[a], starts[a], starts[b] - starts[a]) for a, b in ranges]
-        made[lengths] = [_extremes_of(starts[a : b + 1]) for a, b in ranges]
-    known = made[lengths] if _extremes(value) else [None] * len(ranges)
+        made[lengths] = [_extremes_in(starts[a : b + 1]) for a, b in ranges]
+    known = made[lengths] if extremes_of(value) else [None] * len(ranges)
     return [
-        _build(values.narrow(dim, start, size), offsets, dim, extremes)
+        build(values.narrow(dim, start, size), offsets, dim, extremes)
         for (offsets, start, size), extremes in zip(made[cuts], known, strict=True)
     ]
 
 
-@_without_torch_function
+@without_torch_function
 def join(tensors: Sequence[Any], made: Made, concatenate: Callable[..., Any]) -> Any:
     """Return the rows of all tensors in order, in new memory, which ``concatenate(tensors, dim)`` makes.
 
@@ -92,23 +86,23 @@ def join(tensors: Sequence[Any], made: Made, concatenate: Callable[..., Any]) ->
     if any(tensor._ragged_idx - 1 != dim for tensor in tensors):
         dims = ", ".join(str(tensor._ragged_idx) for tensor in tensors[:8])
         raise BatchError(f"jagged tensors whose ragged dims differ ({dims}) cannot be joined")
-    key = ("join", *map(_ragged_size, tensors))
+    key = ("join", *map(ragged_size, tensors))
     if key not in made:
         made[key] = _offsets(torch.cat([tensor.offsets().diff() for tensor in tensors]))
-    extremes = [_extremes(tensor) for tensor in tensors if len(tensor.offsets()) > 1]
+    extremes = [extremes_of(tensor) for tensor in tensors if len(tensor.offsets()) > 1]
     shortest, longest = zip(*extremes, strict=True) if extremes and None not in extremes else ((), ())
     values = concatenate([_values(tensor) for tensor in tensors], dim)
-    return _build(values, made[key], dim, (min(shortest), max(longest)) if shortest else None)
+    return build(values, made[key], dim, (min(shortest), max(longest)) if shortest else None)
 
 
-@_without_torch_function
+@without_torch_function
 def compact(value: Any, made: Made) -> Any:
     """Return the tensor without the values that belong to no row: between rows, as ``torch.nested.narrow`` leaves them,
     before the first or behind the last. Return the tensor itself if there are none."""
     import torch
 
     values, offsets, lengths, dim = _values(value), value.offsets(), value.lengths(), value._ragged_idx - 1
-    key, span = ("compact", _ragged_size(value)), ("span", _ragged_size(value))
+    key, span = ("compact", ragged_size(value)), ("span", ragged_size(value))
     if lengths is None:
         if span not in made:
             made[span] = offsets[:: max(len(offsets) - 1, 1)].tolist()  # the ends; on a device, one transfer
@@ -117,62 +111,17 @@ def compact(value: Any, made: Made) -> Any:
             return value
         if key not in made:
             made[key] = offsets - start if start else offsets
-        return _build(values.narrow(dim, start, stop - start), made[key], dim, _extremes(value))
+        return build(values.narrow(dim, start, stop - start), made[key], dim, extremes_of(value))
     if key not in made:
         made[key] = _offsets(lengths)
     starts, total = made[key], int(made[key][-1])
     shift = torch.repeat_interleave(offsets[: len(lengths)] - starts[:-1], lengths, output_size=total)
-    return _build(
-        values.index_select(dim, torch.arange(total, device=values.device) + shift), starts, dim, _extremes(value)
+    return build(
+        values.index_select(dim, torch.arange(total, device=values.device) + shift), starts, dim, extremes_of(value)
     )
 
 
-@_without_torch_function
-def reduce(value: Any, made: Made) -> tuple[Any, ...] | None:
-    """Return what pickle is to make of a tensor: a function, its arguments, and attributes to set or None. The result
-    of unpickling is compact, on the CPU, and shares its ``offsets`` object with other tensors of its ragged size.
-
-    None for subclasses and other devices, whose own reduction is used. It would be right for all, but takes several
-    times as long, and tensors that were moved to another device one by one have an ``offsets`` object each.
-    """
-    from torch.nested._internal.nested_tensor import NestedTensor
-
-    if type(value) is not NestedTensor or value.device.type not in ("cpu", "cuda"):
-        return None
-    value = compact(value, made)
-    size = ("send", _ragged_size(value))
-    if size not in made:
-        made[size] = _SentOffsets(value.offsets())
-    value._clear_non_serializable_cached_data()  # as torch does before it pickles: capsules among the attributes
-    attributes = {name: own for name, own in vars(value).items() if name not in _ATTRIBUTES}
-    # Without detach(), an attribute that torch has set on the values would be pickled, too.
-    values = value._values.detach().cpu()
-    args = (values, made[size], value._ragged_idx - 1, _extremes(value), value.requires_grad)
-    return _rebuild, args, attributes or None
-
-
-class _SentOffsets:
-    """Offsets inside a pickle, which has one object only once. A buffer of their own would cost more than the copy."""
-
-    def __init__(self, offsets: Any) -> None:
-        self._offsets = offsets
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _read_offsets, (self._offsets.cpu().numpy().tobytes(), self._offsets.dtype)
-
-
-def _read_offsets(data: bytes, dtype: Any) -> Any:
-    import torch
-
-    return torch.frombuffer(bytearray(data), dtype=dtype)
-
-
-def _rebuild(values: Any, offsets: Any, dim: int, extremes: Extremes, requires_grad: bool) -> Any:
-    value = _build(values, offsets, dim, extremes)
-    return value.requires_grad_() if requires_grad else value
-
-
-def _ragged_size(value: Any) -> Any:
+def ragged_size(value: Any) -> Any:
     """The size of the ragged dim: a symbol, equal for tensors whose rows are known to have equal lengths."""
     return value._size[value._ragged_idx]
 
@@ -187,17 +136,17 @@ def _offsets(lengths: Any) -> Any:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
 
 
-def _extremes(value: Any) -> Extremes:
+def extremes_of(value: Any) -> Extremes:
     shortest, longest = value._maybe_min_seqlen, value._maybe_max_seqlen
     return None if shortest is None or longest is None else (shortest, longest)
 
 
-def _extremes_of(offsets: list[int]) -> Extremes:
+def _extremes_in(offsets: list[int]) -> Extremes:
     lengths = [end - start for start, end in itertools.pairwise(offsets)]
     return (min(lengths), max(lengths)) if lengths else None
 
 
-def _build(values: Any, offsets: Any, dim: int, extremes: Extremes = None) -> Any:
+def build(values: Any, offsets: Any, dim: int, extremes: Extremes = None) -> Any:
     # Not the public nested_tensor_from_jagged(), which logs a warning about tracing in each process.
     import torch
     from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets

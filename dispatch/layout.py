@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+from dispatch.checks import is_count
 from dispatch.errors import DispatchError
 from dispatch.tables import aligned
 
@@ -21,19 +22,12 @@ COLLECTS_LAST = "pp"
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which rank gets which shard, and which ranks' results are returned.
+    """Which rank gets which shard, and which ranks' results are returned."""
 
-    Attributes:
-        shards: number of distinct shards.
-        shard_of: the shard number of each rank; None for a rank that is not called.
-        collecting: the collecting ranks, in the order in which the driver gets their results.
-        unit: what the number of shards means, for error messages ("dp_size").
-    """
-
-    shards: int
-    shard_of: tuple[int | None, ...]
-    collecting: tuple[int, ...]
-    unit: str = "world_size"
+    shards: int  # number of distinct shards
+    shard_of: tuple[int | None, ...]  # the shard number of each rank; None for a rank that is not called
+    collecting: tuple[int, ...]  # the collecting ranks, in the order in which the driver gets their results
+    unit: str = "world_size"  # what the number of shards means, for error messages ("dp_size")
 
     @classmethod
     def only(cls, ranks: Sequence[int], world_size: int) -> Routing:
@@ -204,7 +198,7 @@ class Layout:
 
 def _check_coordinates(what: str, coordinates: Sequence[object]) -> None:
     for rank, coordinate in enumerate(coordinates):
-        if not isinstance(coordinate, int) or isinstance(coordinate, bool) or coordinate < 0:
+        if not is_count(coordinate, 0):
             raise ValueError(f"{what} of rank {rank} is {coordinate!r}; coordinates are integers >= 0")
 
 
@@ -234,7 +228,7 @@ class LayoutReport:
 
     axes: dict[str, int] = field(default_factory=dict)  # axis -> coordinate
     sizes: dict[str, int] = field(default_factory=dict)  # axis -> number of coordinates, where the worker reported it
-    # mesh name -> (dp rank, whether the rank collects)
+    # Mesh name -> (dp rank, whether the rank collects)
     meshes: dict[str, tuple[int, bool]] = field(default_factory=dict)
     version: int = 0  # increases with every change, so that a group notices one
 

@@ -40,21 +40,14 @@ class Join(enum.Enum):
 
 @dataclass(frozen=True)
 class Mode:
-    """A built-in dispatch mode.
+    """A built-in dispatch mode."""
 
-    Attributes:
-        route: layout -> which rank gets which shard, and which ranks collect.
-        cut: how an argument becomes shards.
-        join: what the driver gets.
-        function_first: whether the first argument is a function that every rank gets whole.
-        in_layout: layout -> whether it has the coordinates that `route` reads; None if `route` needs only the number
-            of ranks. The group asks its workers for their coordinates before it plans a call of such a mode.
-    """
-
-    route: Route
-    cut: Cut
-    join: Join
-    function_first: bool = False
+    route: Route  # layout -> which rank gets which shard, and which ranks collect
+    cut: Cut  # how an argument becomes shards
+    join: Join  # what the driver gets
+    function_first: bool = False  # whether the first argument is a function that every rank gets whole
+    # Layout -> whether it has the coordinates that `route` reads; None if `route` needs only the number of ranks. The
+    # group asks its workers for their coordinates before it plans a call of such a mode.
     in_layout: Callable[[Layout], bool] | None = None
 
 
@@ -119,15 +112,11 @@ UntypedMode = DispatchMode[ToAny, ToAny]
 
 @dataclass(frozen=True)
 class ExecuteMode(Generic[Who]):
-    """A member of `Execute`: which ranks run a method.
-
-    Attributes:
-        name: its name.
-        ranks: world_size -> the ranks that run, in the order of their results. They get the arguments uncut. None
-            means all ranks, with the arguments cut as the dispatch mode says.
-    """
+    """A member of `Execute`: which ranks run a method."""
 
     name: str
+    # Number of ranks -> those that run, in the order of their results. They get the arguments uncut. None means all
+    # ranks, with the arguments cut as the dispatch mode says.
     ranks: Callable[[int], Sequence[int]] | None = None
 
     def __repr__(self) -> str:

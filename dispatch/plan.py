@@ -27,36 +27,22 @@ _BROADCAST = "Broadcast(value) sends anything whole to every rank"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One shard of every sharded argument.
+    """One shard of every sharded argument."""
 
-    Attributes:
-        values: parameter -> value.
-        rows: rows of the shard, padding included; None if the driver cut no batch.
-        real: rows of the shard without padding.
-    """
-
-    values: dict[Parameter, Any] = field(default_factory=dict)
-    rows: int | None = None
-    real: int | None = None
+    values: dict[Parameter, Any] = field(default_factory=dict)  # parameter -> value
+    rows: int | None = None  # rows of the shard, padding included; None if the driver cut no batch
+    real: int | None = None  # rows of the shard without padding
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredArgument:
-    """Stands for an argument that is a future: what one rank fetches of its result.
+    """Stands for an argument that is a future: what one rank fetches of its result."""
 
-    Attributes:
-        source: the future.
-        kind: ``"rows"`` of a shard, one ``"item"`` of a list, or the ``"whole"`` result.
-        index: number of the shard or item.
-        count: number of shards or items.
-        uneven: the rule of the consuming call for rows that do not divide.
-    """
-
-    source: Deferred
-    kind: Literal["rows", "item", "whole"]
-    index: int = 0
-    count: int = 1
-    uneven: str = "error"
+    source: Deferred  # the future
+    kind: Literal["rows", "item", "whole"]  # ``"rows"`` of a shard, one ``"item"`` of a list, or the ``"whole"`` result
+    index: int = 0  # number of the shard or item
+    count: int = 1  # number of shards or items
+    uneven: str = "error"  # the rule of the consuming call for rows that do not divide
 
     def __post_init__(self) -> None:
         self.source.check_argument()
@@ -64,27 +50,17 @@ class DeferredArgument:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """Which rank gets what in one call.
+    """Which rank gets what in one call."""
 
-    Attributes:
-        whole: parameter -> argument that every called rank gets. Sent once.
-        shards: the distinct shards of the other arguments. Each is sent once.
-        shard_of: the shard number of each rank; None for a rank that is not called.
-        collecting: the collecting ranks, in the order of their results.
-        join: what the driver gets.
-        collect: a custom mode's ``collect_fn``, bound to the group; it replaces `join`.
-        deferred: the futures among the arguments.
-        rows: rows of the batches that were cut; None if none was.
-    """
-
-    whole: dict[Parameter, Any]
-    shards: tuple[Shard, ...]
-    shard_of: tuple[int | None, ...]
-    collecting: tuple[int, ...]
-    join: Join
+    whole: dict[Parameter, Any]  # parameter -> argument that every called rank gets. Sent once.
+    shards: tuple[Shard, ...]  # the distinct shards of the other arguments. Each is sent once.
+    shard_of: tuple[int | None, ...]  # the shard number of each rank; None for a rank that is not called
+    collecting: tuple[int, ...]  # the collecting ranks, in the order of their results
+    join: Join  # what the driver gets
+    # A custom mode's ``collect_fn``, bound to the group; it replaces `join`
     collect: Callable[[list[Any]], Any] | None = None
-    deferred: tuple[Deferred, ...] = ()
-    rows: int | None = None
+    deferred: tuple[Deferred, ...] = ()  # the futures among the arguments
+    rows: int | None = None  # rows of the batches that were cut; None if none was
 
     @classmethod
     def empty(cls, world_size: int) -> CallPlan:

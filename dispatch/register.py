@@ -55,25 +55,16 @@ def label(role: str | None, method: str) -> str:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """One method of one worker class, as a group calls it.
+    """One method of one worker class, as a group calls it."""
 
-    Attributes:
-        owner: name of the worker class.
-        name: name of the method.
-        function: the function as the user wrote it.
-        registration: what it declared; `UNREGISTERED` for a method that is called only through ``execute_*``.
-        takes_self: False for a static method.
-        role: role of the worker, if several share the process; otherwise None.
-        label: how messages name the method: with its role, if it has one.
-    """
-
-    owner: str
+    owner: str  # name of the worker class
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # the function as the user wrote it
+    # What it declared; `UNREGISTERED` for a method that is called only through ``execute_*``
     registration: Registration
-    takes_self: bool = True
-    role: str | None = None
-    label: str = field(init=False)
+    takes_self: bool = True  # False for a static method
+    role: str | None = None  # role of the worker, if several share the process; otherwise None
+    label: str = field(init=False)  # how messages name the method: with its role, if it has one
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "label", label(self.role, self.name))

@@ -6,15 +6,16 @@ needs `Worker`; this module is below all others.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from dispatch.checks import suggestion
 from dispatch.modes import Dispatch, Execute
+from dispatch.plan import plan_execute, plan_rank_zero
 from dispatch.register import register
 
 
@@ -111,6 +112,91 @@ class VerlWorker:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
 
+class VerlGroup:
+    """The methods of `WorkerGroup` that drivers written for verl call. ``self`` is a `WorkerGroup`."""
+
+    @property
+    def _dispatch_info(self: Any) -> dict[str, list[int]]:
+        """`_query_dispatch_info` of every mesh that the workers have registered."""
+        return {name: list(mesh.dp_rank) for name, mesh in self.layout.meshes.items()}
+
+    def _query_dispatch_info(self: Any, mesh_name: str) -> list[int]:
+        """``group.layout.mesh(mesh_name).dp_rank``, by rank.
+
+        Raises:
+            DispatchError: the workers have registered no such mesh.
+        """
+        self._state.check_process()
+        return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
+
+    def fuse(self: Any, prefix_set: Iterable[str]) -> None:
+        """Check that the group has these roles. ``group.<role>`` works without this call.
+
+        Raises:
+            DispatchError: the group has no such role.
+        """
+        self.spawn(prefix_set)
+
+    def start_worker_aliveness_check(self: Any, every_n_seconds: float = 1) -> Any:
+        """`WorkerGroup.watch`. A death breaks the group; it does not abort the driver."""
+        return self.watch(interval=every_n_seconds)
+
+    def execute_all(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Same as `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def execute_all_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call any method, registered or not, on all ranks without waiting.
+
+        Args:
+            method_name: name of the method.
+            args: if every argument is a list of length world_size, rank i gets item i of each. If none is a list, every
+                rank gets them unchanged. ``Broadcast(x)`` is always sent whole.
+            kwargs: likewise.
+
+        Returns:
+            The transport's references, one per rank; ObjectRefs on Ray.
+
+        Raises:
+            AttributeError: the worker has no such method.
+            DispatchError: only some arguments are lists, or a list has another length.
+        """
+        refs: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=False)
+        return refs
+
+    def execute_all_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`execute_all_async`, but wait and return the results by rank.
+
+        Raises:
+            SingleControllerError: a rank raised or died, besides what `execute_all_async` raises.
+        """
+        results: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=True)
+        return results
+
+    def execute_rank_zero(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Same as `execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call any method on rank 0 alone, with unchanged arguments, without waiting.
+
+        Returns:
+            The transport's reference to the result; an ObjectRef on Ray.
+
+        Raises:
+            AttributeError: the worker has no such method.
+        """
+        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
+
+    def execute_rank_zero_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """`execute_rank_zero_async`, but wait and return the value.
+
+        Raises:
+            SingleControllerError: the rank raised or died, besides what `execute_rank_zero_async` raises.
+        """
+        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=True)
+
+
 class VerlOptions(TypedDict, total=False):
     """Options of verl's groups that have no meaning here, and None where they were not given."""
 
@@ -139,9 +225,7 @@ def check_verl_options(group: type, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _INSTEAD:
             known = [other for other in inspect.signature(group).parameters if other != "verl"]
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-            raise TypeError(f"{group.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+            raise TypeError(f"{group.__name__}() got an unexpected keyword argument {name!r}{suggestion(name, known)}")
         if value is None:
             continue
         if name == "worker_nsight_options":

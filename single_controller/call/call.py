@@ -70,19 +70,12 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of one call. None leaves what the method declared.
+    """Options of one call. None leaves what the method declared."""
 
-    Attributes:
-        timeout: seconds until the call is late and the group broken.
-        blocking: whether the call waits for its result.
-        uneven: what to do with rows that do not divide.
-        device: where the tensors of the result are wanted.
-    """
-
-    timeout: float | None = None
-    blocking: bool | None = None
-    uneven: Uneven | None = None
-    device: str | None = None
+    timeout: float | None = None  # seconds until the call is late and the group broken
+    blocking: bool | None = None  # whether the call waits for its result
+    uneven: Uneven | None = None  # what to do with rows that do not divide
+    device: str | None = None  # where the tensors of the result are wanted
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
@@ -112,12 +105,6 @@ class Call:
         starting: whether this is the call of the constructors.
         stats: where the group records its calls.
         begun: when the call began, in seconds since the epoch; now by default.
-
-    Attributes:
-        number: position among the calls that the group sent.
-        started: when it was sent, by the monotonic clock.
-        outcome: done once the call has an outcome: None, or what returns its error.
-        reported: whether somebody was told of its error.
     """
 
     def __init__(
@@ -147,21 +134,22 @@ class Call:
         self._stats = stats
         self._timeout, self._device = options.timeout, options.device
         self.starting = starting
-        self.number = 0
-        self.outcome: Outcome = Future()
+        self.number = 0  # position among the calls that the group sent
+        self.outcome: Outcome = Future()  # done once the call has an outcome: None, or what returns its error
         self.outcome.set_running_or_notify_cancel()  # nobody who waits for it, such as a task of asyncio, can cancel it
-        self.reported = self.dropped = False
-        self._failed_at: float | None = None
+        self.reported = False  # whether somebody was told of its error
+        self.dropped = False  # whether nobody has its future any longer
+        self._failed_at: float | None = None  # when the first error arrived, by the monotonic clock
         self._echo = False  # an error waits, because it may be the echo of a death
         self._alive: set[int] = set()  # ranks that were found alive since
-        self._withdrawn = False
-        self.started = time.monotonic()
+        self._withdrawn = False  # whether an argument will not come, of which `look` tells the ranks
+        self.started = time.monotonic()  # when it was sent, by the monotonic clock
         self._record = CallRecord(spec.name, time.time() if begun is None else begun)
         if stats is not None and stats.recorded:
             self._record.ranks = {rank: RankRecord() for rank in self._pending}
 
     def sent(self, sent: Sent) -> None:
-        """The transport has sent it. Results may have arrived already."""
+        """The transport has sent it. The sender's thread, which holds ``sending``. Results may have arrived already."""
         state, record, stats = self._state, self._record, self._stats
         with self._lock:
             self._sent, self.started = sent, time.monotonic()
@@ -214,17 +202,23 @@ class Call:
         """The transport's references to the results, to be handed out."""
         self.reported = True  # Ray tells whoever has them
         with self._lock:
-            if not self.settled:
+            if not self.settled:  # `WorkerGroup._check` then looks for deaths before each call
                 self._state.referred.add(self)
         return self.results.refs()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the call has an outcome. Arguments and errors as of `value`, without the call's own error."""
         self.check_process()
-        with contextlib.suppress(TimeoutError):
+        try:
             self.outcome.result(timeout)
-        if not self.outcome.done():
-            raise wait_timed_out(self, timeout or 0.0)
+        except TimeoutError:
+            raise self._wait_timed_out(timeout or 0.0) from None
+
+    def check(self) -> None:
+        """Wait for the call, and raise its error."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
 
     def value(self, timeout: float | None = None) -> Any:
         """Wait until the call has an outcome, and return its value as its mode promises it.
@@ -240,7 +234,7 @@ class Call:
         try:
             failed = self.outcome.result(timeout)
         except TimeoutError:
-            raise wait_timed_out(self, timeout or 0.0) from None
+            raise self._wait_timed_out(timeout or 0.0) from None
         if failed is not None:
             self.reported = True
             # A copy: an exception keeps its traceback, which refers to every caller that has waited, and their batches.
@@ -255,13 +249,13 @@ class Call:
         # Small results are here, but whether they came in time must not depend on a race with the shutdown.
         if not self.transport.connected:
             raise GroupBrokenError(f"the results of {self.label}() are lost: {TRANSPORT_GONE}")
-        results = [self._results[rank] for rank in self._collecting]
+        results = [self._results[rank] for rank in self._collecting]  # without the lock: no rank is pending any more
         if any(result.kept for result in results):
             try:
                 value = join_results(self.results, results, self.join)
             except ResultError as lost:
                 raise self._death_of(lost) or lost from lost.__cause__
-        else:
+        else:  # the fast path: all values came with their replies
             values = [
                 decode_result(self.label, result.rank, result.value, private=True, shared=False)
                 for result in results
@@ -383,6 +377,8 @@ class Call:
     def _decide(self, now: float, *, ask: bool = True) -> None:
         """Settle the call if its outcome is known by now. A death wins over errors, which may be its echoes.
 
+        The caller holds the lock. It is the thread that tells a result, or the monitor.
+
         Args:
             now: by the monotonic clock.
             ask: whether to ask if a call has failed whose future is an argument.
@@ -451,6 +447,7 @@ class Call:
         )
 
     def _time_out(self, late: list[int], stacks: Mapping[int, str] = MappingProxyType({})) -> None:
+        """End the call, and break the group: the late ranks are still in the method. The caller holds the lock."""
         message = (
             f"{self.label}() exceeded its timeout of {self._timeout:g} s; "
             f"{ranks_text(late)} had not finished ({self._hosts(late)})"
@@ -494,6 +491,21 @@ class Call:
                 show_stacks(stacks),
             )
 
+    def _wait_timed_out(self, seconds: float) -> CallTimeoutError:
+        """The error of a wait that ended before the call did. A short wait does not ask the ranks where they are, which
+        might take longer than the wait."""
+        stacks = self.late_stacks(min(0.1 * seconds, MAX_STACK_SECONDS)) if seconds >= ASK_AFTER_SECONDS else {}
+        late = self.late
+        where = f"\n\n{show_stacks(stacks)}" if stacks else ""
+        return CallTimeoutError(
+            f"{self.label}() has not finished after a wait of {seconds:g} s; still running: {ranks_text(late)}. "
+            f"The call continues. Wait again, or set a timeout for the call with .options(timeout=...){where}",
+            method=self.method,
+            ranks=late,
+            call_goes_on=True,
+            stacks=stacks,
+        )
+
     def _check_deadlines(self, now: float, failures: list[Failure]) -> None:
         running = now - self.started
         late = sorted(self._pending)
@@ -531,7 +543,7 @@ class Call:
         return error
 
     def _settle(self, error: Exception | Callable[[], Exception] | None, name: str | None = None) -> None:
-        """Give the call its outcome, unless it has one.
+        """Give the call its outcome, unless it has one. The caller holds the lock, under which callbacks run too.
 
         Args:
             error: the error, or what makes it; None if the call has succeeded.
@@ -577,22 +589,6 @@ def _start_thread(target: Callable[..., None], *args: Any) -> bool:
         logger.warning("no thread could be started to ask late ranks where they are", exc_info=True)
         return False
     return True
-
-
-def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:
-    """The error of a wait that ended before its call did. A short wait does not ask the ranks where they are, which
-    might take longer than the wait."""
-    stacks = call.late_stacks(min(0.1 * seconds, MAX_STACK_SECONDS)) if seconds >= ASK_AFTER_SECONDS else {}
-    late = call.late
-    where = f"\n\n{show_stacks(stacks)}" if stacks else ""
-    return CallTimeoutError(
-        f"{call.label}() has not finished after a wait of {seconds:g} s; still running: {ranks_text(late)}. "
-        f"The call continues. Wait again, or set a timeout for the call with .options(timeout=...){where}",
-        method=call.method,
-        ranks=late,
-        call_goes_on=True,
-        stacks=stacks,
-    )
 
 
 class WorkerFuture(Deferred, Generic[R_co]):

@@ -42,21 +42,15 @@ MAX_MAPPED_BYTES = 1 << 30
 
 
 class Encoded(NamedTuple):
-    """An encoded value.
+    """An encoded value."""
 
-    Attributes:
-        header: the pickle of the value without its buffers.
-        buffers: the buffers: instances of ``pickle.PickleBuffer`` until they are sent, then whatever has the buffer
-            protocol.
-        references: objects that travel beside the pickle, such as ObjectRefs and actor handles: the transport must see
-            them to count references.
-        nbytes: size in bytes.
-    """
-
-    header: bytes
+    header: bytes  # the pickle of the value without its buffers
+    # The buffers: instances of ``pickle.PickleBuffer`` until they are sent, then whatever has the buffer protocol
     buffers: tuple[Any, ...] = ()
+    # Objects that travel beside the pickle, such as ObjectRefs and actor handles: the transport must see them to count
+    # references
     references: tuple[Any, ...] = ()
-    nbytes: int = 0
+    nbytes: int = 0  # size in bytes
 
     def decode(self, *, private: bool = True) -> Any:
         """Return the value.
@@ -98,29 +92,17 @@ def keep_encoded() -> Iterator[None]:
 
 
 class CallMessage(NamedTuple):
-    """What a rank is told about a call, besides the arguments.
-
-    Attributes:
-        method: name of the method.
-        role: role of the worker, if several share the process.
-        collects: whether the driver wants this rank's result.
-        joins: whether results are joined along rows, so that padding must be removed.
-        private: whether the arguments are copied into memory of the method's own.
-        total: rows of the whole batch; None if the driver cut none.
-        rows: rows of this rank's shard, padding included.
-        real: rows of this rank's shard without padding.
-        device: device to move the arguments' tensors to; None leaves them where they are.
-    """
+    """What a rank is told about a call, besides the arguments."""
 
     method: str
-    role: str | None = None
-    collects: bool = True
-    joins: bool = False
-    private: bool = True
-    total: int | None = None
-    rows: int | None = None
-    real: int | None = None
-    device: str | None = None
+    role: str | None = None  # role of the worker, if several share the process
+    collects: bool = True  # whether the driver wants this rank's result
+    joins: bool = False  # whether results are joined along rows, so that padding must be removed
+    private: bool = True  # whether the arguments are copied into memory of the method's own
+    total: int | None = None  # rows of the whole batch; None if the driver cut none
+    rows: int | None = None  # rows of this rank's shard, padding included
+    real: int | None = None  # rows of this rank's shard without padding
+    device: str | None = None  # device to move the arguments' tensors to; None leaves them where they are
 
 
 SEPARATE = 0
@@ -222,20 +204,15 @@ class _Reducers:
         array: Any = getattr(numpy, "ndarray", ())
         if isinstance(obj, array) and _is_plain_array(numpy, obj):
             return _reduce_array(numpy, obj)
-        tensor = isinstance(obj, getattr(torch, "Tensor", ()))
-        if tensor and type(obj) is not torch.Tensor and jagged.is_jagged(obj):
-            if reduced := jagged.reduce(obj, self.made):
-                return *reduced, None, None, _set_attributes
-        elif tensor and (reduced := _reduce_tensor(torch, obj, self.seen)) is not None:
-            return reduced
+        if isinstance(obj, getattr(torch, "Tensor", ())):
+            is_jagged = type(obj) is not torch.Tensor and jagged.is_jagged(obj)
+            reduced = _reduce_jagged(obj, self.made) if is_jagged else _reduce_tensor(torch, obj, self.seen)
+            if reduced is not None:
+                return reduced
         tensors: Any = getattr(tensordict, "TensorDictBase", ())
-        if isinstance(obj, tensors) and _on_cuda(obj.device):
+        if isinstance(obj, tensors) and obj.device is not None and obj.device.type == "cuda":
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so
         return super().reducer_override(obj)  # type: ignore[misc]
-
-
-def _on_cuda(device: Any) -> bool:
-    return device is not None and device.type == "cuda"
 
 
 def _is_plain_array(numpy: Any, array: numpy.ndarray) -> bool:
@@ -287,6 +264,58 @@ def _reduce_tensor(torch: Any, tensor: Any, seen: dict[Any, Any]) -> tuple[Any, 
     kind = None if cls is base else cls
     made = (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, kind)
     return _make_tensor, made, attributes, None, None, _set_attributes
+
+
+_JAGGED_ATTRIBUTES = frozenset(
+    {"_ragged_idx", "_size", "_strides", "_values", "_offsets", "_lengths", "_metadata_cache"}
+    | {"_dynamo_propagated_dynamic_indices"}
+)
+"""What torch itself keeps on a jagged tensor."""
+
+
+@jagged.without_torch_function
+def _reduce_jagged(value: Any, made: jagged.Made) -> tuple[Any, ...] | None:
+    """Reduce a jagged tensor. The result of unpickling is compact, on the CPU, and shares its ``offsets`` object with
+    other tensors of its ragged size.
+
+    None for subclasses and other devices, whose own reduction is used. It would be right for all, but takes several
+    times as long, and tensors that were moved to another device one by one have an ``offsets`` object each.
+    """
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    if type(value) is not NestedTensor or value.device.type not in ("cpu", "cuda"):
+        return None
+    value = jagged.compact(value, made)
+    size = ("send", jagged.ragged_size(value))
+    if size not in made:
+        made[size] = _SentOffsets(value.offsets())
+    value._clear_non_serializable_cached_data()  # as torch does before it pickles: capsules among the attributes
+    attributes = {name: own for name, own in vars(value).items() if name not in _JAGGED_ATTRIBUTES}
+    # Without detach(), an attribute that torch has set on the values would be pickled, too.
+    values = value._values.detach().cpu()
+    args = (values, made[size], value._ragged_idx - 1, jagged.extremes_of(value), value.requires_grad)
+    return _make_jagged, args, attributes or None, None, None, _set_attributes
+
+
+class _SentOffsets:
+    """Offsets inside a pickle, which has one object only once. A buffer of their own would cost more than the copy."""
+
+    def __init__(self, offsets: Any) -> None:
+        self._offsets = offsets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_offsets, (self._offsets.cpu().numpy().tobytes(), self._offsets.dtype)
+
+
+def _read_offsets(data: bytes, dtype: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def _make_jagged(values: Any, offsets: Any, dim: int, extremes: jagged.Extremes, requires_grad: bool) -> Any:
+    value = jagged.build(values, offsets, dim, extremes)
+    return value.requires_grad_() if requires_grad else value
 
 
 def _make_array(buffer: Any, dtype: numpy.dtype, shape: tuple[int, ...], order: Any, cls: Any) -> numpy.ndarray:
@@ -381,11 +410,6 @@ def encode_call(
     spec: MethodSpec, plan: CallPlan, *, in_process: bool = False
 ) -> list[tuple[int, CallMessage, Encoded | None, Encoded | None]]:
     """Encode a call. Ranks that are told the same share the objects: each distinct shard is encoded once.
-
-    Args:
-        spec: the method.
-        plan: which rank gets what.
-        in_process: see `encode`.
 
     Returns:
         For each called rank: the rank, its message, the arguments that all ranks get, and its shard; None for no

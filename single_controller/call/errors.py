@@ -222,37 +222,24 @@ def hosts_text(hosts: Sequence[str], limit: int = 4) -> str:
 
 @dataclass(slots=True)
 class Failure:
-    """An exception on a rank, in parts that always pickle.
-
-    Attributes:
-        rank: the rank.
-        host: its host.
-        method: the method.
-        cause_type: qualified name of the exception's type.
-        message: its message.
-        remote_traceback: its traceback, as text.
-        when: seconds since the epoch, by the worker's clock.
-        cause: the exception and its causes, each encoded, in an encoded list; the exception itself in one process; None
-            if it cannot be pickled.
-        ours: whether this library raised it, about the call itself. It then reaches the user unwrapped.
-        role: role of the worker, if several share the process.
-        lost: whether the method may have returned, but its result cannot be fetched.
-        alike: whether every rank of the call fails alike, before its method begins, so that no rank waits for another.
-        no_contact: whether the rank is alive, but its result was lost on the way. There is no exception then.
-    """
+    """An exception on a rank, in parts that always pickle."""
 
     rank: int
     host: str
     method: str
-    cause_type: str
-    message: str
-    remote_traceback: str = ""
-    when: float = 0.0
+    cause_type: str  # qualified name of the exception's type
+    message: str  # its message
+    remote_traceback: str = ""  # its traceback, as text
+    when: float = 0.0  # seconds since the epoch, by the worker's clock
+    # The exception and its causes, each encoded, in an encoded list; the exception itself in one process; None if it
+    # cannot be pickled
     cause: Encoded | BaseException | None = None
-    ours: bool = False
-    role: str | None = None
-    lost: bool = False
+    ours: bool = False  # whether this library raised it, about the call itself. It then reaches the user unwrapped.
+    role: str | None = None  # role of the worker, if several share the process
+    lost: bool = False  # whether the method may have returned, but its result cannot be fetched
+    # Whether every rank of the call fails alike, before its method begins, so that no rank waits for another
     alike: bool = False
+    # Whether the rank is alive, but its result was lost on the way. There is no exception then.
     no_contact: bool = False
 
     @classmethod
@@ -275,7 +262,7 @@ class Failure:
                 cause = encode(_encoded_chain(error) if ours else [encode(error)])
             except Exception:
                 cause = None
-        text, trace = _shorten(_message_of(error)), _shorten(remote_traceback(error))
+        text, trace = shortened(_message_of(error)), shortened(remote_traceback(error))
         return cls(rank, host, method, name, text, trace, time.time(), cause, ours, role)
 
     @property
@@ -363,30 +350,26 @@ def catchable_as(error: WorkerError, kind: Any) -> WorkerError:
         if hasattr(kind, "__getattr__"):
             return error  # Ray's task errors, for example, look up fields there that nobody has set here
         ours: Any = type(error)
-        both = _derived_from(ours, kind)
-        # The first built-in class knows how to make an instance. No __init__ runs: the exception's own may need
-        # arguments that nobody here has.
-        builtin: Any = next(base for base in both.__mro__ if base.__module__ == "builtins")
-        made: WorkerError = builtin.__new__(both, *error.args)
-        made.args = error.args
-        vars(made).update(vars(error))
-        return made
+        return _instance(_derived_from(ours, kind), error)
     except Exception:  # a class that cannot be subclassed, or refuses to be
         logger.debug("no error can be an instance of %r too", kind, exc_info=True)
         return error
+
+
+def _instance(cls: type, like: WorkerError) -> WorkerError:
+    """An instance of a class with the arguments and attributes of another error. No __init__ runs: the exception's own
+    may need arguments that nobody here has. The first built-in class knows how to make an instance."""
+    builtin: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+    made: WorkerError = builtin.__new__(cls, *like.args)
+    made.args = like.args
+    vars(made).update(vars(like))
+    return made
 
 
 @functools.lru_cache(maxsize=256)
 def _derived_from(ours: Any, kind: Any) -> Any:
     def __reduce__(self: WorkerError) -> Any:
         return _unpickled, (ours, encode(kind), self.args, vars(self))
-
-    def __copy__(self: WorkerError) -> WorkerError:
-        builtin: Any = next(base for base in type(self).__mro__ if base.__module__ == "builtins")
-        made: WorkerError = builtin.__new__(type(self), *self.args)
-        made.args = self.args
-        vars(made).update(vars(self))
-        return made
 
     members = {
         "__module__": ours.__module__,
@@ -395,7 +378,7 @@ def _derived_from(ours: Any, kind: Any) -> Any:
         "__init__": lambda self, *args, **kwargs: None,
         "__str__": Exception.__str__,  # some classes make their text of attributes that are missing here
         "__repr__": Exception.__repr__,
-        "__copy__": __copy__,
+        "__copy__": lambda self: _instance(type(self), self),
         "__reduce__": __reduce__,
     }
     metaclass: Any = type(kind)  # its own, if the class has one
@@ -464,13 +447,11 @@ def _message_of(error: BaseException) -> str:
         return f"<{type(error).__qualname__} without a readable message>"
 
 
-def _shorten(text: str) -> str:
-    half = MAX_TEXT // 2
-    return (
-        text
-        if len(text) <= MAX_TEXT
-        else f"{text[:half]}\n... (shortened; {len(text):,} characters in total) ...\n{text[-half:]}"
-    )
+def shortened(text: str, most: int = MAX_TEXT) -> str:
+    """A text, without its middle if it has more than so many characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}\n... (shortened; {len(text):,} characters in total) ...\n{text[-most // 2 :]}"
 
 
 def _is_library(filename: str) -> bool:
@@ -499,13 +480,9 @@ def show_stacks(stacks: Mapping[int, str], most: int = MAX_STACKS) -> str:
     for rank in sorted(stacks):
         by_text.setdefault(stacks[rank], []).append(rank)
     ordered = sorted(by_text.items(), key=lambda item: (len(item[1]), item[1]))
-    parts = [f"{_sentence(ranks)}:\n{text}" for text, ranks in ordered[:most]]
+    shown = [(ranks_text(ranks), text) for text, ranks in ordered[:most]]
+    parts = [f"{who} {'is' if who.startswith('rank ') else 'are'} at:\n{text}" for who, text in shown]
     rest = [rank for _, ranks in ordered[most:] for rank in ranks]
     if rest:
         parts.append(f"other stacks, not shown: {len(ordered) - most}, of {ranks_text(sorted(rest))}")
     return "\n".join(parts)
-
-
-def _sentence(ranks: Iterable[int]) -> str:
-    text = ranks_text(list(ranks))
-    return f"{text} {'is' if text.startswith('rank ') else 'are'} at"

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from dispatch import batch
@@ -19,7 +19,7 @@ from dispatch.move import move
 from dispatch.plan import DeferredArgument, Parameter
 from dispatch.register import label, method_spec
 from single_controller.call.codec import CallMessage, Encoded, encode
-from single_controller.call.errors import Failure, GroupBrokenError
+from single_controller.call.errors import Failure, GroupBrokenError, shortened
 from single_controller.call.joining import CallResults, Located, RankResult
 from single_controller.call.transport import RunningCall
 from single_controller.call.worker import RankInfo, RoleWorkers, Worker, assign
@@ -46,8 +46,9 @@ Asked = tuple[DeferredArgument, list[tuple[int, Parameter, int]]]
 class Executor:
     """The workers of one process: one, or one per role.
 
-    Threads: ``async`` methods run on one event loop per process, in a daemon thread named "worker-loop". The first such
-    call starts it, `close` ends it.
+    Threads: the transport decides in which thread `run` is called; calls of ``concurrent=True`` methods overlap with it
+    in threads of their own. ``async`` methods run on one event loop per process, in a daemon thread named
+    "worker-loop". The first such call starts it, `close` ends it. Any thread may ask `running` and `stacks`.
     Lock: ``_loop_lock`` protects ``_loop``. It is a leaf: nothing else is acquired while it is held.
 
     Args:
@@ -56,10 +57,6 @@ class Executor:
         in_process: whether driver and workers share the process, so that exceptions need not be encoded, and results
             must be copied out of the worker's memory.
         reraise: which exceptions leave `run` instead of becoming a failed `RankResult`.
-
-    Attributes:
-        workers: role -> worker, in the order of creation. The role of a single worker is None.
-        starting: the role whose constructor runs, or ran last.
     """
 
     def __init__(
@@ -70,9 +67,9 @@ class Executor:
         in_process: bool = False,
         reraise: Callable[[BaseException], bool] = lambda error: isinstance(error, SystemExit),
     ) -> None:
-        self.workers: dict[str | None, Worker] = {}
-        self.starting: str | None = None
-        self.info: RankInfo | None = None
+        self.workers: dict[str | None, Worker] = {}  # by role, in the order of creation; a single worker's is None
+        self.starting: str | None = None  # the role whose constructor runs, or ran last
+        self.info: RankInfo | None = None  # None until `start`
         self._host = host
         self._fetch = fetch
         self._in_process = in_process
@@ -81,7 +78,7 @@ class Executor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
         self._closed = False
-        self._refusing = False
+        self._refusing = False  # set by any thread, read when a call begins: a flag needs no lock
         # Changed by the threads that run calls, copied by any other. Each of these operations on a dict is atomic, so
         # there is no lock that a busy method could hold while somebody asks.
         self._calls: dict[object, tuple[str | None, str, float]] = {}
@@ -118,6 +115,7 @@ class Executor:
     def refuse_calls(self) -> None:
         """Refuse the calls that have not begun, until `rejoin`: the driver has given them up. Any thread may call this,
         while another one runs a method."""
+        # First the flag: a call that begins now is refused, and the one that runs sees `_leaving`.
         self._refusing = True
         for worker in list(self.workers.values()):
             worker._leaving = True
@@ -219,6 +217,7 @@ class Executor:
         except BaseException as error:  # a KeyboardInterrupt in the method too: the driver waits for a result
             if self._reraise(error):
                 raise
+            # All ranks refuse, or none could get the argument: nobody waits for this rank in a collective.
             alike = self._refusing or (alike and isinstance(error, SingleControllerError))
             return self.failed(error, message.method, message.role, alike=alike)
         finally:
@@ -262,12 +261,29 @@ class Executor:
         return tuple(RunningCall(label(role, method), now - began) for role, method, began in calls)
 
     def stacks(self) -> str:
-        """The Python stack of each thread that runs a call now, taken from the thread that asks. See `stacks_under`."""
+        """The Python stack of each thread that runs a call now: the frames inside the innermost of `start`, `run` and
+        `call`, and in place of a wait for the event loop those of its tasks.
+
+        Any thread may ask. The other threads are not stopped, and need not cooperate. A thread that waits does not
+        change while its stack is read. One that runs may go on, so its stack may mix frames of several moments.
+        """
         roots = {function.__code__ for function in (Executor.start, Executor.run, Executor.call)}
-        found = stacks_under(roots, Executor._await.__code__, self, self._loop)
-        return (
-            found
-            or "  no method is running: the rank waits for a call, for the arguments of a call, or for an earlier call"
+        stacks, in_loop = [], False
+        for innermost in sys._current_frames().values():
+            inside: list[tuple[FrameType, int]] = []
+            for frame, line in traceback.walk_stack(innermost):
+                if frame.f_code in roots and frame.f_locals.get("self") is self:
+                    if any(function.f_code is Executor._await.__code__ for function, _ in inside):
+                        in_loop = True
+                    else:
+                        stacks.append(_text(inside[::-1] or [(frame, line)]))
+                    break
+                inside.append((frame, line))
+        if in_loop and self._loop is not None:
+            tasks = asyncio.all_tasks(self._loop)
+            stacks += sorted(f"  task:\n{_text(list(_frames_of(task)))}" for task in tasks)[:MAX_TASKS]
+        return shortened("\n".join(stacks), MAX_STACK_TEXT) or (
+            "  no method is running: the rank waits for a call, for the arguments of a call, or for an earlier call"
         )
 
     def close(self) -> None:
@@ -286,15 +302,11 @@ class Executor:
                         logger.warning("%s failed to clean up", type(worker).__name__, exc_info=True)
 
     def locate_arguments(self, asked: Sequence[Asked], count: int) -> list[dict[Parameter | None, Any]]:
-        """Locate the deferred arguments of a call on behalf of all its ranks.
+        """Locate the deferred arguments of a call on behalf of all its ranks, for ``count`` places.
 
         One rank waits for the results of the other call's ranks, and the others for this one. So all ranks of the call
         learn the same: either that the results have come, or that they never will, and none of them waits in a
         collective for a rank that has no argument.
-
-        Args:
-            asked: the deferred arguments.
-            count: number of places for what was located.
 
         Returns:
             For each place: parameter -> (results, `Located`), or the error of locating it. An error of an argument that
@@ -371,7 +383,8 @@ class Executor:
             raise ResultError(f"{method}(): {error}", method=method) from None
 
     def _await(self, worker: Worker, awaitable: Any) -> Any:
-        """Run a coroutine on the process's event loop, where tasks that it starts may continue between calls."""
+        """Run a coroutine on the process's event loop, where tasks that it starts may continue between calls. The
+        thread of the call waits, so that an async method keeps its place in the order."""
         with self._loop_lock:  # another thread may close the executor at any time
             loop = self._loop
             if loop is None:
@@ -399,43 +412,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_SECONDS))
     loop.close()
-
-
-def stacks_under(
-    roots: Collection[CodeType], waiting: CodeType, owner: object, loop: asyncio.AbstractEventLoop | None
-) -> str:
-    """The stacks of all threads that run a method of an object.
-
-    Any thread may ask. The other threads are not stopped, and need not cooperate. A thread that waits does not change
-    while its stack is read. One that runs may go on in between, so its stack may mix frames of several moments.
-
-    Args:
-        roots: the methods. Shown are the frames inside the innermost of them.
-        waiting: a function inside them that only waits for the event loop. The stacks of the loop's tasks are shown in
-            place of its own.
-        owner: the object.
-        loop: its event loop.
-
-    Returns:
-        The text; empty if no thread runs such a method.
-    """
-    stacks, tasks = [], False
-    for innermost in sys._current_frames().values():
-        inside: list[tuple[FrameType, int]] = []
-        for frame, line in traceback.walk_stack(innermost):
-            if frame.f_code in roots and frame.f_locals.get("self") is owner:
-                if any(function.f_code is waiting for function, _ in inside):
-                    tasks = True
-                else:
-                    stacks.append(_text(inside[::-1] or [(frame, line)]))
-                break
-            inside.append((frame, line))
-    if tasks and loop is not None:
-        stacks += sorted(f"  task:\n{_text(list(_frames_of(task)))}" for task in asyncio.all_tasks(loop))[:MAX_TASKS]
-    text = "\n".join(stacks)
-    return (
-        text if len(text) <= MAX_STACK_TEXT else f"{text[: MAX_STACK_TEXT // 2]}\n  ...\n{text[-MAX_STACK_TEXT // 2 :]}"
-    )
 
 
 def _frames_of(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:

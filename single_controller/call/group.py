@@ -16,7 +16,7 @@ from dispatch.checks import check_seconds, suggestion
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout, layout_from
 from dispatch.modes import Mode, has_axes
-from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
+from dispatch.plan import CallPlan, plan_call
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions, WorkerFuture
@@ -26,16 +26,14 @@ from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write
 from single_controller.call.supervision import (
     GroupStatus,
     OnDeath,
-    Replay,
     ReplayLog,
     Watcher,
-    check_alone,
     check_ranks,
     group_status,
-    restart,
 )
 from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, Sent, Transport
 from single_controller.call.worker import MethodTable, Worker
+from single_controller.verl import VerlGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,15 +51,10 @@ RESERVED = frozenset({"resource_pool"})
 
 @dataclass
 class _RoleRecord:
-    """What a group knows about the workers of one role, or of its only class.
-
-    Attributes:
-        stats: what their calls cost.
-        layout: their layout, with the version of each rank's report; None until somebody asks for it.
-    """
+    """What a group knows about the workers of one role, or of its only class."""
 
     stats: CallStats = field(default_factory=CallStats)
-    layout: tuple[dict[int, int], Layout] | None = None
+    layout: tuple[dict[int, int], Layout] | None = None  # with the version of each rank's report; None until asked for
 
 
 class OtherOptions(TypedDict, total=False):
@@ -179,7 +172,7 @@ def _axis_size(axis: str, meaning: str) -> property:
     )
 
 
-class WorkerGroup(Closing):
+class WorkerGroup(VerlGroup, Closing):
     """Workers of one class, one per rank. Their registered methods are methods of the group.
 
     ``group.m(x)`` shards the arguments as the method declares, runs it on the ranks and joins the results. Several
@@ -235,8 +228,7 @@ class WorkerGroup(Closing):
         return self._collectives
 
     def advise(self, advice: str) -> None:
-        """Set what `GroupBrokenError` recommends, for wrappers of a group that recover in another way than
-        `restart`."""
+        """Set what `GroupBrokenError` recommends, for wrappers that recover in another way than `restart`."""
         self._state.advice = advice
 
     @property
@@ -259,20 +251,6 @@ class WorkerGroup(Closing):
         """
         self._state.check_process()
         return self._layout_with(lambda layout: True)
-
-    @property
-    def _dispatch_info(self) -> dict[str, list[int]]:
-        """For drivers written for verl: `_query_dispatch_info` of every mesh that the workers have registered."""
-        return {name: list(mesh.dp_rank) for name, mesh in self.layout.meshes.items()}
-
-    def _query_dispatch_info(self, mesh_name: str) -> list[int]:
-        """For drivers written for verl: ``group.layout.mesh(mesh_name).dp_rank``, by rank.
-
-        Raises:
-            DispatchError: the workers have registered no such mesh.
-        """
-        self._state.check_process()
-        return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
 
     tp_size = _axis_size("tp", "tensor-parallel axis")
     pp_size = _axis_size("pp", "pipeline-parallel axis")
@@ -368,14 +346,6 @@ class WorkerGroup(Closing):
         """
         return {role: self._role_group(role) for role in (self.roles if prefix_set is None else prefix_set)}
 
-    def fuse(self, prefix_set: Iterable[str]) -> None:
-        """For drivers written for verl: check that the group has these roles. ``group.<role>`` works without this call.
-
-        Raises:
-            DispatchError: the group has no such role.
-        """
-        self.spawn(prefix_set)
-
     # --- life cycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -427,10 +397,6 @@ class WorkerGroup(Closing):
         """
         return Watcher(self._state, on_death, interval)
 
-    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> Watcher:
-        """`watch` under the name that verl uses for it. A death breaks the group; it does not abort the driver."""
-        return self.watch(interval=every_n_seconds)
-
     def restart(self, ranks: Sequence[int] | None = None) -> None:
         """End the workers and start new ones: in the same slots, with the same constructor arguments.
 
@@ -447,7 +413,18 @@ class WorkerGroup(Closing):
             ValueError: the group has no such ranks, or uses collectives.
             SingleControllerError: what starting a group or a repeated call raises. The group then stays broken.
         """
-        restart(self._state, choose=lambda: self._check_restart(ranks), start=self._start_workers, replay=self._replay)
+        state = self._state
+        state.check_process()
+        before, was_broken = state.restarts, state.broken is not None
+        with state.sending:  # nobody else sends to a group in transition
+            state.check_closed()
+            chosen = self._check_restart(ranks)
+            if was_broken and state.broken is None and state.restarts > before:
+                return  # while this thread waited for the lock, another one repaired the same damage
+            with state.restart():
+                self._start_workers(chosen)
+                state.reopen()
+                self._replay(chosen)
 
     # --- one call -----------------------------------------------------------------------------------------------------
 
@@ -458,10 +435,8 @@ class WorkerGroup(Closing):
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
-            self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
-        if not blocking:
-            return WorkerFuture(call)
-        return call.value()
+            self._replays.add_when_done(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
+        return call.value() if blocking else WorkerFuture(call)
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
@@ -471,65 +446,8 @@ class WorkerGroup(Closing):
         layout = _without_coordinates(self.world_size)
         call = self._send(spec, plan(spec, layout, args, kwargs), begun=begun)
         if spec.registration.replay:
-            self._log_replay(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
-        if not wait:
-            return call.refs()
-        return call.value()
-
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Same as `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs)
-
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call any method, registered or not, on all ranks without waiting.
-
-        Args:
-            method_name: name of the method.
-            args: if every argument is a list of length world_size, rank i gets item i of each. If none is a list, every
-                rank gets them unchanged. ``Broadcast(x)`` is always sent whole.
-            kwargs: likewise.
-
-        Returns:
-            The transport's references, one per rank; ObjectRefs on Ray.
-
-        Raises:
-            AttributeError: the worker has no such method.
-            DispatchError: only some arguments are lists, or a list has another length.
-        """
-        refs: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=False)
-        return refs
-
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`execute_all_async`, but wait and return the results by rank.
-
-        Raises:
-            SingleControllerError: a rank raised or died, besides what `execute_all_async` raises.
-        """
-        results: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=True)
-        return results
-
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Same as `execute_rank_zero_async`."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
-
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call any method on rank 0 alone, with unchanged arguments, without waiting.
-
-        Returns:
-            The transport's reference to the result; an ObjectRef on Ray.
-
-        Raises:
-            AttributeError: the worker has no such method.
-        """
-        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
-
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """`execute_rank_zero_async`, but wait and return the value.
-
-        Raises:
-            SingleControllerError: the rank raised or died, besides what `execute_rank_zero_async` raises.
-        """
-        return self._execute(plan_rank_zero, method_name, args, kwargs, wait=True)
+            self._replays.add_when_done(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
+        return call.value() if wait else call.refs()
 
     def _check(self) -> None:
         """Raise unless the group takes calls. During a restart, wait for its end first. If ranks have died before, do
@@ -659,31 +577,34 @@ class WorkerGroup(Closing):
         timeout: float | None,
         state: GroupState | None = None,
     ) -> None:
-        """Have ranks run their constructors.
+        """Have the ranks of a plan run their constructors, by a call that ``send`` sends, and raise its error.
 
         Args:
-            transport: what carries that call.
-            plan: has the ranks.
-            send: sends it.
-            timeout: seconds that it may take, or None.
             state: the state that the call belongs to; by default the group's.
-
-        Raises:
-            SingleControllerError: the error of the call.
         """
-        spec = method_spec(Worker, "__init__")
-        if spec is None:
-            raise TypeError("Worker has no constructor")
+        spec = cast(MethodSpec, method_spec(Worker, "__init__"))
         options = CallOptions(timeout=timeout)
         call = Call(state or self._state, spec, plan, transport, options, starting=True)
         call.sent(send(call))
-        wait_and_check(call)
+        call.check()
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Check which ranks can be restarted, without the others unless it is None."""
         if ranks is None:
             return None
         chosen = check_ranks("restart", ranks, self.world_size)
-        check_alone(chosen, self.name, collectives=self._collectives, dead=self._transport.deaths().keys())
+        if self._collectives:
+            raise ValueError(
+                f"restart(ranks={list(chosen)}): the ranks of {self.name} may use collectives, and a new process is "
+                f"not in their process groups. Call replace(ranks={list(chosen)}), which creates them anew, restart "
+                "all ranks, or create the group with collectives=False"
+            )
+        others = sorted(self._transport.deaths().keys() - set(chosen))
+        if others:
+            raise ValueError(
+                f"restart(ranks={list(chosen)}): {others} died too and would stay dead; "
+                f"call restart(ranks={sorted({*chosen, *others})})"
+            )
         return chosen
 
     def _replay(self, ranks: Collection[int] | None) -> None:
@@ -696,12 +617,7 @@ class WorkerGroup(Closing):
             if ranks is not None:
                 plan = plan.only(ranks)
             if plan.ranks:
-                wait_and_check(group._send(replay.spec, plan, replay.options))
-
-    def _log_replay(
-        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[WorkerGroup], CallPlan]
-    ) -> None:
-        self._replays.add_when_done(call, Replay(spec, call.number, plan, options))
+                group._send(replay.spec, plan, replay.options).check()
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -775,13 +691,6 @@ class WorkerGroup(Closing):
         return f"<{type(self).__name__}{size} {what}{state}>"
 
 
-def wait_and_check(call: Call) -> None:
-    """Wait for a call, and raise its error."""
-    call.wait()
-    if call.error is not None:
-        raise call.error
-
-
 @functools.lru_cache(maxsize=64)
 def _without_coordinates(world_size: int) -> Layout:
     """What modes that need no coordinates are planned with."""
@@ -814,19 +723,15 @@ class RoleGroup(WorkerGroup):
         return f"{self._whole.name}.{self._role}"
 
     def close(self) -> None:
-        """End the processes, which all roles share."""
         self._whole.close()
 
     def restart(self, ranks: Sequence[int] | None = None) -> None:
-        """Restart the processes, which all roles share. See `WorkerGroup.restart`."""
         self._whole.restart(ranks)
 
     def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
-        """Watch the processes, which all roles share. See `WorkerGroup.watch`."""
         return self._whole.watch(on_death, interval)
 
     def _recover(self) -> None:
-        """See `WorkerGroup._recover`. All roles share the processes."""
         self._whole._recover()
 
     def __getattr__(self, name: str) -> Any:

@@ -18,33 +18,19 @@ from single_controller.call.errors import Failure
 
 
 class RankResult(NamedTuple):
-    """How a call ended on one rank. A frame has it as a plain tuple, whose pickle names no class.
-
-    Attributes:
-        rank: the rank.
-        layout_version: version of the worker's `LayoutReport` after the call.
-        value: the encoded result, if this rank collects. None also stands for a result of None.
-        rows: rows of the result, if it is a batch.
-        not_rows: why the result cannot be cut into rows.
-        empty: whether all rows of this rank's shard were padding, so that there is nothing to join.
-        nbytes: bytes of the encoded result.
-        clock: the fields of a `Clock`; None if the method raised.
-        failure: the exception that the method raised.
-        kept: whether the value stays on the rank until somebody asks for it.
-        died: why the rank's process has ended, if it did before the call ended.
-    """
+    """How a call ended on one rank. A frame has it as a plain tuple, whose pickle names no class."""
 
     rank: int
-    layout_version: int = 0
-    value: Encoded | None = None
-    rows: int | None = None
-    not_rows: str | None = None
-    empty: bool = False
-    nbytes: int = 0
-    clock: tuple[float, float, float, float] | None = None
-    failure: Failure | None = None
-    kept: bool = False
-    died: str | None = None
+    layout_version: int = 0  # version of the worker's `LayoutReport` after the call
+    value: Encoded | None = None  # the encoded result, if this rank collects. None also stands for a result of None.
+    rows: int | None = None  # rows of the result, if it is a batch
+    not_rows: str | None = None  # why the result cannot be cut into rows
+    empty: bool = False  # whether all rows of this rank's shard were padding, so that there is nothing to join
+    nbytes: int = 0  # bytes of the encoded result
+    clock: tuple[float, float, float, float] | None = None  # the fields of a `Clock`; None if the method raised
+    failure: Failure | None = None  # the exception that the method raised
+    kept: bool = False  # whether the value stays on the rank until somebody asks for it
+    died: str | None = None  # why the rank's process has ended, if it did before the call ended
 
 
 class CallResults(Protocol):
@@ -98,25 +84,16 @@ def _fetch_and_join(source: CallResults, which: Sequence[int], join: Join, priva
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """What one rank fetches of a deferred argument. It holds no reference to the results.
+    """What one rank fetches of a deferred argument. It holds no reference to the results."""
 
-    Attributes:
-        join: what the other call's results make together.
-        which: the positions of the results to fetch.
-        cuts: (index into ``which``, start, stop) of the row ranges that make up the shard; None for all of each result.
-        item: whether the value is one result, instead of what several make together.
-        total: rows of the whole batch; None if the value is not cut along rows.
-        rows: rows of the shard, padding included.
-        real: rows of the shard without padding.
-    """
-
-    join: Join
-    which: tuple[int, ...]
+    join: Join  # what the other call's results make together
+    which: tuple[int, ...]  # the positions of the results to fetch
+    # (index into ``which``, start, stop) of the row ranges that make up the shard; None for all of each result
     cuts: tuple[tuple[int, int, int], ...] | None = None
-    item: bool = False
-    total: int | None = None
-    rows: int | None = None
-    real: int | None = None
+    item: bool = False  # whether the value is one result, instead of what several make together
+    total: int | None = None  # rows of the whole batch; None if the value is not cut along rows
+    rows: int | None = None  # rows of the shard, padding included
+    real: int | None = None  # rows of the shard without padding
 
     def narrowed(self, source: CallResults) -> tuple[CallResults, Located]:
         """A source that has only the results to fetch, and what to fetch of it."""
@@ -149,10 +126,8 @@ class Located:
 
 
 def locate(source: CallResults, join: Join, argument: DeferredArgument) -> list[Located]:
-    """Wait for another call, then find which of its results each shard of a deferred argument needs.
-
-    The shards of one argument are found together: the results' lengths are added up once, not once for each of as many
-    ranks.
+    """Wait for another call, then find which of its results each shard of a deferred argument needs. All shards at
+    once, so that the results' lengths are added up once.
 
     Args:
         source: the other call's results.

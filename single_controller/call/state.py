@@ -10,12 +10,13 @@ reentrant: the garbage collector may finalize futures while a lock is held.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -83,29 +84,6 @@ class GroupState:
     Args:
         name: the group's name, for messages.
         error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
-
-    Attributes:
-        transport: what runs the workers; None until they were started.
-        broken: why the group is broken, or None.
-        closed: whether it was closed.
-        dead: the ranks whose death broke it.
-        restarting: whether its workers are being restarted.
-        restarts: number of successful restarts and replacements of ranks.
-        recovers: whether a call first has ranks replaced that have died before, or goes on without them.
-        sent: number of calls that were sent.
-        layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
-        deaths: deaths that calls found: number of restarts before, and the error.
-        last_deaths: rank -> the last death of a process of this rank, for `GroupStatus`.
-        on_change: called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must
-            return at once.
-        advice: what the error of a broken group recommends.
-        calls: the calls that some rank is running.
-        pid: the process that made the group.
-        watched: whether the monitor looks at them.
-        referred: those of them whose references were handed out. Whoever has one may learn of a death before the group.
-        look_failed: whether its last look has raised.
-        next_late_log: when the group may log again which ranks are late, by the monotonic clock.
-        timing_out: whether a thread is about to end a call that has exceeded its timeout.
     """
 
     def __init__(self, name: str, error_grace: float) -> None:
@@ -113,25 +91,31 @@ class GroupState:
         self.error_grace = error_grace
         self.sending = threading.RLock()
         self.lock = threading.RLock()
-        self.transport: Transport | None = None
-        self.broken: str | None = None
-        self.closed = False
-        self.advice = "Call restart() to start new workers, or close()"
-        self.dead: tuple[int, ...] = ()
-        self.restarting = False
-        self.restarts = 0
-        self.recovers = False
-        self.sent = 0
-        self.next_late_log = 0.0
-        self.timing_out = False
+        self.transport: Transport | None = None  # what runs the workers; None until they were started
+        self.broken: str | None = None  # why the group is broken, or None
+        self.closed = False  # whether it was closed
+        self.advice = "Call restart() to start new workers, or close()"  # what the error of a broken group recommends
+        self.dead: tuple[int, ...] = ()  # the ranks whose death broke it
+        self.restarting = False  # whether its workers are being restarted
+        self.restarts = 0  # number of successful restarts and replacements of ranks
+        self.recovers = False  # whether a call first has ranks replaced that have died before, or goes on without them
+        self.sent = 0  # number of calls that were sent
+        self.next_late_log = 0.0  # when the group may log again which ranks are late, by the monotonic clock
+        self.timing_out = False  # whether a thread is about to end a call that has exceeded its timeout
+        # Deaths that calls found: number of restarts before, and the error
         self.deaths: list[tuple[int, WorkerDiedError]] = []
-        self.last_deaths: dict[int, Death] = {}
+        self.last_deaths: dict[int, Death] = {}  # rank -> the last death of a process of this rank, for `GroupStatus`
+        # Called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must return at
+        # once.
         self.on_change: Callable[[], object] = lambda: None
+        # Role -> rank -> version of the last `LayoutReport` that the rank has made
         self.layout_versions: dict[str | None, dict[int, int]] = {}
-        self.calls: set[SentCall] = set()
+        self.calls: set[SentCall] = set()  # the calls that some rank is running
+        # Those of them whose references were handed out. Whoever has one may learn of a death before the group.
         self.referred: set[SentCall] = set()
-        self.watched = self.look_failed = False
-        self.pid = os.getpid()
+        self.watched = False  # whether the monitor looks at the calls
+        self.look_failed = False  # whether its last look has raised
+        self.pid = os.getpid()  # the process that made the group
 
     def check_process(self) -> None:
         """Raise in a fork of the process that made the group, before any lock is taken: a thread of that process may
@@ -177,27 +161,56 @@ class GroupState:
             known = self.last_deaths
             self.last_deaths = {rank: known[before] for rank, before in enumerate(kept) if before in known}
 
-    def break_again(self, reason: str) -> None:
-        """Replace the reason: what was to repair the group has failed."""
-        with self.lock:
-            self.broken = None
-            self.break_(reason, self.dead)
-
     def close(self) -> None:
         """Take no more calls, and end those that are running."""
         with self.lock:
             self.closed = True
             self._end_calls()
 
-    def reopen(self) -> bool:
-        """Take calls again after a restart, unless the group was closed meanwhile. Returns whether it does."""
+    @contextlib.contextmanager
+    def restart(self) -> Iterator[None]:
+        """Inside, the group gets other workers. Its running calls end, and calls of other threads wait. The body calls
+        `reopen` when the workers have started. If it raises, the group stays broken. The caller holds ``sending``.
+
+        Raises:
+            GroupClosedError: the group was closed.
+        """
+        self.check_closed()
+        self.restarting = True
+        self.break_("it is being restarted")
+        try:
+            yield
+            self.restarts += 1
+            self.on_change()
+        except BaseException as error:
+            with self.lock:
+                self.broken = None
+                first_line = str(error).partition("\n")[0]
+                self.break_(f"its restart failed with {type(error).__name__}: {first_line}", self.dead)
+            raise
+        finally:
+            self.restarting = False
+
+    def reopen(self) -> None:
+        """Take calls of the new workers, or end these if another thread has closed the group meanwhile.
+
+        Raises:
+            GroupClosedError: the group was closed.
+        """
         with self.lock:
-            if self.closed:
-                return False
-            self.broken = self.broken or "it was restarted"  # what calls of the old workers are told
-            self._end_calls()
-            self.broken, self.dead, self.layout_versions = None, (), {}
-            return True
+            if not self.closed:
+                self.broken = self.broken or "it was restarted"  # what calls of the old workers are told
+                self._end_calls()
+                self.broken, self.dead, self.layout_versions = None, (), {}
+                return
+        if self.transport is not None:  # outside the lock: the transport may wait
+            self.transport.kill()
+        self.check_closed()
+
+    def check_closed(self) -> None:
+        """Raise a `GroupClosedError` if the group was closed."""
+        if self.closed and (refusal := self.refusal()) is not None:
+            raise refusal
 
     def running(self) -> list[SentCall]:
         """The calls that some rank is running, the oldest first."""
@@ -229,13 +242,10 @@ class Monitor:
     Thread: a daemon thread named "call-monitor". `start` starts it, before the first group exists; it waits while
     nothing is running, and ends with the process.
     Lock: ``_changed`` protects the groups, and wakes the thread. It is a leaf.
-
-    Attributes:
-        orphans: calls that must not be dropped: see `GroupState.look`.
     """
 
     def __init__(self) -> None:
-        self.orphans: list[object] = []
+        self.orphans: list[object] = []  # calls that must not be dropped: see `GroupState.look`
         self._reset()
         os.register_at_fork(after_in_child=self._leave_to_parent)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dispatch.checks import check_count
 from dispatch.register import label
 
 KEPT_CALLS = 1000
@@ -29,68 +30,41 @@ call: 40 MB for 100 calls of 1,024 ranks."""
 
 
 class Clock(NamedTuple):
-    """When a rank did what, in seconds since the epoch by its own clock.
+    """When a rank did what, in seconds since the epoch by its own clock."""
 
-    Attributes:
-        received: it started the call.
-        began: the arguments were available.
-        ended: the method had returned.
-        encoded: the result was ready to be sent.
-    """
-
-    received: float
-    began: float
-    ended: float
-    encoded: float
+    received: float  # it started the call
+    began: float  # the arguments were available
+    ended: float  # the method had returned
+    encoded: float  # the result was ready to be sent
 
 
 @dataclass(slots=True)
 class RankRecord:
-    """One rank's part of a call.
+    """One rank's part of a call."""
 
-    Attributes:
-        sent: bytes of arguments sent to the rank; arguments that are futures are not counted.
-        returned: bytes of its result; 0 on ranks that do not collect.
-        clock: None until the rank has returned, and for a rank that raised or died.
-        arrived: when the driver had its `RankResult`, by the driver's clock.
-    """
-
-    sent: int = 0
-    returned: int = 0
-    clock: Clock | None = None
-    arrived: float = 0.0
+    sent: int = 0  # bytes of arguments sent to the rank; arguments that are futures are not counted
+    returned: int = 0  # bytes of its result; 0 on ranks that do not collect
+    clock: Clock | None = None  # None until the rank has returned, and for a rank that raised or died
+    arrived: float = 0.0  # when the driver had its `RankResult`, by the driver's clock
 
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call.
-
-    Attributes:
-        method: its name.
-        begun: when it began, in seconds since the epoch.
-        dispatched: when it had been sent.
-        settled: when it had an outcome; 0 before.
-        joined: seconds that the join took; 0 if nobody asked for the value.
-        failed: the type of its error, or None.
-        sent: bytes of arguments, over all ranks.
-        returned: bytes of results, over all ranks.
-        received: when the last rank started it, by that rank's clock; 0 before.
-        opened, ran, back: seconds that the slowest rank took in the phases open, method and return.
-        ranks: rank -> its part, if the group keeps it: see `CallStats.record_ranks`.
-    """
+    """One call."""
 
     method: str
-    begun: float
-    dispatched: float = 0.0
-    settled: float = 0.0
-    joined: float = 0.0
-    failed: str | None = None
-    sent: int = 0
-    returned: int = 0
-    received: float = 0.0
-    opened: float = 0.0
-    ran: float = 0.0
-    back: float = 0.0
+    begun: float  # when it began, in seconds since the epoch
+    dispatched: float = 0.0  # when it had been sent
+    settled: float = 0.0  # when it had an outcome; 0 before
+    joined: float = 0.0  # seconds that the join took; 0 if nobody asked for the value
+    failed: str | None = None  # the type of its error, or None
+    sent: int = 0  # bytes of arguments, over all ranks
+    returned: int = 0  # bytes of results, over all ranks
+    received: float = 0.0  # when the last rank started it, by that rank's clock; 0 before
+    opened: float = 0.0  # seconds that the slowest rank took in the phase open
+    ran: float = 0.0  # likewise in the phase method
+    back: float = 0.0  # likewise in the phase return
+    # rank -> its part, if the group keeps it: see `CallStats.record_ranks`
     ranks: dict[int, RankRecord] = field(default_factory=dict)
 
     def phases(self) -> dict[str, float]:
@@ -102,20 +76,13 @@ class CallRecord:
 
 @dataclass(slots=True)
 class MethodStats:
-    """All calls of one method.
+    """All calls of one method."""
 
-    Attributes:
-        calls: how many have an outcome.
-        failed: how many of them raised.
-        sent: bytes of arguments, over all ranks.
-        returned: bytes of results, over all ranks.
-        seconds: phase -> seconds of the slowest rank, summed over the calls.
-    """
-
-    calls: int = 0
-    failed: int = 0
-    sent: int = 0
-    returned: int = 0
+    calls: int = 0  # how many have an outcome
+    failed: int = 0  # how many of them raised
+    sent: int = 0  # bytes of arguments, over all ranks
+    returned: int = 0  # bytes of results, over all ranks
+    # phase -> seconds of the slowest rank, summed over the calls
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -159,15 +126,11 @@ class CallStats:
 
     No lock: calls are appended and trimmed by one thread at a time (`GroupState.sending`), and filled in under
     `GroupState.lock`. Any thread may read.
-
-    Attributes:
-        calls: the latest calls, oldest first.
-        recorded: how many of the latest calls keep their ranks.
     """
 
     def __init__(self) -> None:
-        self.calls: deque[CallRecord] = deque()
-        self.recorded = 0
+        self.calls: deque[CallRecord] = deque()  # the latest calls, oldest first
+        self.recorded = 0  # how many of the latest calls keep their ranks
         self._methods: dict[str, MethodStats] = {}  # of the calls that are not in `calls` any more
         self._unsettled: list[CallRecord] = []  # those of them that had no outcome yet
 
@@ -177,9 +140,7 @@ class CallStats:
         Raises:
             ValueError: ``calls`` is not a non-negative integer.
         """
-        if not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
-            raise ValueError(f"record_ranks(calls={calls!r}): expected a number of calls; 0 keeps none")
-        self.recorded = calls
+        self.recorded = check_count("record_ranks(): calls", calls, 0, " calls; 0 keeps none")
         known = list(self.calls)
         for record in known[: max(0, len(known) - calls)]:
             record.ranks = {}

@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
@@ -24,14 +24,13 @@ logger = logging.getLogger(__name__)
 OnDeath = Callable[[WorkerDiedError], object]
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """One call of a method that was registered with ``replay=True``."""
 
-    spec: MethodSpec
     number: int  # the call's number among the calls of its group
-    plan: Callable[[Any], CallPlan]  # plans the call again, with the same arguments, for the group that is passed to it
+    spec: MethodSpec
     options: CallOptions
+    plan: Callable[[Any], CallPlan]  # plans the call again, with the same arguments, for the group that is passed to it
 
 
 class ReplayLog:
@@ -42,11 +41,14 @@ class ReplayLog:
         self._state = state
         self._replays: dict[tuple[str | None, str], Replay] = {}
 
-    def add_when_done(self, call: Call, replay: Replay) -> None:
+    def add_when_done(
+        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any], CallPlan]
+    ) -> None:
         """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""
+        replay = Replay(call.number, spec, options, plan)
 
         def remember(outcome: Outcome) -> None:  # must not refer to the call, whose outcome keeps this function
-            key = replay.spec.role, replay.spec.name
+            key = spec.role, spec.name
             with self._state.lock:
                 known = self._replays.get(key)
                 if (
@@ -81,73 +83,6 @@ def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int
             f"{method}(ranks={ranks!r}): expected a non-empty list of distinct ranks from 0 to {world_size - 1}"
         )
     return chosen
-
-
-def check_alone(chosen: Sequence[int], name: str, *, collectives: bool, dead: Collection[int]) -> None:
-    """Check that some ranks of a group can be restarted without the others.
-
-    Raises:
-        ValueError: other ranks have died too, or the ranks use collectives.
-    """
-    if collectives:
-        raise ValueError(
-            f"restart(ranks={list(chosen)}): the ranks of {name} may use collectives, and a new process is not in "
-            f"their process groups. Call replace(ranks={list(chosen)}), which creates them anew, restart all ranks, or "
-            "create the group with collectives=False"
-        )
-    others = sorted(set(dead) - set(chosen))
-    if others:
-        raise ValueError(
-            f"restart(ranks={list(chosen)}): {others} died too and would stay dead; "
-            f"call restart(ranks={sorted({*chosen, *others})})"
-        )
-
-
-def restart(
-    state: GroupState,
-    *,
-    choose: Callable[[], tuple[int, ...] | None],
-    start: Callable[[tuple[int, ...] | None], None],
-    replay: Callable[[tuple[int, ...] | None], None],
-) -> None:
-    """Start new workers and bring them to the state of the old ones. Other threads' calls wait until this returns.
-
-    Args:
-        state: the state of the group.
-        choose: checks and returns the ranks to restart; None for all.
-        start: ends those ranks and starts new ones.
-        replay: repeats calls on them.
-
-    Raises:
-        GroupClosedError: the group was closed.
-        ForkedProcessError: another process made the group.
-        Exception: whatever a step raises. The group then stays broken.
-    """
-    state.check_process()
-    before, was_broken = state.restarts, state.broken is not None
-    with state.sending:  # nobody else sends to a group in transition
-        if state.closed and (refusal := state.refusal()) is not None:
-            raise refusal
-        chosen = choose()
-        if was_broken and state.broken is None and state.restarts > before:
-            return  # while this thread waited for the lock, another one repaired the same damage
-        state.restarting = True
-        state.break_("it is being restarted")
-        try:
-            start(chosen)
-            if not state.reopen():  # another thread closed the group meanwhile
-                if state.transport is not None:
-                    state.transport.kill()
-                raise state.refusal() or RuntimeError(f"{state.name} was not started again")
-            replay(chosen)
-            state.restarts += 1
-            state.on_change()
-        except BaseException as error:
-            first_line = str(error).partition("\n")[0]
-            state.break_again(f"its restart failed with {type(error).__name__}: {first_line}")
-            raise
-        finally:
-            state.restarting = False
 
 
 class Watcher(Closing):
@@ -244,22 +179,15 @@ Running = tuple[RunningCall, ...] | str
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank.
-
-    Attributes:
-        rank: the rank.
-        process: where it runs.
-        alive: whether its process is running.
-        running: the calls that it runs, the oldest first; () if it is idle or dead, None if it did not say.
-        unknown: why it did not say; empty if it did.
-        death: the last death of a process with this rank, of an earlier generation too; None if there was none.
-    """
+    """One rank."""
 
     rank: int
-    process: RankProcess
-    alive: bool
+    process: RankProcess  # where it runs
+    alive: bool  # whether its process is running
+    # the calls that it runs, the oldest first; () if it is idle or dead, None if it did not say
     running: tuple[RunningCall, ...] | None
-    unknown: str = ""
+    unknown: str = ""  # why it did not say; empty if it did
+    # the last death of a process with this rank, of an earlier generation too; None if there was none
     death: Death | None = None
 
     @property
@@ -305,7 +233,7 @@ class GroupStatus:
         rows = [["rank", "host", "pid", "state", "runs", "last death"]]
         for rank in self.ranks:
             host = f"{rank.process.address} ({rank.process.host})"
-            death = "-" if rank.death is None else _ago(rank.death.at)
+            death = "-" if rank.death is None else f"{_seconds(max(0.0, time.time() - rank.death.at))} ago"
             state = "alive" if rank.alive else "dead"
             rows.append([str(rank.rank), host, str(rank.process.pid), state, rank.doing, death])
         lines = [f"{self.name} is {self.state}{reason}", *([self.note] if self.note else [])]
@@ -360,7 +288,3 @@ def _seconds(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _ago(at: float) -> str:
-    return f"{_seconds(max(0.0, time.time() - at))} ago"

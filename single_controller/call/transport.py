@@ -19,45 +19,27 @@ MAX_STACK_SECONDS = 2.0
 
 
 class RankProcess(NamedTuple):
-    """The process of a rank.
+    """The process of a rank."""
 
-    Attributes:
-        host: name of its host.
-        address: address of its host.
-        pid: the process.
-        node: the transport's id of the host; empty without one.
-    """
-
-    host: str
-    address: str
-    pid: int
-    node: str = ""
+    host: str  # name of its host
+    address: str  # address of its host
+    pid: int  # the process
+    node: str = ""  # the transport's id of the host; empty without one
 
 
 class RunningCall(NamedTuple):
-    """A call that a rank runs.
+    """A call that a rank runs."""
 
-    Attributes:
-        method: its label: the method, or ``<role>.<method>``.
-        seconds: how long it has been running, the wait for its arguments included.
-    """
-
-    method: str
-    seconds: float
+    method: str  # its label: the method, or ``<role>.<method>``
+    seconds: float  # how long it has been running, the wait for its arguments included
 
 
 class Death(NamedTuple):
-    """The death of a rank's process.
+    """The death of a rank's process."""
 
-    Attributes:
-        at: when it was noticed, in seconds since the epoch.
-        reason: why it died.
-        generation: how often the group had been restarted or replaced by then.
-    """
-
-    at: float
-    reason: str
-    generation: int
+    at: float  # when it was noticed, in seconds since the epoch
+    reason: str  # why it died
+    generation: int  # how often the group had been restarted or replaced by then
 
 
 Outcome = Future[Callable[[], Exception] | None]
@@ -80,17 +62,12 @@ class Receiver(Protocol):
 
 
 class Sent(NamedTuple):
-    """A call that was sent.
+    """A call that was sent."""
 
-    Attributes:
-        results: makes what fetches the collecting ranks' results, wherever they are.
-        nbytes: rank -> bytes of arguments sent to it, for `stats`.
-        withdraw: tells ranks that wait for deferred arguments that these will not come, so that they end their call;
-            None where ranks see that themselves.
-    """
-
-    results: Callable[[], CallResults]
-    nbytes: Mapping[int, int]
+    results: Callable[[], CallResults]  # makes what fetches the collecting ranks' results, wherever they are
+    nbytes: Mapping[int, int]  # rank -> bytes of arguments sent to it, for `stats`
+    # Tells ranks that wait for deferred arguments that these will not come, so that they end their call; None where
+    # ranks see that themselves
     withdraw: Callable[[], None] | None = None
 
 

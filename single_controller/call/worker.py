@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType
 from typing import Any, Self
 
 from dispatch.batch import described
@@ -21,11 +20,17 @@ from single_controller.call.codec import can_encode, cannot_send
 from single_controller.call.errors import LocalGroupError
 from single_controller.verl import VerlWorker
 
-RANK_ENVIRONMENT = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
-    "RAY_LOCAL_WORLD_SIZE",
-)
-"""What a group sets in the environment of each rank. The last one is for workers written for verl."""
+RANK_ENVIRONMENT = {
+    "RANK": "rank",
+    "WORLD_SIZE": "world_size",
+    "LOCAL_RANK": "local_rank",
+    "LOCAL_WORLD_SIZE": "local_world_size",
+    "MASTER_ADDR": "master_addr",
+    "MASTER_PORT": "master_port",
+    "NODE_RANK": "node_rank",
+    "RAY_LOCAL_WORLD_SIZE": "local_world_size",  # for workers written for verl
+}
+"""What a group sets in the environment of each rank: variable -> field of `RankInfo`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class RankInfo:
     master_port: int  # a port on that node, held for this group
     node_rank: int = 0  # number of the rank's node, from 0, in the order of the nodes' first ranks
     device_ids: tuple[str, ...] = ()  # ids of the accelerators that the transport assigned; () if none
-    # whether all ranks of a group of several share one process, where collectives are impossible
+    # Whether all ranks of a group of several share one process, where collectives are impossible
     one_process: bool = False
     generation: int = 0  # how often the group was restarted or had ranks replaced before
     replacement: bool = False  # whether the worker replaces another one, and does not take part in collectives yet
@@ -49,17 +54,7 @@ class RankInfo:
         """`RANK_ENVIRONMENT`: the variables that ``torch.distributed.init_process_group()`` reads, and verl's. Without
         the rendezvous for a `replacement`: initializing torch.distributed there raises, instead of waiting for ranks
         that do not come."""
-        values = (
-            self.rank,
-            self.world_size,
-            self.local_rank,
-            self.local_world_size,
-            self.master_addr,
-            self.master_port,
-            self.node_rank,
-            self.local_world_size,
-        )
-        environment = dict(zip(RANK_ENVIRONMENT, map(str, values), strict=True))
+        environment = {variable: str(getattr(self, name)) for variable, name in RANK_ENVIRONMENT.items()}
         if self.replacement:
             del environment["MASTER_ADDR"], environment["MASTER_PORT"]
         return environment
@@ -376,8 +371,8 @@ def _needs_no_arguments(constructor: Callable[..., Any]) -> bool:
         inspect.signature(constructor).bind()
     except TypeError:
         return False
-    except ValueError:  # a constructor in C that does not tell
-        pass
+    except ValueError:
+        return True  # a constructor in C that does not tell
     return True
 
 
@@ -523,14 +518,12 @@ class MethodTable:
     Args:
         cls: the class.
         role: its role, if several classes share a process.
-
-    Attributes:
-        registered: name -> method, of those under @register.
     """
 
     def __init__(self, cls: type[Worker], role: str | None = None) -> None:
         self.cls = cls
         self.role = role
+        # Name -> method, of those under @register
         self.registered = {name: replace(spec, role=role) for name, spec in registered_methods(cls).items()}
 
     def check_names(self, reserved: Iterable[str]) -> None:
@@ -539,7 +532,7 @@ class MethodTable:
         Raises:
             DispatchError: one has.
         """
-        clashes = sorted(set(reserved) & set(self.registered))
+        clashes = sorted(self.registered.keys() & set(reserved))
         if clashes:
             raise DispatchError(
                 f"{self.cls.__name__} registers {', '.join(f'{name}()' for name in clashes)}, but the worker "
@@ -572,11 +565,11 @@ class MethodTable:
             raise TypeError(
                 f"group.on() takes a method of the worker class, as in group.on(Scorer.score); got {method!r}"
             )
-        name = method.__name__
+        name, wanted = method.__name__, (method.__module__, method.__qualname__)
         for base in self.cls.__mro__:
             found = vars(base).get(name)
             function = getattr(found, "__func__", found)
-            if inspect.isfunction(function) and _identity(function) == _identity(method):
+            if inspect.isfunction(function) and (function.__module__, function.__qualname__) == wanted:
                 return name
         raise DispatchError(
             f"{method.__qualname__}() is not a method of the group's worker class {self.cls.__name__}, which registers "
@@ -593,7 +586,3 @@ class MethodTable:
                 f"group.execute_all_sync({name!r}, ...)"
             )
         return AttributeError(f"the group has no method {name!r}, and neither has {owner}{suggestion(name, others)}")
-
-
-def _identity(function: FunctionType) -> tuple[str, str]:
-    return function.__module__, function.__qualname__

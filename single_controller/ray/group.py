@@ -9,13 +9,11 @@ their new numbers.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,20 +23,17 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from dispatch.checks import check_count, check_seconds, is_count
+from dispatch.checks import check_count, check_seconds
 from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, CallOptions
 from single_controller.call.codec import decode_result
 from single_controller.call.errors import (
-    CallTimeoutError,
     GroupBrokenError,
-    PlacementError,
     StartError,
     WorkerDiedError,
-    ranks_text,
 )
-from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, wait_and_check
+from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
 from single_controller.call.state import GroupState
-from single_controller.call.supervision import check_ranks, restart
+from single_controller.call.supervision import check_ranks
 from single_controller.call.transport import MAX_STACK_SECONDS
 from single_controller.call.worker import Colocated, Worker
 from single_controller.ray.attach import find_workers, remove_placement_groups
@@ -47,6 +42,7 @@ from single_controller.ray.group_records import Registration, Takeover, find_tak
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_ranks
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.reservation import wait_started
+from single_controller.ray.replicas import number_to_add, ranks_to_keep
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import (
@@ -59,7 +55,6 @@ from single_controller.ray.start import (
     keep,
     living_standbys,
     recruit,
-    slot_location,
     start,
     vacant_slots,
 )
@@ -293,8 +288,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def __reduce__(self) -> Any:
         """In another process (a worker, a Ray task) the group is attached to the same workers."""
-        if self._state.closed and (refusal := self._state.refusal()) is not None:
-            raise refusal
+        self._state.check_closed()
         classes = {role: table.cls for role, table in self._tables.items()}
         ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
         name = f"{self.name.removesuffix(' (attached)')} (attached)"
@@ -329,7 +323,7 @@ class RayWorkerGroup(WorkerGroup):
             GroupClosedError, GroupBrokenError: the group takes no calls.
         """
         self._check()
-        ranks = plan_ranks([(slot_location(rank.location), rank.slot) for rank in self._ray.ranks])
+        ranks = plan_ranks([(rank.location, rank.slot) for rank in self._ray.ranks])
         return PoolPlan(self.name, "placed", ranks, tuple(nodes()), standbys=tuple(self.standbys()))
 
     def standbys(self) -> list[StandbyPlan]:
@@ -440,7 +434,8 @@ class RayWorkerGroup(WorkerGroup):
         end = time.monotonic() + check_seconds("timeout", timeout)
 
         def prepare(dead: tuple[int, ...]) -> Callable[[float], None]:
-            kept = self._in_complete_replicas(set(range(self.world_size)) - set(dead) - self._find_dead(end), end)
+            living = set(range(self.world_size)) - set(dead) - self._find_dead(end)
+            kept = ranks_to_keep(self._state, self._ray, living, end)
 
             def drop(seconds: float) -> None:
                 dropped.extend(set(numbers) - {numbers[rank] for rank in kept})
@@ -483,7 +478,8 @@ class RayWorkerGroup(WorkerGroup):
             self._check()
             transport = self._ray
             slots = vacant_slots(plan, transport)
-            recruits = recruit(plan, transport, slots[: self._number_to_add(count, len(slots), end)], encoded)
+            added = number_to_add(self._state, transport, count, len(slots), end)
+            recruits = recruit(plan, transport, slots[:added], encoded)
         if not recruits:
             return ()
         try:
@@ -603,14 +599,14 @@ class RayWorkerGroup(WorkerGroup):
                     logger.warning("%s: another rank died in %s(): %s", self.name, method, error)
 
     def _change(self, change: Callable[[], None], end: float) -> None:
-        """Change the ranks; then repeat the logged calls on the new ones, and tell all ranks."""
-
-        def repeat_and_tell(_: object) -> None:
+        """Change the ranks; then repeat the logged calls on the new ones, and tell all ranks. The caller holds
+        ``sending``."""
+        with self._state.restart():
+            change()
+            self._state.reopen()
             self._replay(self._ray.fresh)
             if self._collectives:
                 self._run_in_each_role("_change_membership", _left(end), self.generation + 1)
-
-        restart(self._state, choose=lambda: (), start=lambda _: change(), replay=repeat_and_tell)
 
     def _keep_standbys(self, tries: int = TRIES) -> None:
         """Start standbys again that die before they are ready: Ray may have put one on a host that is gone, of which it
@@ -653,51 +649,6 @@ class RayWorkerGroup(WorkerGroup):
             unknown -= known.keys()
             time.sleep(0.01 if unknown else 0.0)
         return dead
-
-    def _replicas(self, ranks: Collection[int], end: float) -> dict[int, list[tuple[int, int]]]:
-        """`Worker.dp_replica` of each rank, by role; empty for a process whose constructors have not run. Ranks that
-        have died meanwhile are missing. A rank that does not answer is asked again until ``end``, by the monotonic
-        clock: its host may be busy, and to take it for dead would end it."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        while unknown := sorted(set(ranks) - found.keys() - self._transport.deaths().keys()):
-            text = "there was no time to ask it"
-            for rank, answer in self._ray.ask("replicas", unknown, MAX_STACK_SECONDS).items():
-                if answer.ok:
-                    found[rank] = [(number, count) for number, count in json.loads(answer.text)]
-                elif answer.told:
-                    raise GroupBrokenError(f"{self.name} cannot change its size: rank {rank}: {answer.text}")
-                else:
-                    text = answer.text
-            late = [rank for rank in unknown if rank not in found]
-            if late and time.monotonic() >= end:
-                raise CallTimeoutError(
-                    f"{self.name} cannot change its size: {ranks_text(late)} did not say to which data-parallel "
-                    f"replica they belong: {text}. Pass a longer timeout, or these ranks as the ones to drop",
-                    ranks=late,
-                )
-        return found
-
-    def _in_complete_replicas(self, living: Collection[int], end: float) -> list[int]:
-        kept = complete_replicas(self._replicas(living, end), self.world_size)
-        if not kept:
-            raise GroupBrokenError(
-                f"{self.name} cannot go on without the ranks that have died: each of its data-parallel replicas has "
-                "lost a rank. Call replace() or restart()"
-            )
-        return kept
-
-    def _number_to_add(self, count: int | None, vacant: int, end: float) -> int:
-        first = self._replicas([0], end).get(0)
-        if first is None:
-            raise GroupBrokenError(f"{self.name} cannot grow: rank 0 has died. {self._state.advice}")
-        size = self.world_size // min(replicas for _, replicas in first)
-        if count is None:
-            return vacant - vacant % size
-        if not is_count(count) or count % size:
-            raise ValueError(f"grow(count={count!r}): expected a positive multiple of {size}, the size of a replica")
-        if count > vacant:
-            raise PlacementError(f"{self.name} has room for {vacant} ranks in {self._owned_plan().pool!r}, not {count}")
-        return count
 
     def _fill(self, chosen: Sequence[int], timeout: float | None) -> None:
         """Put new processes at ranks, and have all join a new rendezvous, or the new ones the old one."""
@@ -760,32 +711,12 @@ class RayWorkerGroup(WorkerGroup):
             group = self if role is None else self._role_group(role)
             spec = group._any_method(method)
             plan = group._plan(spec, args, {}, options)
-            wait_and_check(group._send(spec, plan, options, recorded=False))
+            group._send(spec, plan, options, recorded=False).check()
 
 
 def _left(end: float) -> float:
     """Seconds until a moment of the monotonic clock, and a few when it has passed: every step gets a chance."""
     return max(0.1, end - time.monotonic())
-
-
-def complete_replicas(replicas: Mapping[int, Sequence[tuple[int, int]]], world_size: int) -> list[int]:
-    """Return the ranks whose data-parallel replicas have lost no rank, in any role.
-
-    Args:
-        replicas: rank -> by role, number of its replica and how many there are. Without the ranks that are lost.
-        world_size: number of ranks before.
-    """
-    kept = {rank: of for rank, of in replicas.items() if of}
-    while True:
-        members = Counter((role, number) for of in kept.values() for role, (number, _) in enumerate(of))
-        complete = {
-            rank: of
-            for rank, of in kept.items()
-            if all(members[role, number] * count == world_size for role, (number, count) in enumerate(of))
-        }
-        if len(complete) == len(kept):
-            return sorted(kept)
-        kept = complete
 
 
 class NVMegatronRayWorkerGroup(MegatronInfo, RayWorkerGroup):

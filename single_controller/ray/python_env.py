@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from single_controller.call.errors import StartError
-from single_controller.ray.placement.slots import SlotLocation
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import session
 
@@ -74,7 +74,7 @@ def command(python: str) -> str:
     return f'env PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}" {shlex.quote(python)}'
 
 
-def check(python: str, env_vars: Mapping[str, str], nodes: Iterable[SlotLocation], name: str) -> None:
+def check(python: str, env_vars: Mapping[str, str], nodes: Iterable[Location], name: str) -> None:
     """Check that workers can run in a Python: once on each node, on all nodes at the same time.
 
     Args:
@@ -111,7 +111,7 @@ def check(python: str, env_vars: Mapping[str, str], nodes: Iterable[SlotLocation
         for key, node in unknown.items()
         if node.node_id != here
     }
-    wrong: list[tuple[SlotLocation, str]] = []
+    wrong: list[tuple[Location, str]] = []
     for key, node in sorted(unknown.items(), key=lambda item: item[0] in asked):  # this node while others are at work
         try:
             if key in asked:

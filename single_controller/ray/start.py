@@ -31,7 +31,7 @@ from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.compat import death_of
 from single_controller.ray.placement.pool import RayResourcePool, local_ranks
 from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
-from single_controller.ray.placement.slots import Slot, SlotLocation
+from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import Location, StartMessage, actor_class
 from single_controller.ray.rank.devices import before_start
 from single_controller.ray.results import one_line
@@ -79,10 +79,8 @@ def start(
     """Start the workers, and wait for their constructors. If it raises, all actors were ended.
 
     Args:
-        plan: what to start.
-        wait: waits for the constructors.
         again: whether workers of the same names were just ended, so that their names may still be taken.
-        generation: how often the group was restarted or had ranks replaced before.
+        generation: of the group that starts.
 
     Returns:
         The transport, and the address and port of the rendezvous.
@@ -92,7 +90,7 @@ def start(
     slots = plan.pool.slots()
     with _created(plan, slots, _names(plan, range(len(slots))), again=again) as made:
         # Reorders the pool's slots if this is its first group, so what is read from the pool below is by rank.
-        order = plan.pool.assign_ranks(slots, [slot_location(one.location) for one in made])
+        order = plan.pool.assign_ranks(slots, [one.location for one in made])
         ranks = [replace(made[index], slot=slot) for index, slot in zip(order, plan.pool.slots(), strict=True)]
         count = len(ranks) - plan.standby
         transport = _transport(plan, ranks[:count], generation)
@@ -198,11 +196,7 @@ def join(
     """Have ranks join a rendezvous: on a new process the constructors run, and one that has workers keeps them.
 
     Args:
-        plan: what was started.
-        transport: the transport.
-        chosen: the ranks.
         encoded: the constructors.
-        wait: waits until the ranks have joined.
         master: address and port of the rendezvous; rank 0 chooses what is None.
         leave: whether processes that have workers leave their process groups.
 
@@ -230,7 +224,7 @@ def standby_of(plan: StartPlan, actor: ActorHandle, name: str, slot: Slot, encod
 def _recruited(standby: Standby) -> Rank:
     """The actor of a standby as a rank. Waits until it is ready."""
     where = standby.location()
-    return Rank(standby.actor, standby.name, where, replace(standby.slot, location=slot_location(where)))
+    return Rank(standby.actor, standby.name, where, replace(standby.slot, location=where))
 
 
 def _ready(standbys: list[Standby]) -> Standby | None:
@@ -295,7 +289,7 @@ def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, ag
         except RayError as error:
             raise WorkerDiedError(f"{plan.name}: a worker died before it was started: {one_line(error)}") from error
         yield [
-            Rank(actor, name, where, replace(slot, location=slot_location(where)))
+            Rank(actor, name, where, replace(slot, location=where))
             for actor, name, where, slot in zip(actors, names, locations, slots, strict=True)
         ]
     except BaseException:
@@ -373,11 +367,6 @@ def _runtime_env(plan: StartPlan) -> dict[str, Any]:
     return runtime_env
 
 
-def slot_location(where: Location) -> SlotLocation:
-    """Return the location of the slot in which an actor found itself."""
-    return SlotLocation(where.address, where.hostname, where.node_id, where.devices)
-
-
 def _transport(
     plan: StartPlan,
     ranks: Sequence[Rank],
@@ -388,8 +377,6 @@ def _transport(
     """Return a transport to these ranks, each with what it is told when it joins.
 
     Args:
-        plan: what is started.
-        ranks: the ranks.
         generation: of the group when they have joined.
         before: the group's transport so far; its links to ranks that are left are used again.
         fresh: ranks with new processes, on which calls are to be repeated.

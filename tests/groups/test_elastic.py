@@ -18,7 +18,7 @@ from single_controller import (
     StartError,
     WorkerDiedError,
 )
-from single_controller.ray.group import complete_replicas
+from single_controller.ray.replicas import complete_replicas
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from single_controller import PlacementError, RayResourcePool, ResourcePoolManag
 from single_controller.ray.placement.feasibility import Request, expected_nodes, forecast, shortage, slots_that_fit
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import plan_pool, refuse_impossible
-from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks
+from single_controller.ray.placement.slots import Slot, assign_ranks
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import Node, address_key
 
 
@@ -44,18 +45,16 @@ class TestRankAssignment:
         """Ranks are sorted by address, node, device and bundle. Several nodes may share an address."""
         shuffled = list(places)
         seed.shuffle(shuffled)
-        locations = [SlotLocation(f"10.0.{n // 256}.{n % 256}", "host", node, (str(g),)) for n, node, g, _ in shuffled]
+        locations = [Location(f"10.0.{n // 256}.{n % 256}", "host", node, (str(g),)) for n, node, g, _ in shuffled]
         ranked = assign_ranks([Slot(None, bundle, 0) for *_, bundle in shuffled], locations)
-        expected = [
-            SlotLocation(f"10.0.{n // 256}.{n % 256}", "host", node, (str(g),)) for n, node, g, _ in sorted(places)
-        ]
+        expected = [Location(f"10.0.{n // 256}.{n % 256}", "host", node, (str(g),)) for n, node, g, _ in sorted(places)]
         assert [(slot.location, slot.bundle) for slot in ranked] == [
             (where, bundle) for where, (*_, bundle) in zip(expected, sorted(places), strict=True)
         ]
 
     def test_entries_on_one_node_stay_together(self):
         slots = [Slot(None, 0, 1), Slot(None, 0, 0), Slot(None, 1, 0)]
-        ranked = assign_ranks(slots, [SlotLocation("10.0.0.1", "host", "n", ())] * 3)
+        ranked = assign_ranks(slots, [Location("10.0.0.1", "host", "n", ())] * 3)
         assert [(slot.entry, slot.bundle) for slot in ranked] == [(0, 0), (0, 1), (1, 0)]
 
 

@@ -519,7 +519,7 @@ class TestManager:
         manager = ResourcePoolManager({"a": [1]}, {"actor": "a"}, use_gpu=False)
         with pytest.raises(ValueError, match=r"role actr; did you mean 'actor'"):
             manager.get_resource_pool("actr")
-        with pytest.raises(ValueError, match=r"role REF; there are actor"):
+        with pytest.raises(ValueError, match=r"role REF; known are actor"):
             manager.get_resource_pool(Role.REF)
         with pytest.raises(TypeError, match="resource_pool_spec"):
             ResourcePoolManager([8], {})

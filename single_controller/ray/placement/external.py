@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from dispatch.checks import is_count
 from single_controller.call.errors import GroupClosedError
 from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
@@ -66,7 +67,7 @@ def _checked_indices(indices: Sequence[int] | None, count: int) -> list[int]:
     if not numbers:
         raise ValueError("bundle_indices is empty; leave it out for all bundles")
     for number in numbers:
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
+        if not is_count(number, 0) or number >= count:
             raise ValueError(f"bundle_indices: the placement group has the bundles 0 to {count - 1}, not {number!r}")
     twice = sorted({number for number in numbers if numbers.count(number) > 1})
     if twice:

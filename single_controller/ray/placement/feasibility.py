@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds
+from single_controller.ray.placement.slots import Slot, assign_ranks, device_kinds
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import Node
 
 _EPSILON = 1e-6
@@ -22,19 +23,12 @@ Amounts = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Request:
-    """What a pool asks Ray for.
+    """What a pool asks Ray for."""
 
-    Attributes:
-        entries: processes of each entry.
-        bundle: what each slot reserves.
-        strategy: Ray's strategy for each placement group.
-        across: whether one placement group holds all entries, rather than one for each.
-    """
-
-    entries: tuple[int, ...]
-    bundle: Amounts
-    strategy: str
-    across: bool = False
+    entries: tuple[int, ...]  # processes of each entry
+    bundle: Amounts  # what each slot reserves
+    strategy: str  # Ray's strategy for each placement group
+    across: bool = False  # whether one placement group holds all entries, rather than one for each
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -146,12 +140,12 @@ def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str,
     homes = expected_nodes(request, free)
     if homes is None:
         return None
-    locations: dict[tuple[int, int], SlotLocation] = {}
+    locations: dict[tuple[int, int], Location] = {}
     for group in request.largest_first:  # in the order in which Ray gets them
         for number, home in enumerate(homes[group]):
             node = cluster[home]
             devices = _next_devices(request.bundle, node, free[home])
-            locations[group, number] = SlotLocation(node.address, node.hostname, node.node_id, devices)
+            locations[group, number] = Location(node.address, node.hostname, node.node_id, devices)
             for name, amount in request.bundle.items():
                 free[home][name] = free[home].get(name, 0.0) - amount
     by_slot = [locations[key] for key in sorted(locations)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from dispatch.checks import suggestion
 from single_controller.call.errors import GroupClosedError
 from single_controller.call.state import Closing
 from single_controller.ray.placement.plan import refuse_impossible
@@ -55,7 +55,7 @@ class ResourcePoolManager(Closing):
             if name not in resource_pool_spec:
                 raise ValueError(
                     f"mapping: {_name(role)} is mapped to the pool {name!r}, which is not in resource_pool_spec"
-                    f"{_closest(name, resource_pool_spec)}"
+                    f"{suggestion(str(name), resource_pool_spec)}"
                 )
         self.resource_pool_spec = {name: list(entries) for name, entries in resource_pool_spec.items()}
         self.mapping = dict(mapping)
@@ -94,8 +94,9 @@ class ResourcePoolManager(Closing):
             PlacementError: see `create_resource_pool`.
         """
         if role not in self.mapping:
-            names = {_name(known): known for known in self.mapping}
-            raise ValueError(f"no pool is mapped to the role {_name(role)}{_closest(_name(role), names)}")
+            raise ValueError(
+                f"no pool is mapped to the role {_name(role)}{suggestion(_name(role), map(_name, self.mapping))}"
+            )
         self.create_resource_pool()
         return self.resource_pool_dict[self.mapping[role]]
 
@@ -120,9 +121,3 @@ class ResourcePoolManager(Closing):
 def _name(role: Hashable) -> str:
     """A role for a message: the name of an Enum's member."""
     return str(getattr(role, "name", role))
-
-
-def _closest(name: object, names: Iterable[str]) -> str:
-    known = [str(other) for other in names]
-    found = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known) or 'none'}"

@@ -17,7 +17,8 @@ from single_controller.ray.placement.feasibility import (
     shortage,
     slots_that_fit,
 )
-from single_controller.ray.placement.slots import Slot, SlotLocation
+from single_controller.ray.placement.slots import Slot
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import Node
 
 State = Literal["placed", "fits", "waits", "impossible"]
@@ -64,21 +65,14 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class StandbyPlan:
-    """Where one standby of a group is, and what it costs besides its slot.
+    """Where one standby of a group is, and what it costs besides its slot."""
 
-    Attributes:
-        group: the group's name.
-        address, hostname: of the node; "?" while the process starts.
-        entry, bundle: as in `RankPlan`.
-        memory: the process's resident memory in bytes when it was ready; None while it starts.
-    """
-
-    group: str
-    address: str
-    hostname: str
-    entry: int
+    group: str  # the group's name
+    address: str  # of the node; "?" while the process starts
+    hostname: str  # likewise
+    entry: int  # as in `RankPlan`
     bundle: int
-    memory: int | None
+    memory: int | None  # the process's resident memory in bytes when it was ready; None while it starts
 
 
 @dataclass(frozen=True)
@@ -209,7 +203,7 @@ def refuse_impossible(requests: Sequence[Request], cluster: Sequence[Node], what
         raise PlacementError(str(plan_pool(what, requests, requests, (), cluster)))
 
 
-def plan_ranks(located: Sequence[tuple[SlotLocation, Slot | None]]) -> tuple[RankPlan, ...]:
+def plan_ranks(located: Sequence[tuple[Location, Slot | None]]) -> tuple[RankPlan, ...]:
     """Return the plans of ranks, by the location and the slot of each."""
     ranks = []
     for rank, (where, slot) in enumerate(located):

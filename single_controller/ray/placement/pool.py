@@ -23,7 +23,8 @@ from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
 from single_controller.ray.placement.reservation import Reservation
-from single_controller.ray.placement.slots import Slot, SlotLocation
+from single_controller.ray.placement.slots import Slot
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import ensure_ray, forked, nodes, session
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ class RayResourcePool(Closing, ResourcePool):
             pool._order_given or list(numbers) != sorted(numbers) for pool, numbers in parts
         )
         self._sorts = merged and not self._order_given
-        self._closed = False
+        self._closed = False  # set under `_occupying`; read without it where a late answer does no harm
         self._check_distinct()
 
     @classmethod
@@ -407,6 +408,7 @@ class RayResourcePool(Closing, ResourcePool):
         slots = [] if waiting else self._listed(slots_of)
         with _occupying:
             groups = self._groups()
+        # Outside the lock: a group may ask Ray about its standbys.
         standbys = [one for group in groups if not group.closed for one in group.standbys()]
         requests = [reservation.request for reservation in self.reservations]
         return plan_pool(repr(self), requests, waiting, slots, cluster, standbys)
@@ -459,7 +461,7 @@ class RayResourcePool(Closing, ResourcePool):
             reservation.wait()
             if assign_ranks or self._parts:
                 reservation.assign()
-        self._check_open()
+        self._check_open()  # again: another thread may have closed the pool while this one waited
         self._check_distinct()  # again: the order of a merged pool was not known before
 
     def get_placement_groups(
@@ -477,14 +479,14 @@ class RayResourcePool(Closing, ResourcePool):
         groups = dict.fromkeys(slot.placement_group for slot in self.slots())
         return None if None in groups else [group for group in groups if group is not None]
 
-    def assign_ranks(self, slots: Sequence[Slot], locations: Sequence[SlotLocation]) -> list[int]:
+    def assign_ranks(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[int]:
         """Fix the order of the slots, unless it is fixed, by the locations of the processes in them; note these.
 
         Returns:
             By rank, the index in ``slots``, which is what `slots` returned before the processes were started.
         """
-        if self._owned is not None:
-            self._owned.assign(slots, locations)
+        if self._owned is not None:  # a pool that borrows slots has waited for their order in `admit`
+            self._owned.assign(slots, locations)  # of several groups that start at once, the first one's order stays
         index = {(slot.placement_group, slot.bundle): number for number, slot in enumerate(slots)}
         order = [index[slot.placement_group, slot.bundle] for slot in self.slots()]
         for (reservation, number), found in zip(self._members(), order, strict=True):
@@ -512,7 +514,7 @@ class RayResourcePool(Closing, ResourcePool):
         """
         self.place(bin_pack, resources)
         if self._parts:
-            self.wait()  # only then is it known which slots these are
+            self.wait()  # outside the lock, because it may take long: only then is it known which slots these are
         wanted = self._members() if counted else []
         with _occupying:
             self._check_open()  # again: another thread may have closed the pool while this one waited
@@ -616,7 +618,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
         raise TypeError(f"split_resource_pool() takes a RayResourcePool, got {resource_pool!r}")
     slots = resource_pool.world_size
     sizes = list(split_size) if isinstance(split_size, Sequence) else [split_size]
-    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+    if not sizes or not all(map(is_count, sizes)):
         raise ValueError(
             f"split_size is the slots of each part: a positive integer, or a list of them ([3, 1]); got {split_size!r}"
         )

@@ -39,7 +39,8 @@ from single_controller.ray.compat import worker_pools
 from single_controller.ray.placement.feasibility import Request, expected_nodes, forecast
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import plan_pool
-from single_controller.ray.placement.slots import Slot, SlotLocation, assign_ranks, device_kinds, devices_in
+from single_controller.ray.placement.slots import Slot, assign_ranks, device_kinds, devices_in
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import Node, nodes, session
 
 logger = logging.getLogger(__name__)
@@ -64,12 +65,11 @@ class Reservation:
         request: what Ray is going to be asked for; once ``reserved``, what it was asked for.
         options: of the pool.
         label: the pool, for messages.
-        slots: as declared until the ranks are ``assigned``, then by rank with locations.
     """
 
     def __init__(self, request: Request, options: PoolOptions, label: str) -> None:
         self.request, self.options, self.label = request, options, label
-        self.slots = request.slots()
+        self.slots = request.slots()  # as declared until the ranks are ``assigned``, then by rank with locations
         self.reserved = self.assigned = False
         self._closed = False
         self._removal: Callable[[], object] | None = None
@@ -133,7 +133,7 @@ class Reservation:
 
     def close(self) -> None:
         """Remove the placement groups that were created here; what runs in them ends. A second close does nothing."""
-        with self._reserving:
+        with self._reserving:  # waits for a creation that is under way, so that nothing is created after this
             self._closed = True
             if self._removal is not None:
                 self._removal()
@@ -191,14 +191,14 @@ class Reservation:
 
     # --- rank assignment ----------------------------------------------------------------------------------
 
-    def assign(self, slots: Sequence[Slot] = (), found: Sequence[SlotLocation] = ()) -> None:
+    def assign(self, slots: Sequence[Slot] = (), found: Sequence[Location] = ()) -> None:
         """Assign the ranks, unless that was done: by where processes in all ``slots`` found themselves, if any run.
         Devices that no process has reported are asked of short tasks.
 
         Raises:
             PlacementError: a bundle is on no node any more, or a task did not run in time.
         """
-        with self._assigning:
+        with self._assigning:  # of groups that start at once, the first fixes the order, and the others wait for it
             if self.assigned:
                 return
             slots, found = (slots, found) if slots else (self.slots, node_locations(self.slots, self.label))
@@ -207,14 +207,15 @@ class Reservation:
                 found = [where._replace(devices=ids) for where, ids in zip(found, devices, strict=True)]
             self.slots, self.assigned = self._ranked(slots, found), True
 
-    def update_location(self, number: int, found: SlotLocation) -> None:
+    def update_location(self, number: int, found: Location) -> None:
         """Note where a process in a slot found itself: when a node dies, Ray places its bundles elsewhere."""
         with self._assigning:
             known = self.slots[number]
             devices = found.devices or (known.location.devices if known.location is not None else None)
-            self.slots[number] = replace(known, location=found._replace(devices=devices))
+            # Without the process: the slot outlives it.
+            self.slots[number] = replace(known, location=found._replace(devices=devices, pid=0, wire=None))
 
-    def _ranked(self, slots: Sequence[Slot], locations: Sequence[SlotLocation]) -> list[Slot]:
+    def _ranked(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[Slot]:
         return assign_ranks(slots, locations, self.request.entries if self.request.across else None)
 
     def expected(self, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> Sequence[Slot] | None:
@@ -231,7 +232,7 @@ class Reservation:
         return self._ranked(self.slots, [where._replace(devices=devices) for where in found])
 
 
-def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
+def node_locations(slots: Sequence[Slot], label: str) -> list[Location]:
     """Return the node of each reserved slot; devices are unknown.
 
     Raises:
@@ -245,7 +246,7 @@ def node_locations(slots: Sequence[Slot], label: str) -> list[SlotLocation]:
         node = known.get(homes[slot.placement_group].get(slot.bundle, "")) if slot.placement_group else None
         if node is None:
             raise PlacementError(f"{label}: bundle {slot.bundle} is not on any node")
-        locations.append(SlotLocation(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
+        locations.append(Location(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
     return locations
 
 

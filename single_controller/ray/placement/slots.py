@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from single_controller.call.errors import PlacementError
 from single_controller.ray.compat import accelerator_names
+from single_controller.ray.rank.actor import Location
 from single_controller.ray.rank.devices import device_key, own_devices
 from single_controller.ray.runtime import address_key
 
@@ -20,38 +21,15 @@ _LEAST = 0.0001
 """The smallest amount of a resource that a task can take."""
 
 
-class SlotLocation(NamedTuple):
-    """The node and the devices of a slot.
-
-    Attributes:
-        address: the node's address.
-        hostname: the node's name.
-        node_id: Ray's id of the node.
-        devices: ids of the devices; () without any, None while they are unknown.
-    """
-
-    address: str
-    hostname: str
-    node_id: str
-    devices: tuple[str, ...] | None = None
-
-
 @dataclass(frozen=True)
 class Slot:
-    """One bundle of a placement group. Each group of workers on the pool has one rank in it.
+    """One bundle of a placement group. Each group of workers on the pool has one rank in it."""
 
-    Attributes:
-        placement_group: the placement group; None while nothing is reserved.
-        bundle: index of the bundle in it.
-        entry: number of the pool's entry (of ``process_on_nodes``) that the slot belongs to.
-        location: where the bundle is; None until Ray has placed it and the ranks are assigned.
-        order: sort key of the location that the ranks were assigned by; () before. It stays if Ray moves the bundle.
-    """
-
-    placement_group: PlacementGroup | None
-    bundle: int
-    entry: int
-    location: SlotLocation | None = None
+    placement_group: PlacementGroup | None  # the placement group; None while nothing is reserved
+    bundle: int  # index of the bundle in it
+    entry: int  # number of the pool's entry (of ``process_on_nodes``) that the slot belongs to
+    location: Location | None = None  # where the bundle is; None until Ray has placed it and the ranks are assigned
+    # Sort key of the location that the ranks were assigned by; () before. It stays if Ray moves the bundle.
     order: tuple[Any, ...] = ()
 
     @property
@@ -67,7 +45,7 @@ class Slot:
 
 
 def assign_ranks(
-    slots: Sequence[Slot], locations: Sequence[SlotLocation], fill_entries: Sequence[int] | None = None
+    slots: Sequence[Slot], locations: Sequence[Location], fill_entries: Sequence[int] | None = None
 ) -> list[Slot]:
     """Return the slots in order of rank, each with its location: by node and device, then by entry and bundle.
 

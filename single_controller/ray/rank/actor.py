@@ -48,23 +48,15 @@ CONCURRENCY_GROUPS = {TAKE: 1, RESULT: 16, LOCATE: 1}
 
 
 class Location(NamedTuple):
-    """Where an actor runs.
+    """Where a slot of a pool is, or an actor in it."""
 
-    Attributes:
-        address: the node's address.
-        hostname: the node's name.
-        pid: the process.
-        devices: ids of the accelerators that Ray assigned to it.
-        node_id: Ray's id of the node.
-        wire: where its process takes calls, and commands while it is busy.
-    """
-
-    address: str
-    hostname: str
-    pid: int
-    devices: tuple[str, ...]
-    node_id: str = ""
-    wire: WireAddress | None = None
+    address: str  # the node's address
+    hostname: str  # the node's name
+    node_id: str  # Ray's id of the node
+    # Ids of the accelerators that Ray assigned; () without any, None while they are unknown
+    devices: tuple[str, ...] | None = None
+    pid: int = 0  # the actor's process; 0 for a slot
+    wire: WireAddress | None = None  # where that process takes calls, and commands while it is busy
 
     @property
     def process(self) -> RankProcess:
@@ -146,7 +138,7 @@ class RankActor:
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
-        return Location(self._address, self._hostname, os.getpid(), own_devices(), node_id, self._listener.address)
+        return Location(self._address, self._hostname, node_id, own_devices(), os.getpid(), self._listener.address)
 
     def _sc_rendezvous(self, address: str | None, port: int | None) -> tuple[str, int]:
         """The group's master address and port, on rank 0. The port stays bound, but not listening, as long as this
