@@ -22,6 +22,7 @@ import os
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
@@ -89,6 +90,7 @@ class GroupState:
         broken: why the group is broken, or None.
         closed: whether it was closed.
         dead: the ranks whose death broke it.
+        why: why they died; `broken` says what the group was doing too.
         restarting: whether its workers are being restarted.
         restarts: number of successful restarts and replacements of ranks.
         recovers: whether a call first has ranks replaced that have died before, or goes on without them.
@@ -100,6 +102,7 @@ class GroupState:
             return at once.
         advice: what the error of a broken group recommends.
         calls: the calls that some rank is running.
+        unsent: what sends the calls of event loops that have to wait for a repair of the group, in their order.
         watched: whether the monitor looks at them.
         referred: those of them whose references were handed out. Whoever has one may learn of a death before the group.
         look_failed: whether its last look has raised.
@@ -117,6 +120,7 @@ class GroupState:
         self.closed = False
         self.advice = "Call restart() to start new workers, or close()"
         self.dead: tuple[int, ...] = ()
+        self.why = ""
         self.restarting = False
         self.restarts = 0
         self.recovers = False
@@ -129,6 +133,7 @@ class GroupState:
         self.layout_versions: dict[str | None, dict[int, int]] = {}
         self.calls: set[Call] = set()
         self.referred: set[Call] = set()
+        self.unsent: deque[Callable[[], None]] = deque()
         self.watched = self.look_failed = False
         self._pid = os.getpid()
 
@@ -178,12 +183,18 @@ class GroupState:
             return GroupBrokenError(f"{self.name} is broken: {self.broken}. {self.advice}")
         return None
 
-    def break_(self, reason: str, dead: Sequence[int] = ()) -> None:
-        """Take no more calls, and end those that are running."""
+    def break_(self, reason: str, dead: Sequence[int] = (), why: str | None = None) -> None:
+        """Take no more calls, and end those that are running.
+
+        Args:
+            reason: for the errors of later calls.
+            dead: the ranks whose death is the reason.
+            why: why they died, for the errors of the calls that are running; by default ``reason``.
+        """
         with self.lock:
             self.note_deaths(dict.fromkeys(dead, reason))
             if self.broken is None and not self.closed:
-                self.broken, self.dead = reason, tuple(dead)
+                self.broken, self.dead, self.why = reason, tuple(dead), reason if why is None else why
                 self.on_change()
                 level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
                 logger.log(level, "%s is broken: %s", self.name, reason)
@@ -534,7 +545,7 @@ class Call:
             if reason is not None and rank not in transport.restarted:
                 death = self._death([rank], reason)
                 state.deaths.append((state.restarts, death))
-                state.break_(str(death), [rank])
+                state.break_(str(death), [rank], reason)
                 return death
             if time.monotonic() > end:
                 break
@@ -621,7 +632,7 @@ class Call:
         with self._lock:
             dead = [rank for rank in self._pending if rank in self._state.dead]
             if dead and not self._state.closed:
-                self._settle(self._death(dead, self._state.broken or ""))
+                self._settle(self._death(dead, self._state.why))
             refusal = self._state.refusal()
             if refusal is not None:
                 self._settle(refusal)
@@ -648,12 +659,13 @@ class Call:
         if lost_input:
             self._withdrawn = True  # `look` tells the ranks
         if dead:
-            error = self._death(dead, self._results[dead[0]].died or "")
+            why = self._results[dead[0]].died or ""
+            error = self._death(dead, why)
             for rank in dead:  # a later look must not report them again
                 del self._results[rank]
             self._state.deaths.append((self._state.restarts, error))
             self._settle(error)
-            self._state.break_(str(error), dead)
+            self._state.break_(str(error), dead, why)
         elif failures and (lost_input is None or not all(failure.alike for failure in failures)):
             self._settle_failure(failures, now)
         elif lost_input and (failures or (self._pending and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS)):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar, cast
@@ -144,11 +146,11 @@ class WorkerFuture(Deferred, Generic[R_co]):
     async def _outcome(self) -> R_co:
         call = self._call
         if call is None:  # in another process, only a thread can wait
-            return await _in_thread(self.result)
+            return await in_thread(self.result)
         call.check_process()
         await asyncio.wrap_future(call.outcome)
         # Fetching, unpickling and joining may take time, in which the event loop goes on.
-        return self.result() if call.is_plain else await _in_thread(self.result)
+        return self.result() if call.is_plain else await in_thread(self.result)
 
     def __del__(self) -> None:
         call = getattr(self, "_call", None)
@@ -162,7 +164,86 @@ class WorkerFuture(Deferred, Generic[R_co]):
         return f"<WorkerFuture of {self._call.label}(), {state}>"
 
 
-def _in_thread(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
+class UnsentFuture(WorkerFuture[R_co]):
+    """The future of a call that another thread sends, because the caller's event loop must not wait until it can be
+    sent.
+
+    Args:
+        label: the method.
+        sent: done when the call was sent, with its future; or could not be, with the error.
+    """
+
+    def __init__(self, label: str, sent: Future[WorkerFuture[R_co] | BaseException]) -> None:
+        super().__init__(None)
+        self._label, self._sent = label, sent
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return self._label
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the call has yet to be sent."""
+        return not self._sent.done()
+
+    def _future(self, timeout: float | None = None) -> WorkerFuture[R_co]:
+        try:
+            found = self._sent.result(timeout)
+        except TimeoutError:
+            raise CallTimeoutError(
+                f"{self._label}() has not been sent after a wait of {timeout:g} s: its group is being repaired, or its "
+                "ranks are asked for their layout. The call continues; wait again",
+                method=self._label,
+                call_goes_on=True,
+            ) from None
+        if isinstance(found, BaseException):
+            raise copy.copy(found) from found.__cause__  # a copy, as in `Call.value`
+        return found
+
+    def result(self, timeout: float | None = None) -> R_co:
+        begun = time.monotonic()
+        future = self._future(timeout)
+        return future.result(None if timeout is None else max(0.0, timeout - (time.monotonic() - begun)))
+
+    def done(self) -> bool:
+        return not self.unsent and (self.failed is not None or self._future().done())
+
+    @property
+    def refs(self) -> list[Any]:
+        return self._future().refs
+
+    @property
+    def failed(self) -> Exception | None:
+        found = None if self.unsent else self._sent.result()
+        return found.failed if isinstance(found, WorkerFuture) else cast("Exception | None", found)
+
+    def wait(self) -> None:
+        found = self._sent.result()
+        if isinstance(found, WorkerFuture):
+            found.wait()
+
+    def _source(self) -> tuple[CallResults, Join]:
+        return self._future()._source()
+
+    async def _outcome(self) -> R_co:
+        await asyncio.wrap_future(self._sent)
+        return await self._future()
+
+    def __repr__(self) -> str:
+        state = "not sent" if self.unsent else "failed" if self.failed else "done" if self.done() else "running"
+        return f"<WorkerFuture of {self._label}(), {state}>"
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop now, and must not wait."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def in_thread(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
     """Run a function in a thread "future-wait" of its own: those of the loop's executor are few, and every one of them
     might wait."""
     done: Future[R_co] = Future()

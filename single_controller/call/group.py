@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
@@ -20,8 +22,8 @@ from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import Call, GroupState, monitor
 from single_controller.call.closing import Closing
-from single_controller.call.errors import ForkedProcessError, ranks_text
-from single_controller.call.future import WorkerFuture
+from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
+from single_controller.call.future import UnsentFuture, WorkerFuture, in_event_loop, in_thread
 from single_controller.call.methods import DECLARED, CallOptions, MethodTable, suggestion
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.call.status import GroupStatus, group_status
@@ -434,23 +436,82 @@ class WorkerGroup(Closing):
         """
         restart(self._state, choose=lambda: self._check_restart(ranks), start=self._start_workers, replay=self._replay)
 
+    async def arestart(self, ranks: Sequence[int] | None = None) -> None:
+        """`restart` for event loops, which go on meanwhile."""
+        await in_thread(lambda: self.restart(ranks))
+
     # --- one call -----------------------------------------------------------------------------------------------------
 
     def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Plan a call, send it, and wait for it or return its future."""
-        begun = time.time()
-        self._state.check(self._recover)
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
+        begin = functools.partial(self._begin, spec, args, kwargs, options, time.time())
+        if blocking:
+            return begin().value()
+        if not in_event_loop():
+            return WorkerFuture(begin())
+        # The loop must not wait: not for a thread that repairs the group or sends a call, and not for the ranks.
+        sending = self._state.sending
+        if not sending.acquire(blocking=False):
+            return self._send_later(spec, begin)
+        try:
+            must_wait = self._must_wait(spec, (*args, *kwargs.values()))
+            return self._send_later(spec, begin) if must_wait else WorkerFuture(begin())
+        finally:
+            sending.release()
+
+    def _begin(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, begun: float
+    ) -> Call:
+        """Plan a call and send it."""
+        self._state.check(self._recover)
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
-        if not blocking:
-            return WorkerFuture(call)
-        return call.value()
+        return call
+
+    def _must_wait(self, spec: MethodSpec, arguments: Iterable[Any]) -> bool:
+        """Whether a call may have to wait before it can be sent: for ranks to be replaced, for the layout, or for a
+        call whose future is an argument."""
+        state = self._state
+        if state.transport is None or state.transport.synchronous or state.closed:
+            return False
+        if state.unsent or self._must_recover() or any(isinstance(a, UnsentFuture) and a.unsent for a in arguments):
+            return True
+        needed = self._layout_needed(spec)
+        return needed is not None and self._known_layout(needed) is None
+
+    def _must_recover(self) -> bool:
+        # The call of a handed-out reference may have ended by a death that the group does not know of.
+        return self._state.recovers and bool(self._state.dead or self._state.referred)
+
+    def _send_later(self, spec: MethodSpec, begin: Callable[[], Call]) -> WorkerFuture[Any]:
+        """Have a thread send a call, after those that it has to send already."""
+        state = self._state
+        sent: Future[WorkerFuture[Any] | BaseException] = Future()
+        sent.set_running_or_notify_cancel()  # cancelling the task that waits must not cancel it for others
+
+        def send() -> None:
+            try:
+                sent.set_result(WorkerFuture(begin()))
+            except BaseException as error:
+                sent.set_result(error.with_traceback(None))
+
+        with state.lock:
+            state.unsent.append(send)
+            starts = len(state.unsent) == 1
+        if starts:
+            threading.Thread(target=_send_all, args=(state,), name="send-later", daemon=True).start()
+        return UnsentFuture(spec.label, sent)
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
         begun = time.time()
+        if not wait and in_event_loop() and self._must_recover():
+            raise GroupBrokenError(
+                f"{self.name}: ranks have died, and an event loop must not wait until they are replaced; call "
+                f"`await group.areplace()` first, or a registered method, whose .remote() waits in a thread"
+            )
         self._check()
         spec = self._any_method(name)
         layout = _without_coordinates(self.world_size)
@@ -521,15 +582,19 @@ class WorkerGroup(Closing):
         self._state.check(self._recover)
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
-        registration, transport = spec.registration, self._state.transport
-        mode = registration.mode.mode
+        transport, needed = self._state.transport, self._layout_needed(spec)
         layout = _without_coordinates(0 if transport is None else transport.world_size)
-        if isinstance(mode, Mode) and mode.in_layout is not None and registration.execute.ranks is None:
+        if needed is not None:
             try:
-                layout = self._layout_with(mode.in_layout)
+                layout = self._layout_with(needed)
             except DispatchError as error:
                 raise DispatchError(f"{spec.label}() needs a layout: {error}", method=spec.name) from None
         return plan_call(spec, layout, args, kwargs, options.uneven, self)
+
+    def _layout_needed(self, spec: MethodSpec) -> Callable[[Layout], bool] | None:
+        """What the layout must have for a method's mode; None if the mode needs no coordinates."""
+        mode = spec.registration.mode.mode
+        return mode.in_layout if isinstance(mode, Mode) and spec.registration.execute.ranks is None else None
 
     def _send(
         self,
@@ -579,16 +644,20 @@ class WorkerGroup(Closing):
         if self._table is None:
             names = ", ".join(f"group.{role}.layout" for role in self.roles)
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
-        record, known = self._records[self._role], self._records[self._role].layout
+        layout = self._known_layout(sufficient)
+        if layout is None:
+            known = self._records[self._role].layout = self._ask_layout()
+            layout = known[1]
+        return layout
+
+    def _known_layout(self, sufficient: Callable[[Layout], bool]) -> Layout | None:
+        """The layout that is known, if it is up to date and sufficient."""
+        known = self._records[self._role].layout
         with self._state.lock:  # the monitor's thread adds the ranks of calls that end
             latest = dict(self._state.layout_versions.get(self._role, {}))
-        if (
-            known is None
-            or any(version > known[0].get(rank, 0) for rank, version in latest.items())
-            or not sufficient(known[1])
-        ):
-            known = record.layout = self._ask_layout()
-        return known[1]
+        if known is None or any(version > known[0].get(rank, 0) for rank, version in latest.items()):
+            return None
+        return known[1] if sufficient(known[1]) else None
 
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:
         spec = self._any_method("_report")
@@ -739,6 +808,16 @@ class WorkerGroup(Closing):
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
         what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
+
+
+def _send_all(state: GroupState) -> None:
+    """The thread "send-later": send the calls that event loops have left to it, in their order."""
+    while True:
+        state.unsent[0]()
+        with state.lock:
+            state.unsent.popleft()
+            if not state.unsent:
+                return
 
 
 def wait_and_check(call: Call) -> None:

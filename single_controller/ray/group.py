@@ -37,6 +37,7 @@ from single_controller.call.errors import (
     WorkerDiedError,
     ranks_text,
 )
+from single_controller.call.future import in_thread
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, wait_and_check
 from single_controller.call.methods import CallOptions
 from single_controller.call.supervision import check_ranks, restart
@@ -414,6 +415,18 @@ class RayWorkerGroup(WorkerGroup):
 
         self._without_dead("replace", ranks, timeout, prepare)
         return tuple(sorted(replaced))
+
+    async def areplace(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
+        """`replace` for event loops, which go on meanwhile."""
+        return await in_thread(lambda: self.replace(ranks, timeout))
+
+    async def ashrink(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
+        """`shrink` for event loops, which go on meanwhile."""
+        return await in_thread(lambda: self.shrink(ranks, timeout))
+
+    async def agrow(self, count: int | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
+        """`grow` for event loops, which go on meanwhile."""
+        return await in_thread(lambda: self.grow(count, timeout))
 
     def shrink(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
         """Go on without the ranks that have died. The others keep their processes and their workers, and get the
