@@ -107,6 +107,16 @@ def tokens_of(config: Any) -> int:
     return int(config.get_text_config().vocab_size)
 
 
+def known_vocab_size(args: Any) -> int | None:
+    """Return the vocabulary size of the model that ``args`` name, from files on this host; None if there are none."""
+    if args.hf_config is None and not (args.hf_checkpoint and Path(args.hf_checkpoint, "config.json").is_file()):
+        return None
+    try:
+        return tokens_of(read_config(args))
+    except ImportError:  # only the ranks need transformers
+        return None
+
+
 def end_tokens(args: Any) -> list[int]:
     """Return the stop tokens of the model in ``args.hf_checkpoint``, from its ``generation_config`` or else its config.
     Without an hf_checkpoint there are none."""

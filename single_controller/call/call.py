@@ -161,7 +161,7 @@ class Call:
                     of_rank.sent = sent.nbytes[rank]
                 if stats.recorded or len(stats.calls) >= 2 * KEPT_CALLS:  # not at each call, which would cost it 10 us
                     stats.trim()
-            if self._pending or not self.settled:  # all ranks may have failed: the monitor decides
+            if self._pending or not self.outcome.done():  # all ranks may have failed: the monitor decides
                 state.calls.add(self)
                 # Another thread may have closed or broken the group after this call's last check.
                 if state.closed or (state.broken is not None and not self.starting):
@@ -285,7 +285,7 @@ class Call:
             if reason is not None and rank not in transport.restarted:
                 death = self._death([rank], reason)
                 state.deaths.append((state.restarts, death))
-                state.break_(str(death), [rank])
+                state.break_(str(death), [rank], reason)
                 return death
             if time.monotonic() > end:
                 break
@@ -365,7 +365,7 @@ class Call:
         with self._lock:
             dead = [rank for rank in self._pending if rank in self._state.dead]
             if dead and not self._state.closed:
-                self._settle(self._death(dead, self._state.broken or ""))
+                self._settle(self._death(dead, self._state.why))
             refusal = self._state.refusal()
             if refusal is not None:
                 self._settle(refusal)
@@ -394,12 +394,13 @@ class Call:
         if lost_input:
             self._withdrawn = True  # `look` tells the ranks
         if dead:
-            error = self._death(dead, self._results[dead[0]].died or "")
+            why = self._results[dead[0]].died or ""
+            error = self._death(dead, why)
             for rank in dead:  # a later look must not report them again
                 del self._results[rank]
             self._state.deaths.append((self._state.restarts, error))
             self._settle(error)
-            self._state.break_(str(error), dead)
+            self._state.break_(str(error), dead, why)
         elif failures and (lost_input is None or not all(failure.alike for failure in failures)):
             self._settle_failure(failures, now)
         elif lost_input and (failures or (self._pending and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS)):
@@ -713,11 +714,11 @@ class WorkerFuture(Deferred, Generic[R_co]):
     async def _outcome(self) -> R_co:
         call = self._call
         if call is None:  # in another process, only a thread can wait
-            return await _in_thread(self.result)
+            return await off_loop(self.result)
         call.check_process()
         await asyncio.wrap_future(call.outcome)
         # Fetching, unpickling and joining may take time, in which the event loop goes on.
-        return self.result() if call.is_plain else await _in_thread(self.result)
+        return self.result() if call.is_plain else await off_loop(self.result)
 
     def __del__(self) -> None:
         call = getattr(self, "_call", None)
@@ -731,7 +732,86 @@ class WorkerFuture(Deferred, Generic[R_co]):
         return f"<WorkerFuture of {self._call.label}(), {state}>"
 
 
-def _in_thread(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
+class UnsentFuture(WorkerFuture[R_co]):
+    """The future of a call that another thread sends, because the caller's event loop must not wait until it can be
+    sent.
+
+    Args:
+        label: the method.
+        sent: done when the call was sent, with its future; or could not be, with the error.
+    """
+
+    def __init__(self, label: str, sent: Future[WorkerFuture[R_co] | BaseException]) -> None:
+        super().__init__(None)
+        self._label, self._sent = label, sent
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return self._label
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the call has yet to be sent."""
+        return not self._sent.done()
+
+    def _future(self, timeout: float | None = None) -> WorkerFuture[R_co]:
+        try:
+            found = self._sent.result(timeout)
+        except TimeoutError:
+            raise CallTimeoutError(
+                f"{self._label}() has not been sent after a wait of {timeout:g} s: its group is being repaired, or its "
+                "ranks are asked for their layout. The call continues; wait again",
+                method=self._label,
+                call_goes_on=True,
+            ) from None
+        if isinstance(found, BaseException):
+            raise copy.copy(found) from found.__cause__  # a copy, as in `Call.value`
+        return found
+
+    def result(self, timeout: float | None = None) -> R_co:
+        begun = time.monotonic()
+        future = self._future(timeout)
+        return future.result(None if timeout is None else max(0.0, timeout - (time.monotonic() - begun)))
+
+    def done(self) -> bool:
+        return not self.unsent and (self.failed is not None or self._future().done())
+
+    @property
+    def refs(self) -> list[Any]:
+        return self._future().refs
+
+    @property
+    def failed(self) -> Exception | None:
+        found = None if self.unsent else self._sent.result()
+        return found.failed if isinstance(found, WorkerFuture) else cast("Exception | None", found)
+
+    def wait(self) -> None:
+        found = self._sent.result()
+        if isinstance(found, WorkerFuture):
+            found.wait()
+
+    def _source(self) -> tuple[CallResults, Join]:
+        return self._future()._source()
+
+    async def _outcome(self) -> R_co:
+        await asyncio.wrap_future(self._sent)
+        return await self._future()
+
+    def __repr__(self) -> str:
+        state = "not sent" if self.unsent else "failed" if self.failed else "done" if self.done() else "running"
+        return f"<WorkerFuture of {self._label}(), {state}>"
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop now, and must not wait."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def off_loop(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
     """Run a function in a thread "future-wait" of its own: those of the loop's executor are few, and every one of them
     might wait."""
     done: Future[R_co] = Future()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
@@ -19,8 +21,16 @@ from dispatch.modes import Mode, has_axes
 from dispatch.plan import CallPlan, plan_call
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
-from single_controller.call.call import DECLARED, Call, CallOptions, WorkerFuture
-from single_controller.call.errors import ForkedProcessError, ranks_text
+from single_controller.call.call import (
+    DECLARED,
+    Call,
+    CallOptions,
+    UnsentFuture,
+    WorkerFuture,
+    in_event_loop,
+    off_loop,
+)
+from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, monitor
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.call.supervision import (
@@ -426,21 +436,99 @@ class WorkerGroup(VerlGroup, Closing):
                 state.reopen()
                 self._replay(chosen)
 
+    async def arestart(self, ranks: Sequence[int] | None = None) -> None:
+        """`restart` for event loops, which go on meanwhile."""
+        await off_loop(lambda: self.restart(ranks))
+
     # --- one call -----------------------------------------------------------------------------------------------------
 
-    def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        """Plan a call, send it, and wait for it or return its future."""
+    def _invoke(
+        self,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        *,
+        may_wait: bool = False,
+    ) -> Any:
+        """Plan a call, send it, and wait for it or return its future.
+
+        Args:
+            spec: the method.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            options: those of this call.
+            may_wait: also in the thread of an event loop, because nothing needs to be waited for.
+        """
         begun = time.time()
-        self._check()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
+        if not (blocking or may_wait) and in_event_loop():
+            return self._invoke_in_loop(spec, args, kwargs, options)
+        self._check()
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
             self._replays.add_when_done(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         return call.value() if blocking else WorkerFuture(call)
 
+    def _invoke_in_loop(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> WorkerFuture[Any]:
+        """`_invoke` in the thread of an event loop, which must not wait: not for a thread that repairs the group or
+        sends a call, and not for the ranks. What has to wait is sent by a thread."""
+        invoke = functools.partial(self._invoke, spec, args, kwargs, options, may_wait=True)
+        sending = self._state.sending
+        if not sending.acquire(blocking=False):
+            return self._send_later(spec, invoke)
+        try:
+            must_wait = self._must_wait(spec, (*args, *kwargs.values()))
+            future: WorkerFuture[Any] = self._send_later(spec, invoke) if must_wait else invoke()
+            return future
+        finally:
+            sending.release()
+
+    def _must_wait(self, spec: MethodSpec, arguments: Iterable[Any]) -> bool:
+        """Whether a call may have to wait before it can be sent: for ranks to be replaced, for the layout, or for a
+        call whose future is an argument."""
+        state = self._state
+        if state.transport is None or state.transport.synchronous or state.closed:
+            return False
+        if state.unsent or self._must_recover() or any(isinstance(a, UnsentFuture) and a.unsent for a in arguments):
+            return True
+        mode = spec.registration.mode.mode
+        needed = mode.in_layout if isinstance(mode, Mode) and spec.registration.execute.ranks is None else None
+        return needed is not None and self._known_layout(needed) is None
+
+    def _must_recover(self) -> bool:
+        # The call of a handed-out reference may have ended by a death that the group does not know of.
+        return self._state.recovers and bool(self._state.dead or self._state.referred)
+
+    def _send_later(self, spec: MethodSpec, invoke: Callable[[], WorkerFuture[Any]]) -> WorkerFuture[Any]:
+        """Have a thread send a call, after those that it has to send already."""
+        state = self._state
+        sent: Future[WorkerFuture[Any] | BaseException] = Future()
+        sent.set_running_or_notify_cancel()  # cancelling the task that waits must not cancel it for others
+
+        def send() -> None:
+            try:
+                sent.set_result(invoke())
+            except BaseException as error:
+                sent.set_result(error.with_traceback(None))
+
+        with state.lock:
+            state.unsent.append(send)
+            starts = len(state.unsent) == 1
+        if starts:
+            threading.Thread(target=_send_all, args=(state,), name="send-later", daemon=True).start()
+        return UnsentFuture(spec.label, sent)
+
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
         begun = time.time()
+        if not wait and in_event_loop() and self._must_recover():
+            raise GroupBrokenError(
+                f"{self.name}: ranks have died, and an event loop must not wait until they are replaced; call "
+                "`await group.areplace()` first, or a registered method, whose .remote() waits in a thread"
+            )
         self._check()
         spec = self._any_method(name)
         layout = _without_coordinates(self.world_size)
@@ -530,16 +618,20 @@ class WorkerGroup(VerlGroup, Closing):
         if self._table is None:
             names = ", ".join(f"group.{role}.layout" for role in self.roles)
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
-        record, known = self._records[self._role], self._records[self._role].layout
+        layout = self._known_layout(sufficient)
+        if layout is None:
+            known = self._records[self._role].layout = self._ask_layout()
+            layout = known[1]
+        return layout
+
+    def _known_layout(self, sufficient: Callable[[Layout], bool]) -> Layout | None:
+        """The layout that is known, if it is up to date and sufficient."""
+        known = self._records[self._role].layout
         with self._state.lock:  # the monitor's thread adds the ranks of calls that end
             latest = dict(self._state.layout_versions.get(self._role, {}))
-        if (
-            known is None
-            or any(version > known[0].get(rank, 0) for rank, version in latest.items())
-            or not sufficient(known[1])
-        ):
-            known = record.layout = self._ask_layout()
-        return known[1]
+        if known is None or any(version > known[0].get(rank, 0) for rank, version in latest.items()):
+            return None
+        return known[1] if sufficient(known[1]) else None
 
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:
         spec = self._any_method("_report")
@@ -744,3 +836,13 @@ class RoleGroup(WorkerGroup):
 
     def __repr__(self) -> str:
         return f"<{self._role} of {self._whole!r}>"
+
+
+def _send_all(state: GroupState) -> None:
+    """The thread "send-later": send the calls that event loops have left to it, in their order."""
+    while True:
+        state.unsent[0]()
+        with state.lock:
+            state.unsent.popleft()
+            if not state.unsent:
+                return

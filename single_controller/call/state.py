@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -96,6 +97,7 @@ class GroupState:
         self.closed = False  # whether it was closed
         self.advice = "Call restart() to start new workers, or close()"  # what the error of a broken group recommends
         self.dead: tuple[int, ...] = ()  # the ranks whose death broke it
+        self.why = ""  # why they died; `broken` says what the group was doing too
         self.restarting = False  # whether its workers are being restarted
         self.restarts = 0  # number of successful restarts and replacements of ranks
         self.recovers = False  # whether a call first has ranks replaced that have died before, or goes on without them
@@ -113,6 +115,8 @@ class GroupState:
         self.calls: set[SentCall] = set()  # the calls that some rank is running
         # Those of them whose references were handed out. Whoever has one may learn of a death before the group.
         self.referred: set[SentCall] = set()
+        # What sends the calls of event loops that have to wait for a repair of the group, in their order
+        self.unsent: deque[Callable[[], None]] = deque()
         self.watched = False  # whether the monitor looks at the calls
         self.look_failed = False  # whether its last look has raised
         self.pid = os.getpid()  # the process that made the group
@@ -135,12 +139,18 @@ class GroupState:
             return GroupBrokenError(f"{self.name} is broken: {self.broken}. {self.advice}")
         return None
 
-    def break_(self, reason: str, dead: Sequence[int] = ()) -> None:
-        """Take no more calls, and end those that are running."""
+    def break_(self, reason: str, dead: Sequence[int] = (), why: str | None = None) -> None:
+        """Take no more calls, and end those that are running.
+
+        Args:
+            reason: for the errors of later calls.
+            dead: the ranks whose death is the reason.
+            why: why they died, for the errors of the calls that are running; by default ``reason``.
+        """
         with self.lock:
             self.note_deaths(dict.fromkeys(dead, reason))
             if self.broken is None and not self.closed:
-                self.broken, self.dead = reason, tuple(dead)
+                self.broken, self.dead, self.why = reason, tuple(dead), reason if why is None else why
                 self.on_change()
                 level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
                 logger.log(level, "%s is broken: %s", self.name, reason)

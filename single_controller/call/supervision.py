@@ -163,7 +163,7 @@ class Watcher(Closing):
         self._reported.update((restarts, rank) for rank in dead)
         hosts = hosts_text([transport.host(rank) for rank in dead])
         message = f"{ranks_text(dead)} died ({hosts}): {deaths[dead[0]]}"
-        state.break_(message, dead)
+        state.break_(message, dead, deaths[dead[0]])
         return WorkerDiedError(message, rank=dead[0], host=transport.host(dead[0]), ranks=dead)
 
     def __repr__(self) -> str:

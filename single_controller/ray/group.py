@@ -24,7 +24,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from dispatch.checks import check_count, check_seconds
-from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, CallOptions
+from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, CallOptions, off_loop
 from single_controller.call.codec import decode_result
 from single_controller.call.errors import (
     GroupBrokenError,
@@ -407,6 +407,18 @@ class RayWorkerGroup(WorkerGroup):
 
         self._without_dead("replace", ranks, timeout, prepare)
         return tuple(sorted(replaced))
+
+    async def areplace(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
+        """`replace` for event loops, which go on meanwhile."""
+        return await off_loop(lambda: self.replace(ranks, timeout))
+
+    async def ashrink(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
+        """`shrink` for event loops, which go on meanwhile."""
+        return await off_loop(lambda: self.shrink(ranks, timeout))
+
+    async def agrow(self, count: int | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
+        """`grow` for event loops, which go on meanwhile."""
+        return await off_loop(lambda: self.grow(count, timeout))
 
     def shrink(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
         """Go on without the ranks that have died. The others keep their processes and their workers, and get the

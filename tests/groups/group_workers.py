@@ -317,6 +317,9 @@ class Grid(Worker):
     def join_mesh(self, name, dp_ranks, collects):
         self._register_dispatch_collect_info(name, dp_rank=dp_ranks[self.rank], is_collect=collects[self.rank])
 
+    def rest(self, seconds):
+        time.sleep(seconds)
+
     @register(Dispatch.MEGATRON_COMPUTE)
     def compute(self, x):
         self.seen = x

@@ -25,6 +25,7 @@ from single_controller import (
     GroupBrokenError,
     GroupClosedError,
     ResultError,
+    WorkerDiedError,
     WorkerError,
     register_batch_type,
 )
@@ -545,3 +546,93 @@ def test_drivers_batch_type_is_known_to_the_workers(make_group):
     group = make_group(Counter)
     assert group.padded(Own(range(5))).rows == list(range(5))
     assert group.padded(group.ragged.remote(Own(range(6)))).rows == list(range(6))
+
+
+# --- event loops ----------------------------------------------------------------------------------------------------
+
+
+async def longest_pause(work):
+    """Await something. Returns its value, and the longest time for which the event loop was kept from other tasks."""
+    pauses = [0.0]
+
+    async def tick():
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)
+            pauses.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    value = await work
+    ticking.cancel()
+    return value, max(pauses)
+
+
+@pytest.mark.alone
+@pytest.mark.transports("ray")
+def test_event_loop_goes_on_while_ranks_are_replaced(make_group):
+    group = make_group(Fragile, group_options={"on_death": "replace", "collectives": False})
+    pids = group.pid()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError):
+        group.sleep(5)
+
+    async def calls():
+        with pytest.raises(GroupBrokenError, match=r"await group\.areplace\(\)"):
+            group.execute_all_async("ping")
+        futures = [group.pid.remote() for _ in range(3)]
+        assert [future.done() for future in futures] == [False] * 3 and "not sent" in repr(futures[0])
+        wrong = group.ping.remote(1, 2, 3)
+        with pytest.raises(CallTimeoutError) as caught:
+            futures[0].result(0)
+        assert caught.value.call_goes_on
+        with pytest.raises(TypeError, match=r"ping\(\) too many"):
+            await wrong
+        return await asyncio.gather(*futures)
+
+    after, pause = asyncio.run(longest_pause(calls()))
+    assert [new == old for new, old in zip(after[0], pids, strict=True)] == [True, False, True, True]
+    assert after[1:] == after[:1] * 2
+    assert pause < 0.05
+
+    async def replace():
+        os.kill(group.pid()[2], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            await group.sleep.remote(5)
+        replacing = asyncio.create_task(group.areplace())
+        await asyncio.sleep(0.05)
+        pids = await group.pid.remote()  # waits for the replacement, which another thread runs
+        return await replacing, len(pids)
+
+    found, pause = asyncio.run(longest_pause(replace()))
+    assert found == ((2,), 4) and pause < 0.05
+
+
+@pytest.mark.alone
+@overlapping
+def test_event_loop_goes_on_while_busy_ranks_are_asked_for_their_layout(make_group):
+    group = make_group(Grid, {"dp": [0, 1, 2, 3]})
+
+    async def calls():
+        busy = group.execute_all_async("rest", 0.4)
+        rows = group.compute_rows.remote(torch.arange(8))
+        later = group.compute_rows.remote(rows)  # its argument has not been sent
+        del busy
+        return await rows, await later
+
+    (_, later), pause = asyncio.run(longest_pause(calls()))
+    assert len(later) == 8 and pause < 0.05
+
+
+@overlapping
+def test_calls_of_an_event_loop_are_sent_in_order(make_group):
+    group = make_group(Grid, {"dp": [0, 1, 2, 3]})
+
+    async def calls():
+        futures = [group.compute_rows.remote(torch.full((4,), number)) for number in range(20)]
+        return await asyncio.gather(*futures)
+
+    assert [int(rows[0]) for rows in asyncio.run(calls())] == [
+        int(group.compute_rows(torch.full((4,), number))[0]) for number in range(20)
+    ]

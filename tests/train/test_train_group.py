@@ -360,6 +360,25 @@ def test_error_on_one_rank_is_raised_promptly(slots):
         assert time.monotonic() - begin < 30
 
 
+def test_error_of_a_reference_that_nobody_fetches_is_not_logged(slots, monkeypatch):
+    """Ray logs it as unhandled; the other rank's error was handled."""
+    logged = []
+    monkeypatch.setattr(ray._private.worker, "_unhandled_error_handler", logged.append)
+    with group_of({"user": {"fail_at": 0}}, pg=slots) as group:
+        ray.get(group.async_init())
+        assert ray.get(group.async_train(0, ROWS)[1])["rows"] == [3, 4]
+        group.async_train(1, ROWS)
+        time.sleep(1.5)
+    assert logged == []
+
+
+def test_save_model_without_a_folder_warns(actor, caplog):
+    ray.get(actor.async_init())
+    with caplog.at_level("WARNING", "workers.train.train_group"):
+        assert actor.save_model(3) is None
+    assert "save_model(3) has written nothing: set args.save" in caplog.text
+
+
 @pytest.mark.alone
 def test_rank_killed_in_a_collective_is_reported_and_the_group_can_restart(slots):
     with group_of({"user": {"die": 1}}, pg=slots, actor_cls=Meeting) as group:

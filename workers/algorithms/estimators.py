@@ -27,6 +27,22 @@ _HINTS = {
 }
 
 
+NEEDS = {
+    "grpo": ("rewards", "group_ids"),
+    "rloo": ("rewards", "group_ids"),
+    "reinforce_plus_plus": ("rewards",),
+    "reinforce_plus_plus_baseline": ("rewards", "group_ids"),
+    "gae": ("rewards", "values"),
+}
+"""The entries of the rollout data that each estimator needs; with ``kl_coef`` log-probabilities too."""
+
+
+def missing(name: str, estimator: str) -> RolloutDataError:
+    """The error for an entry that an estimator needs."""
+    hint = _HINTS.get(name, "add it, or the advantages themselves")
+    return RolloutDataError(f"rollout data has no {name!r}, which advantage_estimator={estimator!r} needs; {hint}")
+
+
 @dataclass(frozen=True)
 class AdvantageRows:
     """The rows of a dp rank, and access to those of the other dp ranks. ``rows["rewards"]`` is an entry of the rollout
@@ -51,10 +67,7 @@ class AdvantageRows:
             RolloutDataError: there is no such entry.
         """
         if name not in self.data:
-            hint = _HINTS.get(name, "add it, or the advantages themselves")
-            raise RolloutDataError(
-                f"rollout data has no {name!r}, which advantage_estimator={self.estimator!r} needs; {hint}"
-            )
+            raise missing(name, self.estimator)
         return self.data[name]
 
     @property

@@ -19,6 +19,7 @@ that of token t given the tokens before it. Nothing predicts the token at positi
 | ``weight_fingerprints`` | (B, T) int64 | of these weights, as their engine held them; -1 where it is not known |
 | ``min_weight_versions`` | (B,) int64 | the lowest of the row's generated tokens; -1 if there are none |
 | ``max_weight_versions`` | (B,) int64 | the highest of them |
+| ``position_ids`` | (B, T) integer | not used: positions count a row's real tokens from 0, and others are an error |
 
 Numbers must be finite; per-token numbers only where ``loss_mask`` is not 0. Other entries are kept with their rows.
 """
@@ -37,6 +38,7 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_
     "ref_log_probs",
     "values",
     "weight_fingerprints",
+    "position_ids",
 }
 PER_ROW = frozenset({"rewards", "group_ids", "min_weight_versions", "max_weight_versions"})
 EITHER = frozenset({"advantages", "weight_versions"})
@@ -77,6 +79,14 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
     """
     import torch
 
+    if not hasattr(data, "keys"):
+        raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(data).__name__}")
+    for name in data.keys():  # noqa: SIM118
+        if getattr(data[name], "is_nested", False):
+            raise RolloutDataError(
+                f"rollout data: {name} is a jagged tensor, but train groups take padded ones: for each jagged entry, "
+                f"pass torch.nested.to_padded_tensor(data[{name!r}], 0), and an attention_mask that is 1 at real tokens"
+            )
     for name in NEEDED:
         if name not in data.keys():  # noqa: SIM118  (a TensorDict has no `in`)
             raise RolloutDataError(
@@ -108,8 +118,16 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
             f"rollout data: input_ids has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size is "
             f"{vocab_size}"
         )
-    counts = data["loss_mask"] != 0
-    _check_masks(data["attention_mask"].bool(), counts)
+    counts, real = data["loss_mask"] != 0, data["attention_mask"].bool()
+    _check_masks(real, counts)
+    if "position_ids" in data.keys():  # noqa: SIM118
+        other = real & (data["position_ids"] != real.cumsum(1) - 1)
+        if bool(other.any()):
+            raise RolloutDataError(
+                f"rollout data: position_ids of row {int(other.nonzero()[0, 0])} do not count its real tokens from 0. "
+                "Train groups compute positions from attention_mask and use no others; leave position_ids out, and "
+                "give each sequence a row of its own"
+            )
     for name in FLOATS & set(map(str, data.keys())):
         value = data[name]
         bad = ~value.isfinite() if value.dim() == 1 else (counts & ~value.isfinite()).any(1)

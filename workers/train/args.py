@@ -68,7 +68,9 @@ class TrainArgs:
     tensor_model_parallel_size: int = _key(1, "megatron: tensor parallel size", least=1)
     pipeline_model_parallel_size: int = _key(1, "megatron: pipeline parallel size", least=1)
     use_distributed_optimizer: bool = _key(False, "megatron: shard the optimizer state over the dp ranks")
-    megatron_to_hf_mode: str = _key("raw", "accepted for slime's command lines, no effect", choices=("raw",))
+    megatron_to_hf_mode: str = _key(
+        "raw", "accepted for slime's command lines; there is no other mode", choices=("raw",)
+    )
     megatron_overrides: dict[str, Any] = _key({}, "megatron: fields of TransformerConfig to override")
     fsdp_shard_size: int | None = _key(
         None, "fsdp: ranks that shard one copy of the model; fewer than all ranks means HSDP", least=1
@@ -345,7 +347,9 @@ class TrainArgs:
     # run
     distributed_timeout_minutes: float = _key(10.0, "timeout of the train ranks' collectives", above=0)
     train_env_vars: dict[str, str] = _key({}, "environment variables of the train workers")
-    use_routing_replay: bool = _key(False, "accepted for slime's command lines, no effect")
+    use_routing_replay: bool = _key(
+        False, "accepted for slime's command lines; true is an error, because it is not implemented"
+    )
     profile_step_start: int | None = _key(None, "first rollout id to record with torch's profiler", least=0)
     profile_step_end: int | None = _key(None, "rollout id after the last one to record", least=0)
     profile_dir: str | None = _key(None, "folder for the profiler's Chrome traces, one per role and rank")

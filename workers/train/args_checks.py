@@ -64,6 +64,11 @@ def check_rollout(args: Any) -> None:
 
 def check_together(args: Any) -> None:
     """Check the keys together."""
+    if args.use_routing_replay:
+        raise TrainArgsError(
+            "args.use_routing_replay=True is not implemented: training would choose other experts than the rollout "
+            "did. Leave it out, and correct for the difference with rollout_correction"
+        )
     if args.hf_checkpoint is not None and args.hf_config is not None:
         raise TrainArgsError("args.hf_checkpoint and args.hf_config are both set; set only one of them")
     if args.hf_config is not None and "model_type" not in args.hf_config:

@@ -156,23 +156,31 @@ class SharedRollout(Generic[G]):
     def computed(self) -> dict[str, Any]:
         """Start what the groups compute for each other. Returns arguments of `TrainWorker.train`: futures, whose rows
         go from rank to rank without the driver."""
+        return {name: self._once(method, group) for name, method, group in self.to_compute(self._given)}
+
+    def to_compute(self, given: Any) -> list[tuple[str, str, G]]:
+        """Return what the groups compute for each other: the entry, and the method of which group.
+
+        Args:
+            given: what `RayTrainGroup.async_train` was given.
+        """
         args = self.groups[0].args
         if args.advantage_estimator != "gae":
-            return {}
+            return []
         wanted = [("values", "critic", "compute_values")]
         if args.kl_coef:
             wanted += [
                 ("old_log_probs", "actor", "compute_old_log_prob"),
                 ("ref_log_probs", "actor", "compute_ref_log_prob"),
             ]
-        has = self._given.keys() if hasattr(self._given, "keys") else ()
-        return {
-            name: self._once(method, group)
+        has = given.keys() if hasattr(given, "keys") else ()
+        return [
+            (name, method, group)
             for name, role, method in wanted
             for group in self.groups
             # A user's worker class without such a method may ask the other group's rank itself.
             if group.role == role and name not in has and method in group.ready_workers("async_train").methods
-        }
+        ]
 
     def _once(self, method: str, group: G) -> Any:
         """Call a method on the rollout, unless it was called. Returns a future; of data by dp rank, references by dp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ from dispatch.batch import share_rows
 from single_controller import Dispatch, register
 from workers.algorithms.advantages import overlong_penalty
 from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of
-from workers.algorithms.estimators import AdvantageRows, advantages_and_returns
+from workers.algorithms.estimators import NEEDS, AdvantageRows, advantages_and_returns, missing
 from workers.algorithms.losses import policy_loss, token_weights, value_loss
 from workers.algorithms.schedule import learning_rate
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, token_versions
-from workers.hf_files import tokens_of
+from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
 from workers.train.model_worker import ModelWorker
@@ -40,10 +40,11 @@ class PolicyTrainWorker(ModelWorker):
     are split into optimizer steps."""
 
     @classmethod
-    def check_rows(cls, args: Any, rows: Any) -> None:
+    def check_rows(cls, args: Any, rows: Any, role: str, computed: Collection[str]) -> None:
         """As in `TrainWorker`. Rows that a user's function postprocesses are checked on the ranks instead."""
         if args.rollout_data_postprocess_path is None:
-            check_rollout_data(rows, args.vocab_size)
+            check_rollout_data(rows, args.vocab_size or known_vocab_size(args))
+            check_entries({*rows.keys(), *computed}, args, role)
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -56,6 +57,7 @@ class PolicyTrainWorker(ModelWorker):
         self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
         with _profiled(self.args, self.role, rollout_id, self.rank):
             data = self._checked(lambda: self._rows(rollout_data_ref, computed))
+            check_entries({*data, *({"ref_log_probs"} if "ref" in self.backup.names else ())}, self.args, self.role)
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = {**learn(data), **self.snapshot_after(rollout_id)}
         self.next_rollout_id = rollout_id + 1
@@ -96,10 +98,6 @@ class PolicyTrainWorker(ModelWorker):
         if "ref_log_probs" not in data and "ref" in self.backup.names:
             with self.backup.swapped("ref"):
                 self._set(data, "ref_log_probs", self.model.log_probs(data, args.temperature))
-        if args.kl_loss_coef and "ref_log_probs" not in data:
-            raise RolloutDataError(
-                f"kl_loss_coef={args.kl_loss_coef} needs 'ref_log_probs' in the rollout data, or init(with_ref=True)"
-            )
         if "old_log_probs" not in data:
             self._old_log_probs(data)
         if "advantages" not in data:
@@ -142,7 +140,7 @@ class PolicyTrainWorker(ModelWorker):
                 entropy = self.role == "actor" and bool(args.entropy_coef or args.calculate_entropy)
                 reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
                 self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # otherwise the fp16 step was skipped
-        sums: dict[str, float] = {"grad_norm": 0.0}
+        sums: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0}  # also of a rollout without a token that counts
         for report in reports:
             for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -192,11 +190,7 @@ class PolicyTrainWorker(ModelWorker):
         rejected completions. Returns the metrics, also of a rollout that has both without a correction."""
         correction = correction_of(self.args)
         if "rollout_log_probs" not in data:
-            if correction is None:
-                return {}
-            raise RolloutDataError(
-                f"rollout_correction={self.args.rollout_correction!r} needs 'rollout_log_probs' in the rollout data"
-            )
+            return {}
         if correction is None and ("old_log_probs" not in data or self.args.use_rollout_logprobs):
             return {}
         # All stages need the same loss_mask, so that they skip the same steps.
@@ -212,11 +206,7 @@ class PolicyTrainWorker(ModelWorker):
         """Add ``old_log_probs``, unless they equal those of the first step. Returns whether they were added."""
         args = self.args
         if args.use_rollout_logprobs:
-            if "rollout_log_probs" not in data:
-                raise RolloutDataError(
-                    "use_rollout_logprobs=True needs 'rollout_log_probs' in the rollout data; add them, or set "
-                    "use_rollout_logprobs=False"
-                )
+            check_entries(data, args, "actor", estimator=False)
             data["old_log_probs"] = data["rollout_log_probs"]
         elif args.keep_old_actor:
             self._by_version(data)
@@ -330,6 +320,40 @@ class PolicyTrainWorker(ModelWorker):
         return Counter((self.weight_version - known).tolist())
 
 
+def check_entries(names: Collection[str], args: Any, role: str, *, estimator: bool = True) -> None:
+    """Check that rollout data has the entries that the configuration needs.
+
+    Args:
+        names: of the entries, with those that the ranks compute.
+        args: the configuration.
+        role: "actor" or "critic".
+        estimator: whether to check what the advantage estimator needs too.
+
+    Raises:
+        RolloutDataError: one is missing.
+    """
+    if estimator and (role == "critic" or "advantages" not in names):
+        needed = [*NEEDS.get(args.advantage_estimator, ()), *(("ref_log_probs",) if args.kl_coef else ())]
+        for name in needed:
+            if name not in names and not (name == "values" and role == "critic"):  # it computes them itself
+                raise missing(name, args.advantage_estimator)
+    if role == "critic":
+        return
+    if args.kl_loss_coef and "ref_log_probs" not in names:
+        raise RolloutDataError(
+            f"kl_loss_coef={args.kl_loss_coef} needs 'ref_log_probs' in the rollout data, or init(with_ref=True)"
+        )
+    if "rollout_log_probs" not in names and "old_log_probs" not in names and args.use_rollout_logprobs:
+        raise RolloutDataError(
+            "use_rollout_logprobs=True needs 'rollout_log_probs' in the rollout data; add them, or set "
+            "use_rollout_logprobs=False"
+        )
+    if "rollout_log_probs" not in names and args.rollout_correction:
+        raise RolloutDataError(
+            f"rollout_correction={args.rollout_correction!r} needs 'rollout_log_probs' in the rollout data"
+        )
+
+
 def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
     """Return the mean, the maximum and the shares of 0, 1, ... versions, from the number of tokens of each staleness.
     Empty if there are none."""
@@ -346,8 +370,8 @@ def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
 
 
 def _tensors(given: Any) -> Data:
-    if not isinstance(given, Mapping) and not hasattr(given, "keys"):
-        raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(given).__name__}")
+    if not hasattr(given, "keys"):
+        check_rollout_data(given)  # which says so
     entries = {str(name): given[name] for name in given.keys()}  # noqa: SIM118
     return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()}
 

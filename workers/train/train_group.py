@@ -11,6 +11,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -26,6 +27,7 @@ from single_controller import (
     WorkerFuture,
 )
 from single_controller.ray.attach import remove_placement_groups
+from workers.data.rollout_data import RolloutDataError
 from workers.recovery.snapshot_choice import Recovery
 from workers.recovery.train_recovery import Progress, common_position, find_left, leave, replace_ranks
 from workers.train.args import TrainArgsError, read_args, update_seconds
@@ -484,7 +486,7 @@ class RayTrainGroup:
         if self._pair is not None:
             self._pair.forget()
         self._leave()
-        return list(sent.refs)
+        return _references(sent)
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
         """Train on a rollout, on every rank.
@@ -499,19 +501,24 @@ class RayTrainGroup:
             By rank, a reference to the metrics of the whole step.
 
         Raises:
-            RolloutDataError: rows that are in this process are invalid; nothing was sent. For other rows, ``ray.get``
-                raises it.
+            RolloutDataError: rows that are in this process are invalid, or lack an entry that the configuration needs;
+                nothing was sent. For rows behind references, ``ray.get`` raises it.
         """
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
-            return list(workers.train.remote(rollout_id, None).refs)
+            return _references(workers.train.remote(rollout_id, None))
         _check_references("async_train", rollout_data_ref, workers.dp_size)
-        if hasattr(rollout_data_ref, "keys"):
-            self._class.check_rows(self.args, rollout_data_ref)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
+        if not isinstance(rollout_data_ref, (list, tuple, ray.ObjectRef, WorkerFuture)):
+            given = rollout_data_ref
+            rows = given.result() if isinstance(given, Future) else given
+            computed = {name for name, *_ in shared.to_compute(rows)}
+            if self._with_ref and self.role == "actor":
+                computed.add("ref_log_probs")
+            self._class.check_rows(role_args(self.args, self.role), rows, self.role, computed)
         shared.take(rollout_id, rollout_data_ref)
         self._progress.trained = rollout_id
-        return list(workers.train.remote(rollout_id, shared.data, **shared.computed()).refs)
+        return _references(workers.train.remote(rollout_id, shared.data, **shared.computed()))
 
     def compute_log_prob(self, rollout_data_ref: Any) -> torch.Tensor:
         """Return the log-probability of each token under the current weights, for an evaluation or as a teacher.
@@ -556,13 +563,17 @@ class RayTrainGroup:
                 `load_driver_state`.
 
         Returns:
-            The checkpoint's folder; None if ``args.save`` is not set.
+            The checkpoint's folder; None if ``args.save`` is not set. A warning is logged if ``args.save_hf`` is not
+            set either.
         """
         workers = self.ready_workers("save_model")
         # Rank 0 alone fetches the state. A user's class may lack the parameter.
         state = {} if driver_state is None else {"driver_state": [ray.put(pickle.dumps(driver_state))]}
         with self._saved.failing():
             folder: str | None = workers.save_model(step, force_sync, **state)[0]
+        args = role_args(self.args, self.role)
+        if folder is None and args.save is None and args.save_hf is None and not args.debug_rollout_only:
+            logger.warning("save_model(%r) has written nothing: set args.save to a folder for checkpoints", step)
         if folder is not None:
             self._saved.begun(folder, background=self.args.async_save and not force_sync)
             self._leave()
@@ -724,8 +735,24 @@ class RayTrainGroup:
         return f"<RayTrainGroup of {self.world_size}: {self.role}, {state}>"
 
 
+def _references(sent: WorkerFuture) -> list[Any]:
+    """The references to the results of a call. Ray logs an error that nobody has fetched as unhandled, also if the user
+    has handled that of another rank; one that somebody waits for counts as fetched."""
+    for ref in sent.refs:
+        ref.future()
+    return list(sent.refs)
+
+
 def _check_references(method: str, given: Any, dp_size: int) -> None:
-    if isinstance(given, (list, tuple)) and len(given) != dp_size:
+    if not isinstance(given, (list, tuple)):
+        return
+    if others := {type(one).__name__ for one in given if not isinstance(one, ray.ObjectRef)}:
+        raise RolloutDataError(
+            f"{method}(): rollout_data_ref is a list of {', '.join(sorted(others))}; pass all rows as one TensorDict "
+            "or dict of tensors, which is sharded over the dp ranks, or a list of references (ray.put(rows)), one for "
+            "each dp rank"
+        )
+    if len(given) != dp_size:
         raise TrainArgsError(
             f"{method}(): rollout_data_ref has {len(given)} references for {dp_size} dp ranks; pass one for each dp "
             "rank"

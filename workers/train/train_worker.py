@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,13 +98,16 @@ class TrainWorker(Worker, ABC):
         """
 
     @classmethod
-    def check_rows(cls, args: Any, rows: Any) -> None:
+    def check_rows(cls, args: Any, rows: Any, role: str, computed: Collection[str]) -> None:
         """Raise if rollout data is invalid. `RayTrainGroup.async_train` calls it before it sends rows that are in its
         process. The default accepts everything.
 
         Args:
-            args: the configuration.
+            args: the configuration as the role sees it.
             rows: all rows, a TensorDict or a dict.
+            role: "actor" or "critic".
+            computed: entries that the rows need not have, because the ranks of this group or of a connected one
+                compute them.
         """
 
     @register(Dispatch.ONE_TO_ALL)

@@ -5,6 +5,7 @@ Starting processes is slow: groups of one, two and four ranks serve all tests an
 
 import json
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -358,6 +359,10 @@ WRONG = [
     (lambda data: data.clone().set("loss_mask", torch.ones_like(data["loss_mask"])), "loss_mask of row 0 counts"),
     (lambda data: with_one(data, "rewards", torch.inf), "rewards of row 0 is not finite"),
     (lambda data: with_one(data, "ref_log_probs", torch.nan), "ref_log_probs of row 0 is not finite at a token"),
+    (lambda data: data.exclude("rewards"), "no 'rewards', which advantage_estimator='grpo' needs"),
+    (lambda data: data.clone().set("position_ids", data["input_ids"]), "position_ids of row 0 do not count"),
+    (lambda data: [dict(row.items()) for row in data], "list of dict; pass all rows as one TensorDict"),
+    (lambda data: None, "must be a TensorDict or a dict of tensors, got NoneType"),
 ]
 
 
@@ -373,7 +378,7 @@ def with_one(data, name, number):
 def test_invalid_rollout_data_is_rejected_and_changes_nothing(start, way, data):
     group = start(way)
     before = whole_weights(group)
-    for change, message in WRONG:
+    for change, message in WRONG[:-2]:
         with pytest.raises(WorkerError, match=message):
             group.worker_group.train(0, change(data))
 
@@ -381,9 +386,14 @@ def test_invalid_rollout_data_is_rejected_and_changes_nothing(start, way, data):
     wrong = data.clone()
     wrong["rewards"][-2] = torch.nan
     calls = [call.method for call in group.worker_group.stats().calls]
-    for given in (wrong, dict(wrong.items())):
+    later = Future()
+    later.set_result(wrong)
+    for given in (wrong, dict(wrong.items()), later):
         with pytest.raises(RolloutDataError, match=f"rewards of row {len(data) - 2} is not finite"):
             group.async_train(0, given)
+    for change, message in WRONG:
+        with pytest.raises(RolloutDataError, match=message):
+            group.async_train(0, change(data))
     assert [call.method for call in group.worker_group.stats().calls] == calls
     with pytest.raises(ray.exceptions.RayTaskError, match=r"rewards of row .* is not finite"):
         ray.get(group.async_train(0, ray.put(wrong)))
@@ -397,6 +407,15 @@ def test_invalid_rollout_data_is_rejected_and_changes_nothing(start, way, data):
     assert group.worker_group.broken is None
     assert distance(whole_weights(group), before) == 0.0
     learn(group, 0, data)
+
+
+@ways(FSDP2, PP2)
+def test_rollout_without_a_token_that_counts_has_the_metric_loss(start, way, data):
+    group = start(way)
+    before = whole_weights(group)
+    metrics = learn(group, 0, data.clone().set("loss_mask", torch.zeros_like(data["loss_mask"])))
+    assert (metrics["loss"], metrics["grad_norm"], metrics["completion_tokens"]) == (0.0, 0.0, 0.0)
+    assert distance(whole_weights(group), before) == 0.0
 
 
 @ways(FSDP2, PP2, DP2, rarely=[TP2])

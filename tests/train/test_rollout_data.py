@@ -1,0 +1,76 @@
+"""The checks of rollout data on the driver: what is missing, and what a train group would not use."""
+
+import pytest
+import torch
+
+from workers.data.rollout_data import RolloutDataError, check_rollout_data
+from workers.train.args import read_args
+from workers.train.policy_worker import PolicyTrainWorker, check_entries
+
+MODEL = {"model_type": "llama", "vocab_size": 32, "hidden_size": 8, "num_attention_heads": 2}
+
+
+def rows():
+    """Two rows of three tokens; the first is padded on the left."""
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    return {
+        "input_ids": torch.tensor([[0, 4, 5], [6, 7, 8]]),
+        "attention_mask": mask,
+        "loss_mask": torch.tensor([[0, 0, 1], [0, 1, 1]]),
+        "rewards": torch.tensor([1.0, 0.0]),
+        "group_ids": torch.tensor([0, 0]),
+    }
+
+
+@pytest.mark.parametrize("name", ["input_ids", "loss_mask", "rewards"])
+def test_jagged_entry_is_refused_with_the_way_to_pad_it(name):
+    jagged = torch.nested.as_nested_tensor([torch.tensor([4, 5]), torch.tensor([6, 7, 8])], layout=torch.jagged)
+    with pytest.raises(RolloutDataError, match=rf"{name} is a jagged tensor.*to_padded_tensor\(data\['{name}'\], 0\)"):
+        check_rollout_data({**rows(), name: jagged})
+    padded = torch.nested.to_padded_tensor(jagged, 0)
+    assert padded.tolist() == [[4, 5, 0], [6, 7, 8]]
+
+
+def test_position_ids_must_be_those_that_are_computed():
+    data = rows()
+    check_rollout_data({**data, "position_ids": torch.tensor([[9, 0, 1], [0, 1, 2]])})  # 9 is at padding
+    for wrong, row in (([[0, 1, 2], [0, 1, 2]], 0), ([[0, 0, 1], [0, 1, 0]], 1)):
+        with pytest.raises(RolloutDataError, match=rf"position_ids of row {row} .*leave position_ids out"):
+            check_rollout_data({**data, "position_ids": torch.tensor(wrong)})
+    with pytest.raises(RolloutDataError, match=r"position_ids is .*expected the shape of input_ids"):
+        check_rollout_data({**data, "position_ids": torch.zeros(3, 2, 3)})
+
+
+def test_driver_knows_the_vocabulary_of_a_config(tmp_path):
+    data = {**rows(), "input_ids": torch.full((2, 3), 32)}
+    with pytest.raises(RolloutDataError, match="vocab_size is 32"):
+        PolicyTrainWorker.check_rows(read_args({"hf_config": MODEL}), data, "actor", ())
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 32}')
+    with pytest.raises(RolloutDataError, match="vocab_size is 32"):
+        PolicyTrainWorker.check_rows(read_args({"hf_checkpoint": str(tmp_path)}), data, "actor", ())
+    PolicyTrainWorker.check_rows(read_args({"hf_checkpoint": "some/name"}), data, "actor", ())  # the ranks check it
+
+
+@pytest.mark.parametrize(
+    ("args", "role", "has", "message"),
+    [
+        ({}, "actor", "rewards", "no 'group_ids', which advantage_estimator='grpo' needs"),
+        ({}, "actor", "group_ids", "no 'rewards', which .* or the advantages themselves"),
+        ({}, "actor", "advantages", None),
+        ({"advantage_estimator": "reinforce_plus_plus"}, "actor", "rewards", None),
+        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, "actor", "rewards", "no 'ref_log_probs'"),
+        ({"advantage_estimator": "gae"}, "actor", "rewards", r"no 'values'.*call connect\(\)"),
+        ({"advantage_estimator": "gae"}, "critic", "rewards", None),
+        ({"advantage_estimator": "gae"}, "critic", "advantages", "no 'rewards'"),
+        ({"kl_loss_coef": 0.1}, "actor", "advantages", r"'ref_log_probs'.*init\(with_ref=True\)"),
+        ({"kl_loss_coef": 0.1}, "actor", "advantages ref_log_probs", None),
+        ({"use_rollout_logprobs": True}, "actor", "advantages", "needs 'rollout_log_probs'"),
+        ({"rollout_correction": "token_tis"}, "actor", "advantages", "needs 'rollout_log_probs'"),
+    ],
+)
+def test_entries_that_the_configuration_needs(args, role, has, message):
+    if message is None:
+        check_entries(has.split(), read_args(args), role)
+        return
+    with pytest.raises(RolloutDataError, match=message):
+        check_entries(has.split(), read_args(args), role)
