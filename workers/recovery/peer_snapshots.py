@@ -265,6 +265,7 @@ class PeerSnapshots:
             blocks = self._held.setdefault(header["owner"], {})
             needed = {header["committed"], REFERENCE} if header["number"] != REFERENCE else set(blocks) - {REFERENCE}
             for number in blocks.keys() - needed:
+                # Taken out first: while it is written over, nobody may take it for a complete snapshot.
                 memory = blocks.pop(number).memory
                 if memory.numel() == header["nbytes"]:
                     return memory
@@ -272,6 +273,8 @@ class PeerSnapshots:
 
     def _keep(self, block: Block) -> None:
         with self._lock:
+            # Again: ranks may have been replaced while it arrived. The sender counts it as kept all the same, but it is
+            # of a former generation, whose records of what was sent nobody reads any more.
             if block.header["generation"] == self._generation:
                 self._held.setdefault(block.header["owner"], {})[block.header["number"]] = block
 
