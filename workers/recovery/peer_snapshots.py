@@ -130,13 +130,6 @@ class PeerSnapshots:
         """The generation of the group at the last `join`; -1 before."""
         return self._generation
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory in bytes."""
-        with self._lock:
-            held = sum(block.memory.numel() for blocks in self._held.values() for block in blocks.values())
-        return held + sum(own.memory.numel() for number, own in self._own.items() if number != REFERENCE)
-
     # --- taking -----------------------------------------------------------------------------------------
 
     def set_reference(self, snapshot: Snapshot) -> None:
