@@ -205,16 +205,16 @@ def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
     Args:
         value: of this rank.
-        group: process group of all ranks; the default group if None.
+        group: process group of these ranks; the default group, of all ranks, if None.
 
     Returns:
-        The values, by rank.
+        The values, by rank in the group.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 

@@ -130,13 +130,6 @@ class PeerSnapshots:
         """The generation of the group at the last `join`; -1 before."""
         return self._generation
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory in bytes."""
-        with self._lock:
-            held = sum(block.memory.numel() for blocks in self._held.values() for block in blocks.values())
-        return held + sum(own.memory.numel() for number, own in self._own.items() if number != REFERENCE)
-
     # --- taking -----------------------------------------------------------------------------------------
 
     def set_reference(self, snapshot: Snapshot) -> None:
@@ -265,6 +258,7 @@ class PeerSnapshots:
             blocks = self._held.setdefault(header["owner"], {})
             needed = {header["committed"], REFERENCE} if header["number"] != REFERENCE else set(blocks) - {REFERENCE}
             for number in blocks.keys() - needed:
+                # Taken out first: while it is written over, nobody may take it for a complete snapshot.
                 memory = blocks.pop(number).memory
                 if memory.numel() == header["nbytes"]:
                     return memory
@@ -272,6 +266,8 @@ class PeerSnapshots:
 
     def _keep(self, block: Block) -> None:
         with self._lock:
+            # Again: ranks may have been replaced while it arrived. The sender counts it as kept all the same, but it is
+            # of a former generation, whose records of what was sent nobody reads any more.
             if block.header["generation"] == self._generation:
                 self._held.setdefault(block.header["owner"], {})[block.header["number"]] = block
 

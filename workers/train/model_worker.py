@@ -16,7 +16,7 @@ import torch.distributed as dist
 from single_controller.ray.results import fetch
 from workers.device import has_cuda, use_device
 from workers.device_memory import DeviceMemory
-from workers.distributed import end_process_groups, process_groups, rank_by_rank
+from workers.distributed import end_process_groups, gathered, process_groups, rank_by_rank
 from workers.extras import require
 from workers.hf_export import export_hf
 from workers.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
@@ -443,6 +443,4 @@ class ModelWorker(TrainWorker):
 
     def _over_dp(self, value: Any) -> list[Any]:
         """Gather a value from every data-parallel rank, by dp rank."""
-        said: list[Any] = [None] * dist.get_world_size(self.dp_group)
-        dist.all_gather_object(said, value, group=self.dp_group)
-        return said
+        return gathered(value, self.dp_group)

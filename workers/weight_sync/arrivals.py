@@ -50,10 +50,6 @@ class Arrivals:
         fitting = {name: tensor for name, tensor in self._tensors.items() if sizes.get(name) == tensor.shape}
         self._tensors = fitting if keep else {}
 
-    def forget(self) -> None:
-        """Free the memory."""
-        self._tensors, self.pieces, self.missing = {}, [], {}
-
     @property
     def nbytes(self) -> int:
         """Bytes of memory in use."""

@@ -274,6 +274,8 @@ class WeightReceiver(Worker):
                 engine failed. The update has failed then.
         """
         update = self.check_update(key)
+        # Without `weights_lock`: only the worker's own methods come here, one at a time, and when the update began it
+        # has ended all copies to and from other workers.
         try:
             self._arrivals.add(payload)
         except Exception as error:

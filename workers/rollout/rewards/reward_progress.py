@@ -1,7 +1,7 @@
 """RewardProgress: how far the rewards are, for the log and the metrics.
 
-Thread: "rewards-log", a daemon timer, waits while rewards are pending. A reward function may block every other thread
-that knows of it: the caller's, and the event loop's.
+Thread: "rewards-log", a daemon, runs while rewards are pending, and ends when none is. A reward function may block
+every other thread that knows of it: the caller's, and the event loop's.
 Lock: ``_lock`` protects all fields. It is a leaf.
 """
 
@@ -32,15 +32,18 @@ class RewardProgress:
         self._total = self._done = 0  # samples since nothing was pending
         self._slowest = 0.0
         self._timeouts = 0
-        self._timer: threading.Timer | None = None
+        self._none_pending = threading.Event()
+        """Ends the thread. Each thread has an event of its own, so none misses its end because rewards are pending
+        again."""
 
     def begin(self, samples: int) -> object:
         """The computation of some rewards begins. Give what this returns to `end`."""
         key = object()
         with self._lock:
-            if not self._pending:  # under the lock, so that two computations that begin at once start one timer
+            if not self._pending:  # under the lock, so that two computations that begin at once start one thread
                 self._total = self._done = 0
-                self._wait()
+                self._none_pending = none_pending = threading.Event()
+                threading.Thread(target=self._log, args=(none_pending,), name="rewards-log", daemon=True).start()
             self._pending[key] = time.monotonic()
             self._total += samples
         return key
@@ -48,9 +51,8 @@ class RewardProgress:
     def end(self, key: object) -> None:
         with self._lock:
             self._pending.pop(key, None)
-            if not self._pending and self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            if not self._pending:
+                self._none_pending.set()
 
     @contextmanager
     def running(self, call: RewardCall) -> Iterator[None]:
@@ -77,27 +79,20 @@ class RewardProgress:
             self._timeouts, self._slowest = 0, 0.0
         return found
 
-    def _wait(self) -> None:
-        # A new timer each time: a threading.Timer runs once. The caller holds the lock.
-        self._timer = threading.Timer(LOG_SECONDS, self._log)
-        self._timer.name, self._timer.daemon = "rewards-log", True
-        self._timer.start()
-
-    def _log(self) -> None:
-        with self._lock:
-            if threading.current_thread() is not self._timer:
-                return  # `end` came too late to cancel this timer
-            self._wait()
-            now = time.monotonic()
-            seconds = now - next(iter(self._pending.values()))
-            call, begun = next(iter(self._running.items()), (None, now))
-            total, done = self._total, self._done
-        # Outside the lock: a handler of the user's may take long, and `end` must not wait for it.
-        if seconds >= LOG_SECONDS:
-            logger.warning(
-                "the reward function has been running for %.0f s, for %d completions: %d are done; %s",
-                seconds,
-                total,
-                done,
-                f"the slowest has been running for {now - begun:.0f} s, {call.where()}" if call else "none runs now",
-            )
+    def _log(self, none_pending: threading.Event) -> None:
+        while not none_pending.wait(LOG_SECONDS):
+            with self._lock:
+                now = time.monotonic()
+                seconds = now - next(iter(self._pending.values()), now)
+                call, begun = next(iter(self._running.items()), (None, now))
+                total, done = self._total, self._done
+            # Outside the lock: a handler of the user's may take long, and `end` must not wait for it.
+            if seconds >= LOG_SECONDS:
+                slowest = f"the slowest has been running for {now - begun:.0f} s, {call.where()}" if call else ""
+                logger.warning(
+                    "the reward function has been running for %.0f s, for %d completions: %d are done; %s",
+                    seconds,
+                    total,
+                    done,
+                    slowest or "none runs now",
+                )

@@ -314,7 +314,7 @@ class RolloutStream(Closing):
             updating = self._pauses > 0
             waiting = updating and self._update_mode == "wait"
             if waiting and self._idle:
-                self._changed.wait()
+                self._changed.wait()  # for the end of the update, or of the stream
                 return
         if not waiting:
             self._router.begin_groups()

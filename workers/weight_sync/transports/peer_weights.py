@@ -151,7 +151,8 @@ class PeerWeights:
         receiver._prepare_thread()
         with receiver.weights_lock:
             request = self._request
-            if request is None or not self._expects(header):  # it has changed while the bucket was arriving
+            # Again: the lock was free while the bucket was arriving, so an update or another copy may have begun.
+            if request is None or not self._expects(header):
                 raise ConnectionAbortedError("nobody needs it any more")
             try:
                 if not header["index"]:
@@ -180,6 +181,7 @@ class PeerWeights:
         if request.id in self._sending or receiver.weight_version != request.version:
             return
         self._sending.add(request.id)
+        # The count as of now, in the thread that also ends copies: the new thread may begin only after an update has.
         arguments = request, receiver.changes
         threading.Thread(target=self._send, args=arguments, name="weights-send", daemon=True).start()
 
