@@ -22,7 +22,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
@@ -91,6 +91,7 @@ class GroupState:
         dead: the ranks whose death broke it.
         restarting: whether its workers are being restarted.
         restarts: number of successful restarts and replacements of ranks.
+        independent: whether no rank waits for another one in collectives.
         recovers: whether a call first has ranks replaced that have died before, or goes on without them.
         sent: number of calls that were sent.
         layout_versions: role -> rank -> version of the last `LayoutReport` that the rank has made.
@@ -119,7 +120,7 @@ class GroupState:
         self.dead: tuple[int, ...] = ()
         self.restarting = False
         self.restarts = 0
-        self.recovers = False
+        self.independent = self.recovers = False
         self.sent = 0
         self.next_late_log = 0.0
         self.timing_out = False
@@ -187,7 +188,7 @@ class GroupState:
                 self.on_change()
                 level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
                 logger.log(level, "%s is broken: %s", self.name, reason)
-            self._end_calls()
+            self._end_calls(self.dead if self.independent and not self.restarting else ())
 
     def note_deaths(self, deaths: Mapping[int, str]) -> None:
         """Remember when and why ranks died, unless their death in this generation is known already."""
@@ -245,9 +246,11 @@ class GroupState:
                 deaths[id(transport)] = transport.deaths()
             call.look(time.monotonic(), deaths[id(transport)])
 
-    def _end_calls(self) -> None:
+    def _end_calls(self, dead: Collection[int] = ()) -> None:
+        """End all calls; if these ranks have died, on which no other one depends, those that wait for one of them."""
         for call in list(self.calls):
-            call.abandon()
+            if not dead or not set(dead).isdisjoint(call.late):
+                call.abandon()
 
 
 def _nothing() -> None:
@@ -843,3 +846,10 @@ def wait_timed_out(call: Call, seconds: float) -> CallTimeoutError:
         call_goes_on=True,
         stacks=stacks,
     )
+
+
+def wait_and_check(call: Call) -> None:
+    """Wait for a call, and raise its error."""
+    call.wait()
+    if call.error is not None:
+        raise call.error

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from dispatch.batch import Uneven
-from dispatch.checks import check_seconds
+from dispatch.checks import check_count, check_seconds
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout
 from dispatch.modes import Mode, has_axes
 from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
-from single_controller.call.call import Call, GroupState, monitor
+from single_controller.call.call import Call, GroupState, monitor, wait_and_check
 from single_controller.call.closing import Closing
 from single_controller.call.errors import ForkedProcessError, ranks_text
 from single_controller.call.future import WorkerFuture
@@ -62,6 +62,15 @@ class OtherOptions(TypedDict, total=False):
     timeout: float | None
     uneven: Uneven | None
     device: str | None
+
+
+class MapOptions(TypedDict, total=False):
+    """The options of `WorkerGroup.map`, for type checkers."""
+
+    in_flight: int
+    retries: int
+    ordered: bool
+    progress: bool | Callable[[int], object]
 
 
 class RemoteMethod(Generic[P, T, Called]):
@@ -441,7 +450,62 @@ class WorkerGroup(Closing):
         """
         restart(self._state, choose=lambda: self._check_restart(ranks), start=self._start_workers, replay=self._replay)
 
-    # --- one call -----------------------------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    @overload
+    def map(
+        self, method: RemoteMethod[..., T, Any], batches: Iterable[Any], **options: Unpack[MapOptions]
+    ) -> Iterator[T]: ...
+
+    @overload
+    def map(self, method: str, batches: Iterable[Any], **options: Unpack[MapOptions]) -> Iterator[Any]: ...
+
+    def map(
+        self,
+        method: RemoteMethod[..., Any, Any] | str,
+        batches: Iterable[Any],
+        *,
+        in_flight: int = 2,
+        retries: int = 0,
+        ordered: bool = True,
+        progress: bool | Callable[[int], object] = False,
+    ) -> Iterator[Any]:
+        """Call a method with one batch after another, a few in flight, and yield the results.
+
+        A death costs only what had not returned. In a group with ``collectives=False`` each rank gets its shard in a
+        call of its own: those that live end theirs, and only the shards of those that died are sent again. Otherwise
+        all batches in flight are. Nothing is sent while the caller holds the generator.
+
+        Args:
+            method: its name, or the method itself, for options: ``group.score.options(timeout=60)``. Its only argument
+                is the batch.
+            batches: any iterable; an item is taken when there is room for it.
+            in_flight: how many batches the ranks have at most, so that they need not wait for the driver.
+            retries: how often a batch is sent again of which a rank may have died: the oldest in flight. Before that,
+                dead ranks are replaced, as ``on_death`` says, or else by `restart`: of these ranks alone with
+                ``collectives=False``, otherwise of all.
+            ordered: yield the results in the order of the batches; otherwise as they come.
+            progress: called with the number of batches that are done. True shows a bar, if tqdm is installed.
+
+        Raises:
+            ValueError: a number is out of range.
+            WorkerDiedError, GroupBrokenError: a rank has died, and the retries are used up.
+            SingleControllerError: as any call.
+        """
+        from single_controller.call.map_batches import BatchMap, report
+
+        name, options = (method, DECLARED) if isinstance(method, str) else (method.__name__, method._options)
+        mapped = BatchMap(
+            self,
+            self._method(name)._spec,
+            options,
+            batches,
+            in_flight=check_count("map(in_flight)", in_flight),
+            retries=check_count("map(retries)", retries, 0),
+            ordered=ordered,
+            progress=report(progress, name, batches),
+        )
+        return mapped.results()
 
     def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Plan a call, send it, and wait for it or return its future."""
@@ -746,13 +810,6 @@ class WorkerGroup(Closing):
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
         what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
-
-
-def wait_and_check(call: Call) -> None:
-    """Wait for a call, and raise its error."""
-    call.wait()
-    if call.error is not None:
-        raise call.error
 
 
 @functools.lru_cache(maxsize=64)
