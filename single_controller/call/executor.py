@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dispatch import batch
 from dispatch.errors import BatchError, DispatchError, ResultError, SingleControllerError
 from dispatch.move import move
-from dispatch.plan import DeferredArgument, Parameter
+from dispatch.plan import DeferredArgument, Parameter, put_back
 from dispatch.register import label, method_spec
 from single_controller.call.codec import CallMessage, Encoded, encode
 from single_controller.call.errors import GroupBrokenError
@@ -185,6 +185,7 @@ class Executor:
                 alike = False
                 self._resolve(message, arguments, located)
                 del located
+            put_back(arguments)
             positions = sorted(key for key in arguments if isinstance(key, int))
             args = tuple(arguments[position] for position in positions)
             kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}

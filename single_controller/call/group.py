@@ -22,6 +22,7 @@ from single_controller.call.call import Call, GroupState, monitor, wait_and_chec
 from single_controller.call.closing import Closing
 from single_controller.call.errors import ForkedProcessError, ranks_text
 from single_controller.call.future import WorkerFuture
+from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.methods import DECLARED, CallOptions, MethodTable, suggestion
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.call.status import GroupStatus, group_status
@@ -492,8 +493,6 @@ class WorkerGroup(Closing):
             WorkerDiedError, GroupBrokenError: a rank has died, and the retries are used up.
             SingleControllerError: as any call.
         """
-        from single_controller.call.map_batches import BatchMap, report
-
         name, options = (method, DECLARED) if isinstance(method, str) else (method.__name__, method._options)
         mapped = BatchMap(
             self,

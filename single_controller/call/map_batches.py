@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, join_values
 from dispatch.register import MethodSpec
-from single_controller.call.call import Call, wait_and_check
+from single_controller.call.call import Call, GroupState, wait_and_check
 from single_controller.call.errors import GroupBrokenError, WorkerDiedError
 from single_controller.call.methods import CallOptions
 
-if TYPE_CHECKING:
-    from single_controller.call.group import WorkerGroup
-
 Part = tuple[int, ...]
 """The ranks of one call for a batch: all that the method has, or one, if ranks are independent."""
+
+
+class Group(Protocol):
+    """What a `BatchMap` needs of a `WorkerGroup`."""
+
+    _state: GroupState
+
+    @property
+    def collectives(self) -> bool: ...
+    @property
+    def world_size(self) -> int: ...
+    def alive(self) -> list[bool]: ...
+    def restart(self, ranks: Sequence[int] | None = None) -> None: ...
+    def _check(self) -> None: ...
+    def _plan(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> CallPlan: ...
+    def _send(self, spec: MethodSpec, plan: CallPlan, options: CallOptions) -> Call: ...
 
 
 @dataclass(eq=False)
@@ -53,7 +68,7 @@ class BatchMap:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: Group,
         spec: MethodSpec,
         options: CallOptions,
         batches: Iterable[Any],
@@ -174,8 +189,8 @@ class BatchMap:
         """
         group = self._group
         with group._state.lock:  # a call has its error just before the group is broken
-            broken = group.broken
-        if group.closed:
+            broken = group._state.broken
+        if group._state.closed:
             return error
         for batch in self._running:
             wait([call.outcome for call in batch.calls.values()])

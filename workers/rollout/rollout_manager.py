@@ -10,11 +10,11 @@ import logging
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from single_controller import WorkerFuture
+from single_controller.call.future import ComputedFuture
 from workers.data.collate import collate
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
@@ -180,7 +180,7 @@ class RolloutManager:
         extras: Mapping[str, Sequence[Any]] | None = None,
         sampling_params: SamplingParams | None = None,
         samples_per_prompt: int | None = None,
-    ) -> Future[TensorDict]:
+    ) -> ComputedFuture[TensorDict]:
         """Start `generate` and return at once. The call has been sent to the workers when this returns.
 
         A thread of this process waits for the completions and computes the rewards. `refresh` is not used: a worker
@@ -188,10 +188,12 @@ class RolloutManager:
         sent by other processes: send the update after the completions have arrived.
 
         Returns:
-            A `concurrent.futures.Future`: use ``.result()``, or ``await asyncio.wrap_future(...)``.
+            A `WorkerFuture`: use ``.result()`` or ``await``, or pass it to `RayTrainGroup.async_train` or a method of a
+            group, which waits for it. ``.refs`` has one Ray reference to the data, for ``ray.get``. It also is a
+            `concurrent.futures.Future`.
         """
         sent = self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt)
-        outcome: Future[TensorDict] = Future()
+        outcome: ComputedFuture[TensorDict] = ComputedFuture("generate", _put)
         outcome.set_running_or_notify_cancel()  # not to be cancelled: the workers run the call in any case
 
         def finish() -> None:
@@ -295,6 +297,12 @@ class RolloutManager:
             rewards=rewards,
             pad_token_id=self.pad_token_id,
         )
+
+
+def _put(value: Any) -> Any:
+    import ray
+
+    return ray.put(value)
 
 
 def _raise_refused(generated: Sequence[Generated], samples: Sequence[Sample]) -> None:

@@ -348,7 +348,10 @@ def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
 def _tensors(given: Any) -> Data:
     if not isinstance(given, Mapping) and not hasattr(given, "keys"):
         raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(given).__name__}")
-    entries = {str(name): given[name] for name in given.keys()}  # noqa: SIM118
+    entries: dict[str, Any] = {}
+    for name in given.keys():  # noqa: SIM118
+        entry = given[name]
+        entries |= entry if isinstance(entry, dict) else {str(name): entry}  # what a future of several entries became
     return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 

@@ -25,6 +25,7 @@ from single_controller import (
     SingleControllerError,
     WorkerFuture,
 )
+from single_controller.call.future import ReferencedFuture
 from single_controller.ray.attach import remove_placement_groups
 from workers.recovery.snapshot_choice import Recovery
 from workers.recovery.train_recovery import Progress, common_position, find_left, leave, replace_ranks
@@ -49,8 +50,8 @@ UPDATE_TRIES = 3
 class RayTrainGroup:
     """The train workers of one role: ``num_nodes * num_gpus_per_node`` ranks.
 
-    The ``async_*`` methods return one Ray reference per rank, for ``ray.get``; the other methods wait. The group is a
-    context manager: closing it ends its workers, and frees the pool if the group created it.
+    The ``async_*`` methods return a future, which ``ray.get`` takes too; the other methods wait. The group is a context
+    manager: closing it ends its workers, and frees the pool if the group created it.
 
     Args:
         args: the configuration, see ARGUMENTS.md. It is checked here.
@@ -455,7 +456,9 @@ class RayTrainGroup:
 
     # --- training ---------------------------------------------------------------------------------------
 
-    def async_init(self, args: Any = None, role: str | None = None, with_ref: bool = False) -> list[Any]:
+    def async_init(
+        self, args: Any = None, role: str | None = None, with_ref: bool = False
+    ) -> ReferencedFuture[list[int]]:
         """Create the model on every rank; see `TrainWorker.init`.
 
         Args:
@@ -464,7 +467,7 @@ class RayTrainGroup:
             with_ref: whether to keep a reference's weights too.
 
         Returns:
-            By rank, a reference to the first rollout id.
+            A future of the first rollout id, by rank. It also is the list of the Ray references to them.
 
         Raises:
             TrainArgsError: the configuration is invalid, or invalid for this number of ranks.
@@ -484,34 +487,45 @@ class RayTrainGroup:
         if self._pair is not None:
             self._pair.forget()
         self._leave()
-        return list(sent.refs)
+        return ReferencedFuture(sent)
 
-    def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
+    def async_train(self, rollout_id: int, rollout_data_ref: Any) -> ReferencedFuture[list[dict[str, float]]]:
         """Train on a rollout, on every rank.
 
         Args:
             rollout_id: number of the rollout, from 0.
             rollout_data_ref: a TensorDict (see `workers.data.rollout_data`), a future of one, a Ray reference to one,
-                or a list of references, one per dp rank. Pass the same object to the actor and to its critic: what both
-                need is then computed once.
+                or a list of references, one per dp rank. Or a dict, whose values may be futures of an entry, or of a
+                dict of entries, such as what a teacher's group computes: it goes from rank to rank. Pass the same
+                object to the actor and to its critic: what both need is then computed once.
 
         Returns:
-            By rank, a reference to the metrics of the whole step.
+            A future of the metrics of the whole step, by rank. It also is the list of the Ray references to them:
+            ``ray.get(future)`` gives what ``future.result()`` does.
 
         Raises:
+            TrainArgsError: the configuration does not fit the data; nothing was sent.
             RolloutDataError: rows that are in this process are invalid; nothing was sent. For other rows, ``ray.get``
                 raises it.
         """
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
-            return list(workers.train.remote(rollout_id, None).refs)
+            return ReferencedFuture(workers.train.remote(rollout_id, None))
         _check_references("async_train", rollout_data_ref, workers.dp_size)
+        futures = []
         if hasattr(rollout_data_ref, "keys"):
-            self._class.check_rows(self.args, rollout_data_ref)
+            futures = [name for name in rollout_data_ref.keys() if isinstance(rollout_data_ref[name], WorkerFuture)]  # noqa: SIM118
+            here = {k: rollout_data_ref[k] for k in rollout_data_ref.keys() - futures} if futures else rollout_data_ref
+            self._class.check_rows(self.args, here)
+        if futures and self.args.balance_data:
+            raise TrainArgsError(
+                f"async_train(): balance_data=True moves rows, but not those of the future at {futures[0]!r}; set "
+                "balance_data=False, or pass future.result()"
+            )
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
         shared.take(rollout_id, rollout_data_ref)
         self._progress.trained = rollout_id
-        return list(workers.train.remote(rollout_id, shared.data, **shared.computed()).refs)
+        return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()))
 
     def compute_log_prob(self, rollout_data_ref: Any) -> torch.Tensor:
         """Return the log-probability of each token under the current weights, for an evaluation or as a teacher.
