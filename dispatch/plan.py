@@ -384,7 +384,7 @@ def _to_send(spec: MethodSpec, value: Any) -> Any:
     if isinstance(value, Broadcast):
         value = value.value
     if isinstance(value, Deferred) and spec.registration.materialize_futures:
-        return DeferredArgument(value, "whole")
+        return value.result() if value.computed_here else DeferredArgument(value, "whole")
     return value
 
 

@@ -471,6 +471,7 @@ def test_future_of_this_process_as_an_argument(counters, smaller):
     assert torch.equal(smaller[5].double({"x": later(batch)})["x"], 2 * batch)
     assert counters.echo(Broadcast(later([1])))[0] == [1] and counters.echo(later([1]))[3] == [1]
     assert counters.items(later([5, 6, 7, 8]))[1] == (1, 6, 0)
+    assert counters.items([0, later(4), 0, 0])[1] == (1, 4, 0)
     assert counters.take_future(later(3))[0] == ("ComputedFuture", 3)
     assert counters.custom(later([1, 2]), y=later([5, 6])) == [106, 109, 108, 111]
     failing = ComputedFuture("generate")
@@ -493,7 +494,7 @@ def test_future_of_this_process_as_an_argument(counters, smaller):
 
 
 def test_custom_mode_gets_the_value_of_a_future(counters):
-    assert counters.custom(counters.first.remote(5), y=[5, 6]) == [105, 107, 107, 109]
+    assert counters.custom(counters.first.remote(5), y=[5, 6]) == [105, 112, 107, 114]
 
 
 def test_future_with_a_collect_function_is_rejected(counters):
