@@ -152,7 +152,9 @@ def plan_call(
         spec.signature.bind(*args, **kwargs)
     except TypeError as error:
         raise misfit(spec.label, spec.signature, kwargs, error) from None
-    arguments = _named(spec, args, kwargs)
+    arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
+    if any(isinstance(value, (Deferred, dict)) for value in arguments.values()):
+        arguments = _futures_apart(spec, arguments)
     if custom is not None:
         plan = _plan_lists(spec, layout, arguments, source="its dispatch_fn splits")
         return replace(plan, collect=lambda results: custom.collect_fn(group, results, *context))
@@ -198,13 +200,13 @@ def plan_execute(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs
     """Plan ``execute_all_*``: lists are split if every argument is a list of length world_size. Raises as `plan_call`
     does, also if only some arguments are lists, or a list has another length."""
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_lists(spec, layout, _named(spec, args, kwargs), source="execute_all splits")
+    return _plan_lists(spec, layout, _futures_apart(spec, dict(enumerate(args)) | kwargs), source="execute_all splits")
 
 
 def plan_rank_zero(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """Plan ``execute_rank_zero_*``: rank 0 gets the arguments unchanged and returns its value."""
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_whole(spec, layout.rank_zero, Join.VALUE, _named(spec, args, kwargs))
+    return _plan_whole(spec, layout.rank_zero, Join.VALUE, _futures_apart(spec, dict(enumerate(args)) | kwargs))
 
 
 def put_back(arguments: dict[Parameter, Any]) -> None:
@@ -213,20 +215,18 @@ def put_back(arguments: dict[Parameter, Any]) -> None:
         arguments[key[0]] = {**arguments[key[0]], key[1]: arguments.pop(key)}
 
 
-def _named(spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Parameter, Any]:
-    """The arguments by parameter, with futures taken out of dicts, which `put_back` puts back on the rank."""
-    arguments: dict[Parameter, Any] = dict(enumerate(args))
-    arguments.update(kwargs)
+def _futures_apart(spec: MethodSpec, arguments: dict[Any, Any]) -> dict[Parameter, Any]:
+    """The arguments with futures taken out of dicts, which `put_back` puts back on the rank."""
     if not spec.registration.materialize_futures:
         return arguments
-    named: dict[Parameter, Any] = {}
+    apart: dict[Parameter, Any] = {}
     for key, value in arguments.items():
-        named[key] = value = _computed(value)
+        apart[key] = value = _computed(value)
         if type(value) is dict and not isinstance(key, tuple) and any(isinstance(v, Deferred) for v in value.values()):
             entries = {name: _computed(part) for name, part in value.items()}
-            named[key] = {name: part for name, part in entries.items() if not isinstance(part, Deferred)}
-            named.update({(key, name): part for name, part in entries.items() if isinstance(part, Deferred)})
-    return named
+            apart[key] = {name: part for name, part in entries.items() if not isinstance(part, Deferred)}
+            apart.update({(key, name): part for name, part in entries.items() if isinstance(part, Deferred)})
+    return apart
 
 
 def _computed(value: Any) -> Any:

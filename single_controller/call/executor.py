@@ -184,8 +184,8 @@ class Executor:
                 located, rows, real = self._locate(message, arguments)
                 alike = False
                 self._resolve(message, arguments, located)
+                put_back(arguments)
                 del located
-            put_back(arguments)
             positions = sorted(key for key in arguments if isinstance(key, int))
             args = tuple(arguments[position] for position in positions)
             kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
