@@ -123,6 +123,8 @@ class BatchMap:
         return [(rank,) for rank, shard in of.items() if shard.real != 0]
 
     def _send(self, batch: _Batch) -> None:
+        if self._is_complete(batch):
+            return
         self._group._check()  # has dead ranks replaced, if the group does
         plan = batch.plan
         if plan is None or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added: other shards
@@ -140,8 +142,8 @@ class BatchMap:
             for batch in wanted:
                 if batch.done or any(call.error for call in batch.calls.values()):
                     return batch
-            wait([call.outcome for batch in wanted for call in batch.calls.values() if not call.settled],
-                 return_when=FIRST_COMPLETED)  # fmt: skip
+            running = [call for batch in wanted for call in batch.calls.values() if not call.settled]
+            wait([call.outcome for call in running], return_when=FIRST_COMPLETED)
 
     def _take(self, batch: _Batch) -> Any:
         """The value of a batch, which then is in flight no more."""
