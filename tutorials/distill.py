@@ -64,14 +64,13 @@ def main():
     check_temperature(args, sampling_params, temperature)
     began = time.monotonic()
     use_gpu = torch.cuda.is_available()
-    with RayResourcePool([2, 1, 1], use_gpu=use_gpu) as pool:
-        student_pool, teacher_pool, rollout_pool = pool.split([2, 1, 1])
-        student = RayTrainGroup(args, 1, 2, student_pool)
-        teacher = RayWorkerGroup(teacher_pool, RayClassWithInitArgs(Teacher, teacher_model, temperature, k))
+    with RayResourcePool([4], use_gpu=use_gpu) as pool:
+        student = RayTrainGroup(args, 1, 2, pool[:2])
+        teacher = RayWorkerGroup(pool[2:3], RayClassWithInitArgs(Teacher, teacher_model, temperature, k))
         model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
         made = RayClassWithInitArgs(RolloutWorker, HFEngine, model, random_weights=True)
-        rollout = RayWorkerGroup(rollout_pool, made, collectives=False)
-        student.async_init()
+        rollout = RayWorkerGroup(pool[3:], made, collectives=False)
+        student.async_init().result()
         manager = RolloutManager(rollout, sampling_params, samples_per_prompt=args.n_samples_per_prompt, seed=args.seed)
         student.set_rollout_manager(manager)
         draw = torch.Generator().manual_seed(args.seed)
@@ -80,7 +79,8 @@ def main():
             student.update_weights()
             prompts = torch.randint(0, MODEL["vocab_size"], (args.rollout_batch_size, 2), generator=draw).tolist()
             data = manager.generate(prompts, rollout_id=rollout_id)
-            data["advantages"] = torch.zeros(len(data)) if k else None
+            if k:
+                data["advantages"] = torch.zeros(len(data))  # the loss reads none
             # A future: the teacher still computes when the student is sent its rows.
             said = teacher.score.remote(data.select("input_ids", "attention_mask"))
             metrics = ray.get(student.async_train(rollout_id, {**data, "teacher": said}))[0]
