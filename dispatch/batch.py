@@ -59,6 +59,13 @@ class Deferred:
     label: str
     """The method that computes the result, for messages."""
 
+    computed_here = False
+    """Whether this process itself computes the result, so that an argument is its value."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the result, and return it."""
+        raise NotImplementedError
+
     @property
     def failed(self) -> Exception | None:
         """The error of the call that computes the result, if it is known to have failed."""
@@ -513,7 +520,9 @@ def _fields_length(value: Any) -> int | None:
     first: Any = None
     for key, part in fields_of(value) or ():
         if isinstance(part, Deferred):
-            raise BatchError(f"it has a future at {key!r}: pass the future as an argument of its own")
+            raise BatchError(
+                f"it has a future at {key!r}: a future may be an argument, or an entry of a plain dict that is one"
+            )
         part_rows = length(part)
         if part_rows is None:
             continue

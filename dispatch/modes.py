@@ -56,9 +56,12 @@ class CustomMode:
     """A pair of functions given by the user.
 
     Attributes:
-        dispatch_fn: (group, *args, **kwargs) -> (args, kwargs). If all of these are lists of length world_size, rank i
-            gets item i of each. If none is a list, every rank gets all of them.
-        collect_fn: (group, list of all ranks' results) -> what the driver gets.
+        dispatch_fn: (group, *args, **kwargs) -> (args, kwargs), or (args, kwargs, context). If all of the arguments are
+            lists of length world_size, rank i gets item i of each. If none is a list, every rank gets all of them. It
+            gets the value of a future that the caller passes, which the call waits for; with
+            ``materialize_futures=False`` the future itself.
+        collect_fn: (group, list of all ranks' results) -> what the driver gets. With a context, which may be anything
+            that the dispatch_fn knows of the call: (group, results, context).
     """
 
     dispatch_fn: Callable[..., Any]

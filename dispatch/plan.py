@@ -7,6 +7,7 @@ caller's objects.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -19,8 +20,9 @@ from dispatch.layout import Layout, Routing
 from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode
 from dispatch.register import MethodSpec, check_arguments, misfit
 
-Parameter = int | str
-"""Which parameter an argument fills: a position, or a keyword."""
+Parameter = int | str | tuple[int | str, Any]
+"""Which parameter an argument fills: a position, or a keyword. With the key of a dict: a future in that argument, which
+travels beside it."""
 
 _BROADCAST = "Broadcast(value) sends anything whole to every rank"
 
@@ -84,6 +86,7 @@ class CallPlan:
         if shard is None:
             raise ValueError(f"rank {rank} is not called")
         arguments = {**self.whole, **self.shards[shard].values}
+        put_back(arguments)
         positions = sorted(key for key in arguments if isinstance(key, int))
         return tuple(arguments[p] for p in positions), {k: v for k, v in arguments.items() if isinstance(k, str)}
 
@@ -118,16 +121,19 @@ def plan_call(
     if isinstance(mode, RefusedMode):
         raise DispatchError(f"{spec.label}() cannot be called from the driver: {mode.reason}", method=spec.name)
     custom = mode if isinstance(mode, CustomMode) and declared.execute.ranks is None else None
+    context: list[Any] = []
     if custom is not None:
-        args, kwargs = _call_dispatch_fn(spec, custom, group, args, kwargs)
+        args, kwargs, *context = _call_dispatch_fn(spec, custom, group, args, kwargs)
     try:
         spec.signature.bind(*args, **kwargs)
     except TypeError as error:
         raise misfit(spec.label, spec.signature, kwargs, error) from None
-    arguments = dict(enumerate(args)) | kwargs
+    arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
+    if any(isinstance(value, (Deferred, dict)) for value in arguments.values()):
+        arguments = _futures_apart(spec, arguments)
     if custom is not None:
         plan = _plan_lists(spec, layout, arguments, source="its dispatch_fn splits")
-        return replace(plan, collect=lambda results: custom.collect_fn(group, results))
+        return replace(plan, collect=lambda results: custom.collect_fn(group, results, *context))
     if declared.execute.ranks is not None:
         return _plan_chosen(spec, layout, arguments)
     if not isinstance(mode, Mode):
@@ -170,13 +176,38 @@ def plan_execute(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs
     """Plan ``execute_all_*``: lists are split if every argument is a list of length world_size. Raises as `plan_call`
     does, also if only some arguments are lists, or a list has another length."""
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_lists(spec, layout, dict(enumerate(args)) | kwargs, source="execute_all splits")
+    return _plan_lists(spec, layout, _futures_apart(spec, dict(enumerate(args)) | kwargs), source="execute_all splits")
 
 
 def plan_rank_zero(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """Plan ``execute_rank_zero_*``: rank 0 gets the arguments unchanged and returns its value."""
     check_arguments(spec.label, spec.signature, args, kwargs)
-    return _plan_whole(spec, layout.rank_zero, Join.VALUE, dict(enumerate(args)) | kwargs)
+    return _plan_whole(spec, layout.rank_zero, Join.VALUE, _futures_apart(spec, dict(enumerate(args)) | kwargs))
+
+
+def put_back(arguments: dict[Parameter, Any]) -> None:
+    """Put the values of futures that were in dicts into those dicts."""
+    for key in [key for key in arguments if isinstance(key, tuple)]:
+        arguments[key[0]] = {**arguments[key[0]], key[1]: arguments.pop(key)}
+
+
+def _futures_apart(spec: MethodSpec, arguments: dict[Any, Any]) -> dict[Parameter, Any]:
+    """The arguments with futures taken out of dicts, which `put_back` puts back on the rank."""
+    if not spec.registration.materialize_futures:
+        return arguments
+    apart: dict[Parameter, Any] = {}
+    for key, value in arguments.items():
+        apart[key] = value = _computed(value)
+        if type(value) is dict and not isinstance(key, tuple) and any(isinstance(v, Deferred) for v in value.values()):
+            entries = {name: _computed(part) for name, part in value.items()}
+            apart[key] = {name: part for name, part in entries.items() if not isinstance(part, Deferred)}
+            apart.update({(key, name): part for name, part in entries.items() if isinstance(part, Deferred)})
+    return apart
+
+
+def _computed(value: Any) -> Any:
+    """The value of a future that this process itself computes, once it is there; other values unchanged."""
+    return value.result() if isinstance(value, Deferred) and value.computed_here else value
 
 
 def _plan_whole(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
@@ -202,7 +233,7 @@ def _plan_lists(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, Any
     """Lists are split if every argument is a list of length world_size; if none is one, all ranks get everything."""
     world_size = layout.world_size
     free = {key: value for key, value in arguments.items() if not isinstance(value, Broadcast)}
-    lists = [key for key, value in free.items() if isinstance(value, list)]
+    lists = [key for key, value in free.items() if isinstance(value, list) and not isinstance(value, Deferred)]
     if not lists:
         return _plan_whole(spec, layout.one_shard, Join.LIST, arguments)
     for key, value in free.items():
@@ -329,7 +360,7 @@ def _to_send(spec: MethodSpec, value: Any) -> Any:
     if isinstance(value, Broadcast):
         value = value.value
     if isinstance(value, Deferred) and spec.registration.materialize_futures:
-        return DeferredArgument(value, "whole")
+        return value.result() if value.computed_here else DeferredArgument(value, "whole")
     return value
 
 
@@ -356,7 +387,10 @@ def _take_function(spec: MethodSpec, arguments: dict[Parameter, Any]) -> dict[Pa
 
 def _call_dispatch_fn(
     spec: MethodSpec, mode: CustomMode, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Any, ...]:
+    """Call a dispatch_fn. Returns (args, kwargs), or (args, kwargs, context)."""
+    if spec.registration.materialize_futures:
+        args, kwargs = tuple(map(_value_of, args)), {key: _value_of(value) for key, value in kwargs.items()}
     try:
         made = mode.dispatch_fn(
             group, *map(_copy_containers, args), **{key: _copy_containers(value) for key, value in kwargs.items()}
@@ -364,15 +398,28 @@ def _call_dispatch_fn(
     except Exception as error:
         error.add_note(f"raised by the dispatch_fn of {spec.label}(); nothing was sent")
         raise
-    if not (
-        isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], dict)
-    ):
+    fits = isinstance(made, tuple) and len(made) in (2, 3)
+    if not (fits and isinstance(made[0], (tuple, list)) and isinstance(made[1], dict)):
         raise DispatchError(
             f"{spec.label}(): its dispatch_fn returned {described(made)}; it must return (args, kwargs): a tuple or "
-            "list of positional arguments and a dict of keyword arguments",
+            "list of positional arguments and a dict of keyword arguments; or (args, kwargs, context), if its "
+            "collect_fn takes (group, results, context)",
             method=spec.name,
         )
-    return tuple(made[0]), made[1]
+    if len(made) == 3:
+        try:
+            inspect.signature(mode.collect_fn).bind(group, [], made[2])
+        except TypeError:
+            raise DispatchError(
+                f"{spec.label}(): its dispatch_fn returned (args, kwargs) and a context, but its collect_fn takes no "
+                "context; it must take (group, results, context)",
+                method=spec.name,
+            ) from None
+    return tuple(made[0]), *made[1:]
+
+
+def _value_of(value: Any) -> Any:
+    return value.result() if isinstance(value, Deferred) else value
 
 
 def _copy_containers(value: Any) -> Any:

@@ -79,10 +79,12 @@ class MethodSpec:
         """Whether the function is not the user's."""
         return self.function.__module__.partition(".")[0] in ("dispatch", "single_controller", "workers")
 
-    def parameter(self, key: int | str) -> str:
-        """The name of the parameter that a positional index or a keyword fills."""
+    def parameter(self, key: Any) -> str:
+        """The name of the parameter that a positional index or a keyword fills, or of an entry of a dict in it."""
         if isinstance(key, str):
             return key
+        if isinstance(key, tuple):
+            return f"{self.parameter(key[0])}[{key[1]!r}]"
         for position, parameter in enumerate(self.signature.parameters.values()):
             if parameter.kind is parameter.VAR_POSITIONAL:
                 return f"*{parameter.name}[{key - position}]"

@@ -12,6 +12,7 @@ and those that wait. All fields are protected by ``GroupState.lock``.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -19,7 +20,7 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -65,6 +66,7 @@ ASK_AFTER_SECONDS = 1.0
 OTHERS_FAIL_SECONDS = 0.1
 """How long an error waits for those of other ranks, so that one error can name all of them."""
 
+R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -825,3 +827,107 @@ def off_loop(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
 
     threading.Thread(target=run, name="future-wait", daemon=True).start()
     return asyncio.wrap_future(done)
+
+
+class ReferencedFuture(list[Any], WorkerFuture[R_co]):
+    """A future that is also the list of its references, so that ``ray.get(future)`` takes it. They are made when they
+    are first needed.
+
+    Args:
+        future: the future of the call, which this one replaces.
+    """
+
+    def __init__(self, future: WorkerFuture[R_co]) -> None:
+        list.__init__(self)
+        WorkerFuture.__init__(self, future._call, future._elsewhere)
+        future._call = None  # whoever drops it has not dropped this one
+
+    def _filled(self) -> list[Any]:
+        if not list.__len__(self):
+            list.extend(self, self.refs)
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return list.__iter__(self._filled())
+
+    def __len__(self) -> int:
+        return list.__len__(self._filled())
+
+    def __getitem__(self, index: Any) -> Any:
+        return list.__getitem__(self._filled(), index)
+
+    def __add__(self, other: Any) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Any) -> list[Any]:
+        return [*other, *self]
+
+    # By identity, as for every future: asyncio.gather() has them as keys.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __reduce__ = WorkerFuture.__reduce__
+    __repr__ = WorkerFuture.__repr__
+
+
+class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]
+    """A future of what a thread of this process computes. As an argument it is its value: the call waits for it before
+    it is sent, also with ``.remote()``.
+
+    Args:
+        label: what computes it, for messages.
+        put: makes a reference of the value, for `refs`.
+    """
+
+    computed_here = True
+    label = ""
+
+    def __init__(self, label: str, put: Callable[[Any], Any] | None = None) -> None:
+        Future.__init__(self)
+        WorkerFuture.__init__(self, None)
+        self.label, self._put, self._refs = label, put, list[Any]()
+
+    def result(self, timeout: float | None = None) -> R:
+        try:
+            return Future.result(self, timeout)
+        except TimeoutError:
+            if self.done():  # it is the error of the computation
+                raise
+            message = f"{self.label}() has not finished after a wait of {timeout:g} s. It continues; wait again"
+            raise CallTimeoutError(message, method=self.label, call_goes_on=True) from None
+
+    @property
+    def refs(self) -> list[Any]:
+        """One reference to the value, which is waited for."""
+        if self._put is None:
+            raise DispatchError(f"the future of {self.label}() has no references; pass future.result()")
+        if not self._refs:
+            self._refs.append(self._put(self.result()))
+        return self._refs
+
+    @property
+    def failed(self) -> Exception | None:
+        error = Future.exception(self) if self.done() and not self.cancelled() else None
+        return error if isinstance(error, Exception) else None
+
+    def wait(self) -> None:
+        concurrent.futures.wait([self])
+
+    def check_argument(self) -> None:
+        pass
+
+    async def _outcome(self) -> R:
+        return await asyncio.wrap_future(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _computed, (self.label, self.result())
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self.failed else "done"
+        return f"<ComputedFuture of {self.label}(), {state}>"
+
+
+def _computed(label: str, value: Any) -> ComputedFuture[Any]:
+    """Unpickle a `ComputedFuture`."""
+    future: ComputedFuture[Any] = ComputedFuture(label)
+    future.set_result(value)
+    return future

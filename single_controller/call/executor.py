@@ -16,7 +16,7 @@ from typing import Any
 from dispatch import batch
 from dispatch.errors import BatchError, DispatchError, ResultError, SingleControllerError
 from dispatch.move import move
-from dispatch.plan import DeferredArgument, Parameter
+from dispatch.plan import DeferredArgument, Parameter, put_back
 from dispatch.register import label, method_spec
 from single_controller.call.codec import CallMessage, Encoded, encode
 from single_controller.call.errors import Failure, GroupBrokenError, shortened
@@ -178,6 +178,7 @@ class Executor:
                 located, rows, real = self._locate(message, arguments)
                 alike = False
                 self._resolve(message, arguments, located)
+                put_back(arguments)
                 del located
             positions = sorted(key for key in arguments if isinstance(key, int))
             args = tuple(arguments[position] for position in positions)

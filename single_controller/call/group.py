@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from dispatch.batch import Uneven
-from dispatch.checks import check_seconds, suggestion
+from dispatch.checks import check_count, check_seconds, suggestion
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout, layout_from
 from dispatch.modes import Mode, has_axes
@@ -31,6 +31,7 @@ from single_controller.call.call import (
     off_loop,
 )
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
+from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, monitor
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.call.supervision import (
@@ -73,6 +74,15 @@ class OtherOptions(TypedDict, total=False):
     timeout: float | None
     uneven: Uneven | None
     device: str | None
+
+
+class MapOptions(TypedDict, total=False):
+    """The options of `WorkerGroup.map`, for type checkers."""
+
+    in_flight: int
+    retries: int
+    ordered: bool
+    progress: bool | Callable[[int], object]
 
 
 class RemoteMethod(Generic[P, T, Called]):
@@ -440,7 +450,60 @@ class WorkerGroup(VerlGroup, Closing):
         """`restart` for event loops, which go on meanwhile."""
         await off_loop(lambda: self.restart(ranks))
 
-    # --- one call -----------------------------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    @overload
+    def map(
+        self, method: RemoteMethod[..., T, Any], batches: Iterable[Any], **options: Unpack[MapOptions]
+    ) -> Iterator[T]: ...
+
+    @overload
+    def map(self, method: str, batches: Iterable[Any], **options: Unpack[MapOptions]) -> Iterator[Any]: ...
+
+    def map(
+        self,
+        method: RemoteMethod[..., Any, Any] | str,
+        batches: Iterable[Any],
+        *,
+        in_flight: int = 2,
+        retries: int = 0,
+        ordered: bool = True,
+        progress: bool | Callable[[int], object] = False,
+    ) -> Iterator[Any]:
+        """Call a method with one batch after another, a few in flight, and yield the results.
+
+        A death costs only what had not returned. In a group with ``collectives=False`` each rank gets its shard in a
+        call of its own: those that live end theirs, and only the shards of those that died are sent again. Otherwise
+        all batches in flight are. Nothing is sent while the caller holds the generator.
+
+        Args:
+            method: its name, or the method itself, for options: ``group.score.options(timeout=60)``. Its only argument
+                is the batch.
+            batches: any iterable; an item is taken when there is room for it.
+            in_flight: how many batches the ranks have at most, so that they need not wait for the driver.
+            retries: how often a batch is sent again of which a rank may have died: the oldest in flight. Before that,
+                dead ranks are replaced, as ``on_death`` says, or else by `restart`: of these ranks alone with
+                ``collectives=False``, otherwise of all.
+            ordered: yield the results in the order of the batches; otherwise as they come.
+            progress: called with the number of batches that are done. True shows a bar, if tqdm is installed.
+
+        Raises:
+            ValueError: a number is out of range.
+            WorkerDiedError, GroupBrokenError: a rank has died, and the retries are used up.
+            SingleControllerError: as any call.
+        """
+        name, options = (method, DECLARED) if isinstance(method, str) else (method.__name__, method._options)
+        mapped = BatchMap(
+            self,
+            self._method(name)._spec,
+            options,
+            batches,
+            in_flight=check_count("map(in_flight)", in_flight),
+            retries=check_count("map(retries)", retries, 0),
+            ordered=ordered,
+            progress=report(progress, name, batches),
+        )
+        return mapped.results()
 
     def _invoke(
         self,

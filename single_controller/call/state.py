@@ -17,7 +17,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -64,6 +64,11 @@ class SentCall(Protocol):
     transport: Transport
     started: float
 
+    @property
+    def late(self) -> list[int]:
+        """The ranks whose results have not arrived."""
+        ...
+
     def look(self, now: float, deaths: Mapping[int, str]) -> None:
         """Look for what no result tells: deaths, failed inputs, timeouts."""
         ...
@@ -100,6 +105,7 @@ class GroupState:
         self.why = ""  # why they died; `broken` says what the group was doing too
         self.restarting = False  # whether its workers are being restarted
         self.restarts = 0  # number of successful restarts and replacements of ranks
+        self.independent = False  # whether no rank waits for another one in collectives
         self.recovers = False  # whether a call first has ranks replaced that have died before, or goes on without them
         self.sent = 0  # number of calls that were sent
         self.next_late_log = 0.0  # when the group may log again which ranks are late, by the monotonic clock
@@ -154,7 +160,7 @@ class GroupState:
                 self.on_change()
                 level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
                 logger.log(level, "%s is broken: %s", self.name, reason)
-            self._end_calls()
+            self._end_calls(self.dead if self.independent and not self.restarting else ())
 
     def note_deaths(self, deaths: Mapping[int, str]) -> None:
         """Remember when and why ranks died, unless their death in this generation is known already."""
@@ -241,9 +247,11 @@ class GroupState:
                 deaths[id(transport)] = transport.deaths()
             call.look(time.monotonic(), deaths[id(transport)])
 
-    def _end_calls(self) -> None:
+    def _end_calls(self, dead: Collection[int] = ()) -> None:
+        """End all calls; if these ranks have died, on which no other one depends, those that wait for one of them."""
         for call in list(self.calls):
-            call.abandon()
+            if not dead or not set(dead).isdisjoint(call.late):
+                call.abandon()
 
 
 class Monitor:

@@ -120,6 +120,7 @@ class LocalWorkerGroup(WorkerGroup):
         self._size = world_size
         self._threads = bool(threads)
         self._collectives = bool(collectives)
+        self._state.independent = not collectives
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_workers(None)
 

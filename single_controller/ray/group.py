@@ -163,6 +163,7 @@ class RayWorkerGroup(WorkerGroup):
             raise ValueError(f"on_death={on_death!r}: expected one of {', '.join(map(repr, ON_DEATH))}")
         super().__init__(process.classes, f"group {name_prefix or ''}{process.name}", error_grace)
         self._collectives = bool(collectives)
+        self._state.independent = not collectives
         self._state.recovers = on_death != "error"
         use_gpu = resource_pool.use_gpu if use_gpu is None else bool(use_gpu)
         if use_gpu and not resource_pool.use_gpu:
@@ -265,6 +266,7 @@ class RayWorkerGroup(WorkerGroup):
         self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous, plan.error_grace)
         self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
         self._collectives, self._state.recovers = plan.collectives, plan.on_death != "error"
+        self._state.independent = not plan.collectives
         self._owned_placement, self._takeover_data = left.placement_groups, left.data
         plan.pool.admit(self, plan.bin_pack)
         left.restore(self._state)

@@ -29,7 +29,7 @@ from ray.exceptions import (
 from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, ResultError, SingleControllerError
 from dispatch.modes import Join
-from dispatch.plan import DeferredArgument
+from dispatch.plan import DeferredArgument, Parameter
 from single_controller.call.codec import Encoded, add_reference_types, decode_result, keep_encoded, use_pickler
 from single_controller.call.errors import CallTimeoutError, Failure, ResultLostError, WorkerDiedError
 from single_controller.call.joining import CallResults, Located, RankResult, locate
@@ -343,7 +343,7 @@ class LocatedResults(Deferred):
         rank: the rank that locates.
     """
 
-    def __init__(self, label: str, ref: ray.ObjectRef, key: int | str, rank: int) -> None:
+    def __init__(self, label: str, ref: ray.ObjectRef, key: Parameter, rank: int) -> None:
         self.label = label
         self._ref = ref
         self._key = key
@@ -355,7 +355,7 @@ class LocatedResults(Deferred):
     def locate(self, argument: DeferredArgument) -> tuple[CallResults, Located]:
         """See `dispatch.batch.Deferred`."""
         try:
-            found: dict[int | str | None, Any] = ray.get(self._ref)
+            found: dict[Parameter | None, Any] = ray.get(self._ref)
         except TaskCancelledError as error:
             raise ResultError(
                 f"{self.label}() has failed on its driver, so its results will not come", method=self.label

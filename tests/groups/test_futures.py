@@ -29,6 +29,7 @@ from single_controller import (
     WorkerError,
     register_batch_type,
 )
+from single_controller.call.call import ComputedFuture
 
 TRANSPORTS = ("ray", "local", "local-threads")
 overlapping = pytest.mark.transports("ray", "local-threads")
@@ -439,6 +440,62 @@ def test_future_under_broadcast_and_inside_lists(counters):
     assert counters.items([1, 2, 3, 4], Broadcast(whole)) == [(r, r + 1, [100, 101, 102, 103]) for r in range(4)]
     assert counters.items([whole, 0, 0, 0])[0] == (0, [100, 101, 102, 103], 0)
     assert counters.execute_all_sync("echo", [whole, 1, 2, 3])[0] == [100, 101, 102, 103]
+
+
+def test_future_in_a_dict(counters, smaller):
+    batch = torch.arange(20).reshape(10, 2)
+    double, add = smaller[2].double.remote(batch), smaller[2].add.remote(0)
+    found = smaller[5].double({"x": batch, "y": double})
+    assert torch.equal(found["x"], 2 * batch) and torch.equal(found["y"], 4 * batch) and list(found) == ["x", "y"]
+    assert torch.equal(smaller[5].double({"y": double})["y"], 4 * batch)
+    assert smaller[3].padded({"y": smaller[2].padded.remote({"z": [1, 2]}), "x": [5, 6]}) == {
+        "x": [5, 6],
+        "y": {"z": [1, 2]},
+    }
+    assert counters.echo({"a": add, "b": 1})[3] == {"b": 1, "a": [0, 1]}
+    assert counters.execute_rank_zero_sync("echo", {"a": add}) == {"a": [0, 1]}
+    with pytest.raises(DispatchError, match=r"double\(\).*'batch' is a dict.*future at 'y'.*entry of a plain dict"):
+        smaller[5].double({"x": {"y": double}})
+    with pytest.raises(DispatchError, match=r"argument \"batch\['y'\]\".*10 rows.*5"):
+        smaller[5].double({"x": [1, 2, 3, 4, 5], "y": double})
+    assert smaller[5].broken is None
+
+
+def test_future_of_this_process_as_an_argument(counters, smaller):
+    def later(value):
+        future = ComputedFuture("generate")
+        threading.Timer(0.1, future.set_result, [value]).start()
+        return future
+
+    batch = torch.arange(20).reshape(10, 2)
+    assert torch.equal(smaller[5].double(later(batch)), 2 * batch)
+    assert torch.equal(smaller[5].double({"x": later(batch)})["x"], 2 * batch)
+    assert counters.echo(Broadcast(later([1])))[0] == [1] and counters.echo(later([1]))[3] == [1]
+    assert counters.items(later([5, 6, 7, 8]))[1] == (1, 6, 0)
+    assert counters.items([0, later(4), 0, 0])[1] == (1, 4, 0)
+    assert counters.take_future(later(3))[0] == ("ComputedFuture", 3)
+    assert counters.custom(later([1, 2]), y=later([5, 6])) == [106, 109, 108, 111]
+    failing = ComputedFuture("generate")
+    failing.set_exception(ValueError("out of paper"))
+    with pytest.raises(ValueError, match="out of paper"):
+        counters.echo(failing)
+    assert str(failing.failed) == "out of paper" and isinstance(failing.exception(), ValueError)
+    waiting = ComputedFuture("generate")
+    with pytest.raises(CallTimeoutError, match=r"generate\(\) has not finished after a wait of 0.01 s") as caught:
+        waiting.result(0.01)
+    assert caught.value.call_goes_on and not waiting.done() and "running" in repr(waiting)
+    with pytest.raises(DispatchError, match="no references"):
+        _ = waiting.refs
+    waiting.cancel()
+
+    async def main():
+        return await asyncio.gather(later(1), later(2), counters.first.remote(3))
+
+    assert asyncio.run(main()) == [1, 2, (0, 3)]
+
+
+def test_custom_mode_gets_the_value_of_a_future(counters):
+    assert counters.custom(counters.first.remote(5), y=[5, 6]) == [105, 112, 107, 114]
 
 
 def test_future_with_a_collect_function_is_rejected(counters):

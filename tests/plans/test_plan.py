@@ -59,6 +59,26 @@ class TestCustomModes:
         assert simulate(made, lambda rank, x: (rank, x)) == "collected"
         assert seen == [(GROUP, [(0, 3), (1, 3), (2, 3), (3, 3)])]
 
+    def test_context_of_the_dispatch_fn_reaches_the_collect_fn(self):
+        def pad(group, x):
+            lengths = [len(item) for item in x]
+            return ([item + [0] * (max(lengths) - len(item)) for item in x],), {}, lengths
+
+        def cut(group, results, lengths):
+            return [result[:length] for result, length in zip(results, lengths, strict=True)]
+
+        given = [[1], [1, 2], [], [3]]
+        made = custom(pad, given, collect_fn=cut)
+        assert simulate(made, lambda rank, x: [len(x), *x]) == [[2], [2, 1], [], [2]]
+        other = custom(pad, [[1]] * 4, collect_fn=cut)  # each call has its own
+        assert simulate(made, lambda rank, x: x) == given and simulate(other, lambda rank, x: x) == [[1]] * 4
+        nothing = custom(lambda group: ((), {}, None), collect_fn=lambda *seen: seen[2:])
+        assert simulate(nothing, lambda rank: 1) == (None,)
+        with pytest.raises(
+            DispatchError, match=r"work\(\): its dispatch_fn returned .*, but its collect_fn takes no context"
+        ):
+            custom(pad, given)
+
     def test_dispatch_fn_sees_the_group_with_its_layout(self):
         group = SimpleNamespace(layout=Layout({"dp": [0, 0, 1, 1]}))
         made = custom(lambda g, x: (([x[g.layout.coordinate("dp", r)] for r in range(4)],), {}), "ab", group=group)

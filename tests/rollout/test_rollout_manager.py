@@ -23,6 +23,7 @@ from single_controller import (
     StartError,
     Worker,
     WorkerError,
+    WorkerFuture,
     register,
 )
 from workers.data.collate import collate
@@ -52,6 +53,10 @@ class Pinned(RolloutWorker):
     @register(Dispatch.ONE_TO_ALL)
     def wait(self, seconds):
         time.sleep(seconds)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def take(self, rows):
+        return rows
 
 
 def made(engine=HFEngine, *args, cls=RolloutWorker, **kwargs):
@@ -462,6 +467,27 @@ def test_async_rollout_uses_the_weights_at_the_time_of_the_call(on_ray):
     assert data["max_weight_versions"].tolist() == [0, 0] and data["rewards"].tolist() == pytest.approx([2.1, 2.1])
     assert manager.generate([[1]])["max_weight_versions"].tolist() == [1]
     on_ray.set_version([0, 0])
+
+
+def test_future_of_a_rollout_is_a_future_of_this_library(on_ray, echoes):
+    manager = RolloutManager(on_ray, SamplingParams(2), length_reward)
+    expected = manager.generate([[1], [2]])
+    future = manager.generate_async([[1], [2]])
+    assert isinstance(future, WorkerFuture)
+    same(ray.get(future.refs)[0], expected)
+    assert future.refs is future.refs
+
+    async def main():
+        return await manager.generate_async([[1], [2]]), await asyncio.wrap_future(manager.generate_async([[1], [2]]))
+
+    for data in asyncio.run(main()):
+        same(data, expected)
+    same(on_ray.take(manager.generate_async([[1], [2]])), expected)
+    rows = {"data": manager.generate_async([[1], [2]]), "number": [1, 2]}
+    found = on_ray.take(rows)
+    same(found["data"], expected)
+    with pytest.raises(PromptError):
+        manager.generate_async([[]])
 
 
 def test_async_rollouts_are_rewarded_one_at_a_time(echoes):

@@ -68,6 +68,13 @@ class Plain(TrainWorker):
     def get_parallel_config(self):
         return {"dp_size": self.world_size}
 
+    @register(Dispatch.DP_COMPUTE_PROTO, uneven="ragged")
+    def double(self, rows):
+        return 2 * rows
+
+    def echo(self, value):
+        return value
+
     # --- what the tests query --------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)

@@ -169,3 +169,11 @@ def test_restore_needs_one_output_per_micro_batch():
         restore([torch.ones(1, 2)], cut, (2, 3))
     with pytest.raises(ValueError, match=re.escape("output 1 has shape (1, 3), but its micro-batch has (1, 2)")):
         restore([torch.ones(1, 2), torch.ones(1, 3)], cut, (2, 3))
+
+
+def test_candidates_are_aligned_with_their_tokens():
+    data = batch([(0, 3), (2, 2), (1, 3)], 4)
+    data["candidate_ids"] = data["input_ids"][..., None] * torch.tensor([1, 10])
+    for part in cut_by_tokens(data, 6, at_least=4):
+        assert torch.equal(part.others["candidate_ids"], part.input_ids[..., None] * torch.tensor([1, 10]))
+        assert part.others["features"].shape[1:] == (3, 2)

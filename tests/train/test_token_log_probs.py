@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from workers.algorithms import token_log_probs as module
-from workers.algorithms.token_log_probs import CHUNK, next_token_log_probs, token_log_probs
+from workers.algorithms.token_log_probs import CHUNK, candidate_log_probs, next_token_log_probs, token_log_probs
 
 
 @pytest.fixture(params=[CHUNK, 33, 1], ids=["one chunk", "chunks of two rows", "chunks of a row"])
@@ -156,3 +156,20 @@ def test_entropy_without_gradient_uses_no_extra_memory():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_log_probs(logits, torch.arange(4), entropy=True)
     assert sum(kept.values()) < 1.1 * logits.nbytes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_candidates_match_log_softmax(temperature):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4, 16, requires_grad=True)
+    ids, candidates = torch.randint(0, 16, (2, 4)), torch.randint(0, 16, (2, 4, 3))
+    log_probs, _ = next_token_log_probs(logits, ids, temperature=temperature)
+    found = candidate_log_probs(logits, ids, log_probs, candidates, temperature)
+    plain = logits.detach().double().requires_grad_()
+    expected = (plain[:, :-1] / (temperature or 1.0)).log_softmax(-1).gather(-1, candidates[:, 1:])
+    torch.testing.assert_close(found[:, 1:].double(), expected, atol=1e-5, rtol=1e-5)
+    assert found.shape == (2, 4, 3) and not found[:, 0].any()
+    weights = torch.randn(2, 4, 3)
+    (weights * found).sum().backward()
+    (weights[:, 1:].double() * expected).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), plain.grad, atol=1e-5, rtol=1e-4)

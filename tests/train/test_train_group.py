@@ -5,7 +5,9 @@ and from Ray's table of placement groups.
 """
 
 import argparse
+import asyncio
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -17,7 +19,15 @@ import ray
 from plain_train_workers import DiskFull, Incomplete, Manager, Meeting, Minimal, Plain
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from single_controller import GroupBrokenError, GroupClosedError, PlacementError, RayResourcePool, Worker, WorkerError
+from single_controller import (
+    GroupBrokenError,
+    GroupClosedError,
+    PlacementError,
+    RayResourcePool,
+    Worker,
+    WorkerError,
+    WorkerFuture,
+)
 from workers.train.args import TrainArgsError, read_args
 from workers.train.train_group import RayTrainGroup
 from workers.train.train_placement import NOSET, place, train_environment
@@ -304,6 +314,36 @@ def test_async_methods_return_one_reference_per_rank(actor):
         actor.async_train(3, [ray.put(1)] * 3)
     with pytest.raises(ValueError, match="this group has the role 'actor'"):
         actor.async_init(role="critic")
+
+
+def test_async_methods_return_futures_of_this_library(actor):
+    expected = [{"rollout_id": 3, "rows": [0, 1, 2], "computed": []}, {"rollout_id": 3, "rows": [3, 4], "computed": []}]
+    future = actor.async_train(3, ROWS)
+    assert isinstance(future, WorkerFuture) and future.result() == ray.get(future) == expected
+    assert ray.get(future[1]) == expected[1] and ray.get([*future]) == expected and len(future) == 2
+    assert ray.get(future + actor.async_init()) == [*expected, 0, 0]
+    references = [ray.put(1)]
+    references += actor.async_init()
+    assert ray.get(references) == [1, 0, 0] and ray.get([ray.put(2)] + actor.async_init()) == [2, 0, 0]  # noqa: RUF005
+    ready, _ = ray.wait(actor.async_train(3, ROWS), num_returns=2, timeout=20)
+    assert ray.get(ready) == expected and "WorkerFuture of train(), done" in repr(future)
+
+    async def main():
+        return await asyncio.gather(actor.async_train(3, ROWS), actor.async_init())
+
+    assert asyncio.run(main()) == [expected, [0, 0]]
+    assert actor.worker_group.execute_rank_zero_sync("echo", actor.async_train(3, ROWS)) == expected
+    copied = pickle.loads(pickle.dumps(actor.async_train(3, ROWS)))
+    assert type(copied) is WorkerFuture and copied.result() == expected
+
+
+def test_values_of_rollout_data_may_be_futures(actor):
+    x = actor.worker_group.double.remote(ROWS["x"])
+    assert [one["rows"] for one in actor.async_train(0, {"x": x}).result()] == [[0, 2, 4], [6, 8]]
+    actor.args.balance_data = True
+    with pytest.raises(TrainArgsError, match="balance_data=True moves rows, but not those of the future at 'x'"):
+        actor.async_train(0, {"x": x})
+    actor.args.balance_data = False
 
 
 def test_other_methods_block(actor):

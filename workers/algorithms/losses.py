@@ -146,6 +146,8 @@ class PolicyTokens:
         advantages: of the tokens.
         mask: bool, the tokens that count.
         others: further entries of the rollout data, in the micro-batch's rows and tokens.
+        candidates: (b, s, k), log-probabilities of the tokens of the entry ``candidate_ids``, with gradients; None
+            without it, and on Megatron.
     """
 
     log_probs: torch.Tensor
@@ -153,6 +155,7 @@ class PolicyTokens:
     advantages: torch.Tensor
     mask: torch.Tensor
     others: Mapping[str, torch.Tensor]
+    candidates: torch.Tensor | None = None
 
 
 PolicyLoss = Callable[[PolicyTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -242,7 +245,7 @@ def policy_loss(
         weights, entry = _entries("policy_loss", micro_batch)
         log_probs = _where(weights, _output("policy_loss", "log_probs", outputs.log_probs))
         old = entry("old_log_probs") if "old_log_probs" in micro_batch.others else log_probs.detach()
-        tokens = PolicyTokens(log_probs, old, entry("advantages"), weights != 0, micro_batch.others)
+        tokens = PolicyTokens(log_probs, old, entry("advantages"), weights != 0, micro_batch.others, outputs.candidates)
         surrogate, metrics = of_tokens(tokens)
         for name, value in {"loss": surrogate, **metrics}.items():
             if value.shape != weights.shape:

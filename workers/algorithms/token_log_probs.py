@@ -73,6 +73,28 @@ def next_token_log_probs(
     return F.pad(log_probs[:, :-1], (1, 0)), None if entropies is None else F.pad(entropies[:, :-1], (1, 0))
 
 
+def candidate_log_probs(
+    logits: torch.Tensor, input_ids: torch.Tensor, log_probs: torch.Tensor, candidates: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Compute the log-probabilities of other tokens, from those of the model's own input.
+
+    Args:
+        logits: (b, s, V), not sharded.
+        input_ids: (b, s).
+        log_probs: (b, s), as `next_token_log_probs` returns them.
+        candidates: (b, s, k) token ids: at position t, tokens in the place of the token at t.
+        temperature: divides the logits, unless it is 0.
+
+    Returns:
+        (b, s, k) float32, in nats; 0 at position 0.
+    """
+    # Two tokens' log-probabilities differ by their logits.
+    before = logits[:, :-1]
+    own, others = before.gather(-1, input_ids[:, 1:, None]), before.gather(-1, candidates[:, 1:].long())
+    found = (others - own).float() / (temperature or 1.0) + log_probs[:, 1:, None]
+    return F.pad(found, (0, 0, 1, 0))
+
+
 class _OfTokens(torch.autograd.Function):
     """Every rank of the group computes the same loss, so each one has the whole gradient of the outputs, and the
     backward pass needs no communication."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.data.rollout_data import CANDIDATES
 from workers.device import to_device
 
 _FILLER_TOKENS = 2  # an input and a target, so that a model that shifts by one has a token left
@@ -22,7 +23,8 @@ class MicroBatch:
         rows: (b,) int64, indices of the rows in the batch; empty for a filler.
         input_ids: (b, s) int64.
         lengths: (b,) int64, number of real tokens of each row.
-        others: the batch's other entries; (B, T) becomes (b, s), and (B, ...) becomes (b, ...).
+        others: the batch's other entries; (B, T) becomes (b, s), (B, T, k) of `CANDIDATES` (b, s, k), and (B, ...)
+            becomes (b, ...).
         starts: (b,) int64, column of each row's first token in the batch.
     """
 
@@ -69,9 +71,9 @@ def cut_by_tokens(
     appended: one row of two tokens, all zeros. The result is deterministic.
 
     Args:
-        data: ``input_ids`` and ``attention_mask``, both (B, T), and other entries with B rows. A (B, T) tensor is
-            treated as per-token data: it is left-aligned with its row, and masked positions become 0. The attention
-            mask and entries that are not tensors are left out of ``others``.
+        data: ``input_ids`` and ``attention_mask``, both (B, T), and other entries with B rows. A (B, T) tensor, or one
+            of `CANDIDATES`, is treated as per-token data: it is left-aligned with its row, and masked positions become
+            0. The attention mask and entries that are not tensors are left out of ``others``.
         max_tokens: maximum number of tokens of a micro-batch, at least 1.
         at_least: minimum number of micro-batches.
         multiple_of: the number of micro-batches is a multiple of this.
@@ -193,22 +195,29 @@ def _take(
     columns = (starts[:, None] + within).clamp(max=shape[1] - 1)
     padding = within >= lengths[:, None]
 
-    def take(value: torch.Tensor) -> torch.Tensor:
+    def take(name: str, value: torch.Tensor) -> torch.Tensor:
         at = rows.to(value.device)
-        if value.shape != shape:
+        if not _is_per_token(name, value, shape):
             return value[at]
-        return value[at[:, None], columns.to(value.device)].masked_fill(padding.to(value.device), 0)
+        hidden = padding.to(value.device).view(*padding.shape, *(1 for _ in value.shape[2:]))
+        return value[at[:, None], columns.to(value.device)].masked_fill(hidden, 0)
 
-    taken = {name: take(value) for name, value in tensors.items()}
+    taken = {name: take(name, value) for name, value in tensors.items()}
     input_ids = taken.pop("input_ids")
     return MicroBatch(rows, input_ids, lengths.to(input_ids.device), taken, starts)
 
 
 def _filler(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> MicroBatch:
     zeros = {
-        name: value.new_zeros((1, _FILLER_TOKENS) if value.shape == shape else (1, *value.shape[1:]))
+        name: value.new_zeros(
+            (1, _FILLER_TOKENS, *value.shape[2:]) if value.shape[:2] == shape else (1, *value.shape[1:])
+        )
         for name, value in tensors.items()
     }
     input_ids = zeros.pop("input_ids")
     none = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(none, input_ids, torch.tensor([_FILLER_TOKENS], device=input_ids.device), zeros, none)
+
+
+def _is_per_token(name: str, value: torch.Tensor, shape: torch.Size) -> bool:
+    return value.shape == shape or (name in CANDIDATES and value.shape[:2] == shape)

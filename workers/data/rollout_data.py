@@ -14,6 +14,8 @@ that of token t given the tokens before it. Nothing predicts the token at positi
 | ``rollout_log_probs`` | (B, T) float | of the tokens, when they were sampled |
 | ``old_log_probs`` | (B, T) float | of the old policy, for the ratio; computed by default, see `TrainArgs` |
 | ``ref_log_probs`` | (B, T) float | of the reference; computed by default |
+| ``candidate_ids`` | (B, T, k) int64 | other tokens whose log-probabilities a policy loss reads, see `PolicyTokens` |
+| ``candidate_log_probs`` | (B, T, k) float | those of a teacher, for example |
 | ``values`` | (B, T) float | the critic's expected return before token t was chosen |
 | ``weight_versions`` | (B, T) int64, or (B,) | of the weights that generated each token, -1 where none was generated |
 | ``weight_fingerprints`` | (B, T) int64 | of these weights, as their engine held them; -1 where it is not known |
@@ -45,6 +47,8 @@ EITHER = frozenset({"advantages", "weight_versions"})
 """Entries with one number per row, or one per token."""
 
 FLOATS = frozenset({"rewards", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values"})
+CANDIDATES = frozenset({"candidate_ids", "candidate_log_probs"})
+"""Entries with k numbers per token."""
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
 
 
@@ -100,6 +104,10 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
         if name in PER_TOKEN and _shape(value) != tuple(ids.shape):
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected the shape of input_ids, {tuple(ids.shape)}"
+            )
+        if name in CANDIDATES and (_shape(value)[:2] != tuple(ids.shape) or len(_shape(value)) != 3):
+            raise RolloutDataError(
+                f"rollout data: {name} is {_what(value)}; expected k numbers per token, {(*ids.shape, 'k')}"
             )
         if name in PER_ROW and _shape(value) != (len(ids),):
             raise RolloutDataError(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard as SplitAlong
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from workers.algorithms.token_log_probs import next_token_log_probs
+from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.fsdp.fsdp_build import build, mesh_of, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
@@ -176,7 +176,11 @@ class FSDPTrainModel(TrainModel):
         logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
         if self.role == "critic":
             return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
-        return TokenOutputs(*next_token_log_probs(logits, part.input_ids, temperature=temperature, entropy=entropy))
+        log_probs, entropies = next_token_log_probs(logits, part.input_ids, temperature=temperature, entropy=entropy)
+        candidates = None
+        if (ids := part.others.get("candidate_ids")) is not None:
+            candidates = candidate_log_probs(logits, part.input_ids, log_probs, ids, temperature)
+        return TokenOutputs(log_probs, entropies, candidates=candidates)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

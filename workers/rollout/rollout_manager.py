@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from single_controller import WorkerFuture
+from single_controller.call.call import ComputedFuture
 from workers.background import in_thread
 from workers.data.collate import collate
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
@@ -180,7 +180,7 @@ class RolloutManager:
         extras: Mapping[str, Sequence[Any]] | None = None,
         sampling_params: SamplingParams | None = None,
         samples_per_prompt: int | None = None,
-    ) -> Future[TensorDict]:
+    ) -> ComputedFuture[TensorDict]:
         """Start `generate` and return at once. The call has been sent to the workers when this returns.
 
         A thread of this process waits for the completions and computes the rewards. `refresh` is not used: a worker
@@ -188,11 +188,15 @@ class RolloutManager:
         sent by other processes: send the update after the completions have arrived.
 
         Returns:
-            A `concurrent.futures.Future`: use ``.result()``, or ``await asyncio.wrap_future(...)``.
+            A `WorkerFuture`: use ``.result()`` or ``await``, or pass it to `RayTrainGroup.async_train` or a method of a
+            group, which waits for it. ``.refs`` has one Ray reference to the data, for ``ray.get``. It also is a
+            `concurrent.futures.Future`.
         """
         sent = self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt)
+        outcome: ComputedFuture[TensorDict] = ComputedFuture("generate", _put)
         # A daemon, so that a driver can exit while workers still generate.
-        return in_thread("rollout", lambda: self._finish(sent))
+        in_thread("rollout", lambda: self._finish(sent), outcome)
+        return outcome
 
     def weight_receivers(self) -> Any:
         """Return the workers' group. For a manager that is a Ray actor."""
@@ -285,6 +289,12 @@ class RolloutManager:
             rewards=rewards,
             pad_token_id=self.pad_token_id,
         )
+
+
+def _put(value: Any) -> Any:
+    import ray
+
+    return ray.put(value)
 
 
 def _raise_refused(generated: Sequence[Generated], samples: Sequence[Sample]) -> None:

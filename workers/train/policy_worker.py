@@ -372,7 +372,10 @@ def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
 def _tensors(given: Any) -> Data:
     if not hasattr(given, "keys"):
         check_rollout_data(given)  # which says so
-    entries = {str(name): given[name] for name in given.keys()}  # noqa: SIM118
+    entries: dict[str, Any] = {}
+    for name in given.keys():  # noqa: SIM118
+        entry = given[name]
+        entries |= entry if isinstance(entry, dict) else {str(name): entry}  # what a future of several entries became
     return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 

@@ -26,6 +26,7 @@ from single_controller import (
     SingleControllerError,
     WorkerFuture,
 )
+from single_controller.call.call import ReferencedFuture
 from single_controller.ray.attach import remove_placement_groups
 from workers.data.rollout_data import RolloutDataError
 from workers.recovery.snapshot_choice import Recovery
@@ -51,8 +52,8 @@ UPDATE_TRIES = 3
 class RayTrainGroup:
     """The train workers of one role: ``num_nodes * num_gpus_per_node`` ranks.
 
-    The ``async_*`` methods return one Ray reference per rank, for ``ray.get``; the other methods wait. The group is a
-    context manager: closing it ends its workers, and frees the pool if the group created it.
+    The ``async_*`` methods return a future, which ``ray.get`` takes too; the other methods wait. The group is a context
+    manager: closing it ends its workers, and frees the pool if the group created it.
 
     Args:
         args: the configuration, see ARGUMENTS.md. It is checked here.
@@ -457,7 +458,9 @@ class RayTrainGroup:
 
     # --- training ---------------------------------------------------------------------------------------
 
-    def async_init(self, args: Any = None, role: str | None = None, with_ref: bool = False) -> list[Any]:
+    def async_init(
+        self, args: Any = None, role: str | None = None, with_ref: bool = False
+    ) -> ReferencedFuture[list[int]]:
         """Create the model on every rank; see `TrainWorker.init`.
 
         Args:
@@ -466,7 +469,7 @@ class RayTrainGroup:
             with_ref: whether to keep a reference's weights too.
 
         Returns:
-            By rank, a reference to the first rollout id.
+            A future of the first rollout id, by rank. It also is the list of the Ray references to them.
 
         Raises:
             TrainArgsError: the configuration is invalid, or invalid for this number of ranks.
@@ -486,39 +489,48 @@ class RayTrainGroup:
         if self._pair is not None:
             self._pair.forget()
         self._leave()
-        return _references(sent)
+        return ReferencedFuture(sent)
 
-    def async_train(self, rollout_id: int, rollout_data_ref: Any) -> list[Any]:
+    def async_train(self, rollout_id: int, rollout_data_ref: Any) -> ReferencedFuture[list[dict[str, float]]]:
         """Train on a rollout, on every rank.
 
         Args:
             rollout_id: number of the rollout, from 0.
             rollout_data_ref: a TensorDict (see `workers.data.rollout_data`), a future of one, a Ray reference to one,
-                or a list of references, one per dp rank. Pass the same object to the actor and to its critic: what both
-                need is then computed once.
+                or a list of references, one per dp rank. Or a dict, whose values may be futures of an entry, or of a
+                dict of entries, such as what a teacher's group computes: it goes from rank to rank. Pass the same
+                object to the actor and to its critic: what both need is then computed once.
 
         Returns:
-            By rank, a reference to the metrics of the whole step.
+            A future of the metrics of the whole step, by rank. It also is the list of the Ray references to them:
+            ``ray.get(future)`` gives what ``future.result()`` does.
 
         Raises:
+            TrainArgsError: the configuration does not fit the data; nothing was sent.
             RolloutDataError: rows that are in this process are invalid, or lack an entry that the configuration needs;
-                nothing was sent. For rows behind references, ``ray.get`` raises it.
+                nothing was sent. For rows behind references or futures, the result raises it.
         """
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
-            return _references(workers.train.remote(rollout_id, None))
+            return ReferencedFuture(workers.train.remote(rollout_id, None))
         _check_references("async_train", rollout_data_ref, workers.dp_size)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
-        if not isinstance(rollout_data_ref, (list, tuple, ray.ObjectRef, WorkerFuture)):
-            given = rollout_data_ref
-            rows = given.result() if isinstance(given, Future) else given
+        rows = rollout_data_ref.result() if isinstance(rollout_data_ref, Future) else rollout_data_ref
+        names = rows.keys() if hasattr(rows, "keys") else ()
+        future = next((name for name in names if isinstance(rows[name], WorkerFuture)), None)
+        if future is not None and self.args.balance_data:
+            raise TrainArgsError(
+                f"async_train(): balance_data=True moves rows, but not those of the future at {future!r}; set "
+                "balance_data=False, or pass future.result()"
+            )
+        if future is None and not isinstance(rows, (list, tuple, ray.ObjectRef, WorkerFuture)):
             computed = {name for name, *_ in shared.to_compute(rows)}
             if self._with_ref and self.role == "actor":
                 computed.add("ref_log_probs")
             self._class.check_rows(role_args(self.args, self.role), rows, self.role, computed)
         shared.take(rollout_id, rollout_data_ref)
         self._progress.trained = rollout_id
-        return _references(workers.train.remote(rollout_id, shared.data, **shared.computed()))
+        return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()))
 
     def compute_log_prob(self, rollout_data_ref: Any) -> torch.Tensor:
         """Return the log-probability of each token under the current weights, for an evaluation or as a teacher.
@@ -733,14 +745,6 @@ class RayTrainGroup:
     def __repr__(self) -> str:
         state = self._class.__name__ if self._alive else "released"
         return f"<RayTrainGroup of {self.world_size}: {self.role}, {state}>"
-
-
-def _references(sent: WorkerFuture) -> list[Any]:
-    """The references to the results of a call. Ray logs an error that nobody has fetched as unhandled, also if the user
-    has handled that of another rank; one that somebody waits for counts as fetched."""
-    for ref in sent.refs:
-        ref.future()
-    return list(sent.refs)
 
 
 def _check_references(method: str, given: Any, dp_size: int) -> None:

@@ -22,11 +22,14 @@ class TokenOutputs:
         log_probs: log-probability of each token given those before it; None for a critic.
         entropy: of the distribution that the token was drawn from, in nats; None unless requested.
         values: a critic's expected return before the token was chosen; None for a policy.
+        candidates: (b, s, k), log-probabilities of other tokens in its place, those of the entry ``candidate_ids``;
+            None without it, and on Megatron.
     """
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    candidates: torch.Tensor | None = None
 
 
 TokenLoss = Callable[[TokenOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]

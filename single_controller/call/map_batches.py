@@ -1,0 +1,249 @@
+"""map_batches: what ``group.map`` does. Many batches, a few in flight, and those that a death has cost once more."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from dispatch.modes import Join
+from dispatch.plan import CallPlan, join_values
+from dispatch.register import MethodSpec
+from single_controller.call.call import Call, CallOptions
+from single_controller.call.errors import GroupBrokenError, WorkerDiedError
+from single_controller.call.state import GroupState
+
+Part = tuple[int, ...]
+"""The ranks of one call for a batch: all that the method has, or one, if ranks are independent."""
+
+
+class Group(Protocol):
+    """What a `BatchMap` needs of a `WorkerGroup`."""
+
+    _state: GroupState
+
+    @property
+    def collectives(self) -> bool: ...
+    @property
+    def world_size(self) -> int: ...
+    def alive(self) -> list[bool]: ...
+    def restart(self, ranks: Sequence[int] | None = None) -> None: ...
+    def _check(self) -> None: ...
+    def _plan(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> CallPlan: ...
+    def _send(self, spec: MethodSpec, plan: CallPlan, options: CallOptions) -> Call: ...
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch that was taken from the caller.
+
+    Attributes:
+        number: its position.
+        batch: what the caller gave.
+        plan: for it, as the group's ranks are; None before it is sent.
+        calls: those that were sent and not read.
+        values: what was returned.
+        deaths: how many it may have caused.
+    """
+
+    number: int
+    batch: Any
+    plan: CallPlan | None = None
+    calls: dict[Part, Call] = field(default_factory=dict)
+    values: dict[Part, Any] = field(default_factory=dict)
+    deaths: int = 0
+
+    @property
+    def done(self) -> bool:
+        return all(call.settled for call in self.calls.values())
+
+
+class BatchMap:
+    """The calls of one ``group.map``. See `WorkerGroup.map` for the arguments."""
+
+    def __init__(
+        self,
+        group: Group,
+        spec: MethodSpec,
+        options: CallOptions,
+        batches: Iterable[Any],
+        *,
+        in_flight: int,
+        retries: int,
+        ordered: bool,
+        progress: Callable[[int], object],
+    ) -> None:
+        self._group, self._spec, self._options = group, spec, options
+        self._source = enumerate(batches)
+        self._in_flight, self._retries, self._ordered, self._progress = in_flight, retries, ordered, progress
+        self._running: list[_Batch] = []
+        self._finished = 0
+
+    def results(self) -> Iterator[Any]:
+        """Yield the results."""
+        try:
+            while True:
+                try:
+                    self._fill()
+                    if not self._running:
+                        return
+                    value = self._take(self._wait())
+                except (WorkerDiedError, GroupBrokenError) as error:
+                    last = self._repair(error)
+                    if last is None:
+                        continue
+                    # What has returned is not lost with the rest.
+                    choose = itertools.takewhile if self._ordered else filter
+                    for batch in list(choose(self._is_complete, self._running)):
+                        yield self._take(batch)
+                    raise last from None
+                yield value
+        finally:
+            for call in [call for batch in self._running for call in batch.calls.values()]:
+                call.drop()
+
+    def _fill(self) -> None:
+        """Send what is missing of the batches in flight, and take further ones."""
+        for batch in self._running:
+            self._send(batch)
+        for number, given in itertools.islice(self._source, self._in_flight - len(self._running)):
+            self._running.append(_Batch(number, given))
+            self._send(self._running[-1])
+
+    def _parts(self, plan: CallPlan) -> list[Part]:
+        if self._group.collectives or plan.deferred or plan.rows == 0:
+            return [tuple(plan.ranks)]
+        # A rank whose rows are all padding has nothing to do.
+        of = {rank: plan.shards[shard] for rank, shard in enumerate(plan.shard_of) if shard is not None}
+        return [(rank,) for rank, shard in of.items() if shard.real != 0]
+
+    def _send(self, batch: _Batch) -> None:
+        if self._is_complete(batch):
+            return
+        self._group._check()  # has dead ranks replaced, if the group does
+        plan = batch.plan
+        if plan is None or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added: other shards
+            plan = batch.plan = self._group._plan(self._spec, (batch.batch,), {}, self._options)
+            batch.values = {}
+        for part in self._parts(plan):
+            if part not in batch.calls and part not in batch.values:
+                of_part = plan if _is_whole(part, plan) else replace(plan.only(part), collect=None)
+                batch.calls[part] = self._group._send(self._spec, of_part, self._options)
+
+    def _wait(self) -> _Batch:
+        """Wait until the next batch to yield, or any, is done. An error of one call ends the wait."""
+        while True:
+            wanted = self._running[:1] if self._ordered else self._running
+            for batch in wanted:
+                if batch.done or any(call.error for call in batch.calls.values()):
+                    return batch
+            running = [call for batch in wanted for call in batch.calls.values() if not call.settled]
+            wait([call.outcome for call in running], return_when=FIRST_COMPLETED)
+
+    def _take(self, batch: _Batch) -> Any:
+        """The value of a batch, which then is in flight no more."""
+        self._read(batch)
+        plan = batch.plan
+        if plan is None:
+            raise RuntimeError("a batch that was not sent")
+        self._running.remove(batch)
+        self._finished += 1
+        self._progress(self._finished)
+        for part, value in batch.values.items():
+            if _is_whole(part, plan):
+                return value
+        values = [batch.values[rank,] for rank in plan.collecting if (rank,) in batch.values]
+        return plan.collect(values) if plan.collect is not None else join_values(self._spec.label, values, plan.join)
+
+    def _read(self, batch: _Batch) -> None:
+        """Take the values of the calls that have ended.
+
+        Raises:
+            SingleControllerError: the error of the first that has failed.
+        """
+        errors: list[Exception] = []
+        for part, call in [(part, call) for part, call in batch.calls.items() if call.settled]:
+            del batch.calls[part]
+            try:
+                batch.values[part] = _value_of(part, call, batch.plan)
+            except Exception as error:
+                errors.append(error)
+        if errors:  # one of the user's first
+            raise min(errors, key=lambda error: isinstance(error, (WorkerDiedError, GroupBrokenError)))
+
+    def _is_complete(self, batch: _Batch) -> bool:
+        return batch.plan is not None and all(part in batch.values for part in self._parts(batch.plan))
+
+    def _repair(self, error: Exception) -> Exception | None:
+        """Have dead ranks replaced, after living ones have ended what they run.
+
+        Returns:
+            The error to raise, because no rank has died, or the oldest batch that was not completed, which the ranks
+            run first, may have caused more deaths than it may.
+
+        Raises:
+            SingleControllerError: of another call in flight.
+        """
+        group = self._group
+        with group._state.lock:  # a call has its error just before the group is broken
+            broken = group._state.broken
+        if group._state.closed:
+            return error
+        for batch in self._running:
+            wait([call.outcome for call in batch.calls.values()])
+            try:
+                self._read(batch)
+            except GroupBrokenError:
+                pass
+            except WorkerDiedError as death:  # more telling than that the group is broken
+                error = error if isinstance(error, WorkerDiedError) else death
+        ranks = error.ranks if isinstance(error, WorkerDiedError) else ()
+        dead = sorted({*ranks, *(rank for rank, alive in enumerate(group.alive()) if not alive)})
+        lost = next((batch for batch in self._running if not self._is_complete(batch)), None)
+        if not dead:
+            return error
+        if lost is not None:
+            lost.deaths += 1
+            if lost.deaths > self._retries:
+                error.add_note(f"batch {lost.number} of group.map() was in flight, with retries={self._retries}")
+                return error
+        if broken is not None and not group._state.recovers:  # otherwise the next call has them replaced
+            # A further death is found by the next call.
+            with contextlib.suppress(WorkerDiedError, GroupBrokenError):
+                group.restart(None if group.collectives else dead)
+        return None
+
+
+def _is_whole(part: Part, plan: CallPlan) -> bool:
+    return len(part) == len(plan.ranks)
+
+
+def _value_of(part: Part, call: Call, plan: CallPlan | None) -> Any:
+    """The value of a call that has ended: of the whole batch, or of one rank."""
+    if plan is None or _is_whole(part, plan):
+        return call.value()
+    if part[0] not in plan.collecting:
+        call.wait()
+        if call.error is not None:
+            raise call.error
+        return None
+    value = call.value()
+    return value[0] if plan.join is Join.LIST else value
+
+
+def report(progress: bool | Callable[[int], object], name: str, batches: Iterable[Any]) -> Callable[[int], object]:
+    """Return what is called with the number of batches that are done."""
+    if callable(progress):
+        return progress
+    if progress:
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            bar = tqdm(desc=name, total=len(batches) if isinstance(batches, Sized) else None, unit="batch")
+            return lambda done: bar.update(done - bar.n)
+    return lambda done: None

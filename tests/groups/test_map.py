@@ -1,0 +1,175 @@
+"""``group.map``: many batches, a few in flight; what a death costs, and what it does not."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from map_workers import Scorer
+
+from single_controller import GroupClosedError, LocalWorkerGroup, WorkerDiedError, WorkerError
+
+TRANSPORTS = ("ray", "local-threads", "local")
+
+
+@pytest.fixture
+def scorers(make_group, tmp_path, transport):
+    """``scorers(delay, **group_options)``: a group, whose workers obey files in ``tmp_path``."""
+    if transport.name != "ray":
+        (tmp_path / "in-process").touch()
+
+    def make(delay=0.0, **options):
+        return make_group(Scorer, tmp_path, delay, group_options=options)
+
+    return make
+
+
+def rows_run(folder):
+    """Row -> how often it was scored."""
+    lines = (folder / "run").read_text().splitlines() if (folder / "run").exists() else []
+    return Counter(int(line.split()[0]) for line in lines)
+
+
+def tens(batches):
+    return [[10 * row for row in batch] for batch in batches]
+
+
+def test_results_order_and_back_pressure(scorers, tmp_path):
+    group = scorers()
+    taken = []
+
+    def source():
+        for number in range(6):
+            taken.append(number)
+            yield list(range(10 * number, 10 * number + 7))
+
+    done = []
+    mapped = group.map(group.score, source(), in_flight=3, progress=done.append)
+    assert taken == [] and not rows_run(tmp_path), "nothing is sent before the first result is wanted"
+    for number, result in enumerate(mapped):
+        assert result == [10 * row for row in range(10 * number, 10 * number + 7)]
+        assert len(taken) <= number + 3 and done == list(range(1, number + 2))
+    assert taken == list(range(6)) and set(rows_run(tmp_path).values()) == {1}
+    assert list(group.map("score", [])) == []
+
+
+@pytest.mark.transports("ray", "local-threads")
+def test_results_as_they_come(scorers):
+    with scorers(collectives=False) as group:
+        seconds = [0.6, 0.0, 0.1, 0.0]
+        # Each rank runs its calls in turn, so the order changes only between ranks.
+        assert [found[0] for found in group.map("slow", seconds, in_flight=4, ordered=False)] == seconds
+        assert [found[0] for found in group.map("slow", seconds, in_flight=4)] == seconds
+
+
+@pytest.mark.parametrize("collectives", [True, False])
+def test_modes(scorers, collectives):
+    group = scorers(collectives=collectives)
+    batches = [list(range(5)), [1, 2], [3], list(range(8))]
+    assert list(group.map("score_padded", batches)) == tens(batches)
+    tensors = [torch.tensor(batch) for batch in batches]
+    assert all(map(torch.equal, group.map("score_padded", tensors), [10 * one for one in tensors]))
+    assert [sum(counts) for counts in group.map("count", batches)] == [5, 2, 1, 8]
+    assert list(group.map("total", batches)) == [10 * sum(batch) for batch in batches]
+    assert list(group.map("score", [[], [1]])) == [[], [10]]
+    futures = (group.score.remote(batch) for batch in batches)
+    assert list(group.map(group.score.options(timeout=30), futures)) == tens(tens(batches))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_rows_of_living_ranks_are_not_lost(scorers, tmp_path, ordered):
+    group = scorers(0.05, collectives=False)
+    batches = [list(range(8 * number, 8 * number + 8)) for number in range(6)]
+    for row in (18, 36, 39):  # two batches; in the second, two ranks
+        (tmp_path / f"die-{row}").touch()
+    results = list(group.map("score", batches, in_flight=3, retries=2, ordered=ordered))
+    assert sorted(results) == tens(batches)
+    assert set(rows_run(tmp_path).values()) == {1}, "a row was scored twice"
+    assert sorted(rows_run(tmp_path)) == list(range(48))
+
+
+def test_ranks_with_collectives_are_restarted_together(scorers, tmp_path):
+    group = scorers()
+    batches = [list(range(8 * number, 8 * number + 8)) for number in range(5)]
+    (tmp_path / "die-18").touch()
+    assert list(group.map("score", batches, in_flight=3, retries=1)) == tens(batches)
+    assert group.generation == 1
+
+
+@pytest.mark.transports("ray")
+@pytest.mark.parametrize("on_death", ["replace", "shrink"])
+@pytest.mark.parametrize("collectives", [True, False])
+def test_on_death_is_obeyed(scorers, tmp_path, on_death, collectives):
+    group = scorers(on_death=on_death, collectives=collectives)
+    batches = [list(range(8 * number, 8 * number + 8)) for number in range(5)]
+    (tmp_path / "die-18").touch()
+    assert list(group.map("score", batches, in_flight=3, retries=1)) == tens(batches)
+    assert group.world_size == (3 if on_death == "shrink" else 4)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_batch_that_kills_its_rank_each_time(scorers, tmp_path, retries):
+    group = scorers(collectives=False)
+    (tmp_path / "poison-12").touch()
+    batches = [list(range(8 * number, 8 * number + 8)) for number in range(3)]
+    results, mapped = [], group.map("score", batches, retries=retries)
+    with pytest.raises(WorkerDiedError, match="rank 2 died during score") as caught:
+        results.extend(mapped)
+    assert caught.value.__notes__ == [f"batch 1 of group.map() was in flight, with retries={retries}"]
+    assert group.broken and group.generation == retries
+    assert results == tens(batches)[:1], "what had returned was lost"
+
+
+def test_error_of_the_method_ends_it(scorers, tmp_path):
+    group = scorers(collectives=False)
+    (tmp_path / "raise-9").touch()
+    mapped = group.map("score", [[1], [9], [2]], retries=3)
+    assert next(mapped) == [10]
+    with pytest.raises(WorkerError, match="row 9"):
+        next(mapped)
+    assert list(mapped) == [] and not group.broken
+
+
+def test_generator_that_is_closed_early(scorers, tmp_path):
+    group = scorers()
+    mapped = group.map("score", ([number] for number in itertools.count()), in_flight=2)
+    assert [next(mapped) for _ in range(3)] == [[0], [10], [20]]
+    mapped.close()
+    assert group.score([7]) == [70] and len(rows_run(tmp_path)) <= 6
+    group.close()
+    with pytest.raises(GroupClosedError):
+        next(group.map("score", [[1]]))
+
+
+@pytest.mark.transports("local")
+def test_wrong_arguments_and_the_bar(scorers, capsys):
+    group = scorers()
+    with pytest.raises(ValueError, match=r"map\(in_flight\)=0: expected an integer of at least 1"):
+        group.map("score", [], in_flight=0)
+    with pytest.raises(ValueError, match=r"map\(retries\)=-1"):
+        group.map("score", [], retries=-1)
+    with pytest.raises(AttributeError, match="did you mean 'score'"):
+        group.map("scor", [])
+    assert len(list(group.map("score", [[1], [2]], progress=True))) == 2
+    assert "score: 100%" in capsys.readouterr().err
+
+
+def test_calls_of_living_ranks_go_on_after_a_death(tmp_path):
+    """What `map` relies on: only calls that wait for the dead rank end."""
+    (tmp_path / "in-process").touch()
+    (tmp_path / "poison-3").touch()
+    with LocalWorkerGroup(2, _made(tmp_path), threads=True, collectives=False) as group:
+        spec, options = group.slow._spec, group.slow._options
+        plan = group._plan(spec, (0.6,), {}, options)
+        killing = group.score.remote([1, 3])
+        lives, dies = (group._send(spec, plan.only([rank]), options) for rank in (0, 1))
+        for future in (killing.result, dies.value):
+            with pytest.raises(WorkerDiedError):
+                future()
+        assert group.broken and not lives.settled and lives.value() == [0.6]
+
+
+def _made(folder):
+    from single_controller import ClassWithInitArgs
+
+    return ClassWithInitArgs(Scorer, folder)

@@ -1,0 +1,104 @@
+"""The tutorials `distill.py` and `score.py`, as a user runs them, and the formulas of the former against loops."""
+
+import math
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from demo_runs import ROOT, environment
+
+from workers import SamplingParams, read_args
+from workers.algorithms.estimators import AdvantageRows
+from workers.algorithms.losses import PolicyTokens
+
+TUTORIALS = ROOT / "tutorials"
+
+
+def run(script, *given, fails=""):
+    """What a script prints."""
+    command = [sys.executable, str(TUTORIALS / script), *given]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=170)
+    assert bool(done.returncode) == bool(fails) and fails in done.stderr, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tutorials():
+    """The modules of `distill.py`."""
+    sys.path.insert(0, str(TUTORIALS))
+    try:
+        import distill
+        import distill_teacher
+    finally:
+        sys.path.remove(str(TUTORIALS))
+    return SimpleNamespace(script=distill, teacher=distill_teacher)
+
+
+@pytest.mark.timeout(180)
+def test_scores_survive_kills():
+    printed = run("score.py")
+    assert re.search(r"3840 rows in [\d.]+ s, 2 restarts", printed), printed
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("loss", ["sampled", pytest.param("top_k", marks=pytest.mark.full("distillation with top-k"))])
+def test_student_learns_the_teachers_policy(loss):
+    printed = run("distill.py", f"loss={loss}")
+    first, last = map(float, re.search(r"first ([\d.]+), last five ([\d.]+)", printed).groups())
+    assert first > 1 and last < 0.2
+    # 128 rows: what is sent holds their ids and masks, but nothing that the teacher has computed.
+    assert int(re.search(r"([\d.]+) kB were sent", printed)[1]) < 250
+
+
+def test_teacher_at_another_temperature_is_refused():
+    said = "the student trains at temperature 1, the rollout draws at 1, and the teacher scores at 0.5"
+    run("distill.py", "teacher_temperature=0.5", fails=f"{said}; use one temperature")
+
+
+def test_temperature_of_the_rollout_is_checked_too(tutorials):
+    check = tutorials.script.check_temperature
+    check(read_args({"temperature": 0.7}), SamplingParams(temperature=0.7), 0.7)
+    for student, drawn, teacher in ((0.7, 0.7, 1.0), (0.7, 1.0, 0.7), (1.0, 0.7, 0.7), (1.0, 0.0, 1.0)):
+        with pytest.raises(ValueError, match="use one temperature"):
+            check(read_args({"temperature": student}), SamplingParams(temperature=drawn), teacher)
+
+
+def distributions(seed, rows=3, tokens=4, vocabulary=7):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, tokens, vocabulary, generator=draw).double().log_softmax(-1)
+
+
+def test_sampled_token_loss_against_a_loop(tutorials):
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]])
+    own, teacher = distributions(0)[..., 0], distributions(1)[..., 0]
+    rows = AdvantageRows({"loss_mask": mask, "rollout_log_probs": own, "ref_log_probs": teacher})
+    found = tutorials.teacher.sampled_token(rows, None)
+    for row in range(3):
+        for token in range(4):
+            expected = teacher[row, token] - own[row, token] if mask[row, token] else 0.0
+            assert found[row, token] == expected
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_top_k_loss_against_a_loop(tutorials, k):
+    student, teacher = distributions(2), distributions(3)
+    log_probs, ids = teacher.topk(k, dim=-1)
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[0, 2] = False
+    own, others = student[..., 0], {"candidate_log_probs": log_probs}
+    tokens = PolicyTokens(own, own, own, mask, others, student.gather(-1, ids))
+    found, metrics = tutorials.teacher.top_k(tokens, None)
+    for row in range(3):
+        for token in range(4):
+            p, q = teacher[row, token].exp().tolist(), student[row, token].exp().tolist()
+            chosen = sorted(range(7), key=lambda v: -p[v])[:k]
+            expected = max(0.0, sum(p[v] * (math.log(p[v]) - math.log(q[v])) for v in chosen))
+            expected *= bool(mask[row, token])
+            assert float(found[row, token]) == pytest.approx(expected, abs=1e-6)
+            assert float(metrics["student_mass"][row, token]) == pytest.approx(sum(q[v] for v in chosen), abs=1e-6)
+    if k == 7:  # the whole divergence
+        whole = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
+        torch.testing.assert_close(found.double(), torch.where(mask, whole, 0.0), atol=1e-6, rtol=0)
