@@ -21,7 +21,7 @@ class AdamOptions:
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: decoupled; Megatron does not apply it to biases and norms.
+        weight_decay: decoupled; not applied to biases and norms.
         clip_grad: maximum norm of the whole model's gradient; 0 for no clipping.
         distributed: whether the optimizer's state is sharded over the dp ranks.
 
@@ -103,6 +103,8 @@ def make_optimizer(options: AdamOptions, config: Any, chunks: Sequence[Any]) -> 
         initial_loss_scale=2.0**16,  # for fp16: with megatron's default of 2^32 the first dozen steps overflow
     )
     optimizer = get_megatron_optimizer(adam, list(chunks))
+    for group in optimizer.param_groups:  # only Megatron's own scheduler, which is not used here, multiplies these
+        group["weight_decay"] = options.weight_decay * group.get("wd_mult", 1.0)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     no_sync = [chunk.no_sync for chunk in chunks]

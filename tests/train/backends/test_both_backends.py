@@ -452,6 +452,42 @@ def test_resumed_run_uses_its_own_optimizer_settings(start, way, data, tmp_path)
     assert max(decay for *_, decay in found) == 0.25
 
 
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        (FSDP2, {}),
+        (DP2, {}),
+        (TP2, {}),
+        pytest.param(PP2, {}, marks=rare),
+        (TP2_DP2, {"use_distributed_optimizer": True}),
+        pytest.param(TP2_PP2, {}, marks=rare),
+    ],
+    ids=called,
+)
+def test_decay_of_each_tensor(start, way, options, tmp_path):
+    """Without a gradient, AdamW multiplies each tensor by 1 - lr * weight_decay. Megatron leaves out norms and biases,
+    which this Qwen2 has; also after it has loaded a checkpoint."""
+    config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                         vocab_size=32, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.0)  # biases begin with 0
+    rows = other_rollout(model, seed=0).exclude("rewards")
+    rows["advantages"] = torch.zeros(len(rows))
+    args = {"lr": 0.1, "weight_decay": 0.5, "hf_checkpoint": saved(model, tmp_path), **options}
+    group = start(way, save=str(tmp_path / "checkpoint"), **args)
+    learn(group, 0, rows)
+    group.save_model(0)
+    group = start(way, begins=1, load=str(tmp_path / "checkpoint"), **args)
+    learn(group, 1, rows)
+    weights = whole_weights(group)
+    for name, before in model.state_dict().items():
+        factor = 1.0 if way.backend == "megatron" and before.ndim == 1 else 0.95**2
+        torch.testing.assert_close(weights[name], before * factor, rtol=1e-5, atol=0, msg=name)
+
+
 @ways(FSDP2)
 def test_checkpoint_weights_have_no_version(start, way, data, tmp_path):
     """They were trained after the rollout workers received them, so rows of that version are not compared with them."""
