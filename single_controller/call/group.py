@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from dispatch.batch import Uneven
 from dispatch.checks import check_seconds, suggestion
@@ -26,12 +26,11 @@ from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write
 from single_controller.call.supervision import (
     GroupStatus,
     OnDeath,
-    ReplayLog,
     Watcher,
     check_ranks,
     group_status,
 )
-from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, Sent, Transport
+from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Sent, Transport
 from single_controller.call.worker import MethodTable, Worker
 from single_controller.verl import VerlGroup
 
@@ -47,6 +46,15 @@ Planner = Callable[[MethodSpec, Layout, tuple[Any, ...], dict[str, Any]], CallPl
 
 RESERVED = frozenset({"resource_pool"})
 """Names that a group uses, besides the attributes of its class."""
+
+
+class _Replay(NamedTuple):
+    """The latest successful call of a method that was registered with ``replay=True``."""
+
+    number: int  # its number among the calls of the group
+    spec: MethodSpec
+    options: CallOptions
+    plan: Callable[[Any], CallPlan]  # plans it again, with the same arguments, for the group that is passed to it
 
 
 @dataclass
@@ -194,7 +202,8 @@ class WorkerGroup(VerlGroup, Closing):
                 raise DispatchError(f"{role!r} is a name that a worker group uses itself: rename the role")
         monitor.start()
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
-        self._replays = ReplayLog(self._state)
+        # By role and method; their arguments are kept. Protected by the lock of the state.
+        self._replays: dict[tuple[str | None, str], _Replay] = {}
         self._records: dict[str | None, _RoleRecord] = {role: _RoleRecord() for role in (None, *classes)}
         self._collectives = True
 
@@ -348,8 +357,9 @@ class WorkerGroup(VerlGroup, Closing):
             self._state.check_process()
         except ForkedProcessError:
             return  # the workers belong to the process that this one was forked from
-        self._state.close()
-        self._replays.clear()
+        with self._state.lock:
+            self._state.close()
+            self._replays.clear()
         if self._state.transport is not None:
             self._state.transport.kill()
 
@@ -428,7 +438,7 @@ class WorkerGroup(VerlGroup, Closing):
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
-            self._replays.add_when_done(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
+            self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         return call.value() if blocking else WorkerFuture(call)
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
@@ -439,7 +449,7 @@ class WorkerGroup(VerlGroup, Closing):
         layout = _without_coordinates(self.world_size)
         call = self._send(spec, plan(spec, layout, args, kwargs), begun=begun)
         if spec.registration.replay:
-            self._replays.add_when_done(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
+            self._log_replay(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
         return call.value() if wait else call.refs()
 
     def _check(self) -> None:
@@ -604,13 +614,29 @@ class WorkerGroup(VerlGroup, Closing):
         """Repeat the logged calls on new workers, which have no layout yet."""
         for record in self._records.values():
             record.layout = None
-        for replay in self._replays.in_order():
+        with self._state.lock:
+            replays = sorted(self._replays.values(), key=lambda replay: replay.number)
+        for replay in replays:
             group = self if replay.spec.role is None else self._role_group(replay.spec.role)
             plan = replay.plan(group)
             if ranks is not None:
                 plan = plan.only(ranks)
             if plan.ranks:
                 group._send(replay.spec, plan, replay.options).check()
+
+    def _log_replay(self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any], CallPlan]) -> None:
+        """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""
+        state, replays, replay = self._state, self._replays, _Replay(call.number, spec, options, plan)
+
+        # Must refer neither to the call, whose outcome keeps this function, nor to the group.
+        def remember(outcome: Outcome) -> None:
+            with state.lock:
+                known = replays.get((spec.role, spec.name))
+                newer = known is None or known.number < replay.number
+                if outcome.result() is None and newer and not state.closed:
+                    replays[spec.role, spec.name] = replay
+
+        call.outcome.add_done_callback(remember)  # which runs under the lock
 
     # --- names --------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Supervision: what the ranks of a group do outside of calls. Its status, deaths while no call is running, restarts."""
+"""Supervision: what the ranks of a group do outside of calls. Its status, and deaths while no call is running."""
 
 from __future__ import annotations
 
@@ -8,67 +8,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 from dispatch.checks import check_seconds
-from dispatch.plan import CallPlan
-from dispatch.register import MethodSpec
 from dispatch.tables import aligned
-from single_controller.call.call import Call, CallOptions
 from single_controller.call.errors import WorkerDiedError, hosts_text, ranks_text
 from single_controller.call.state import Closing, GroupState
-from single_controller.call.transport import MAX_STACK_SECONDS, Death, Outcome, RankProcess, RunningCall, Transport
+from single_controller.call.transport import MAX_STACK_SECONDS, Death, RankProcess, RunningCall, Transport
 
 logger = logging.getLogger(__name__)
 
 OnDeath = Callable[[WorkerDiedError], object]
-
-
-class Replay(NamedTuple):
-    """One call of a method that was registered with ``replay=True``."""
-
-    number: int  # the call's number among the calls of its group
-    spec: MethodSpec
-    options: CallOptions
-    plan: Callable[[Any], CallPlan]  # plans the call again, with the same arguments, for the group that is passed to it
-
-
-class ReplayLog:
-    """The latest successful call of each method that was registered with ``replay=True``. The lock of the group's state
-    protects it."""
-
-    def __init__(self, state: GroupState) -> None:
-        self._state = state
-        self._replays: dict[tuple[str | None, str], Replay] = {}
-
-    def add_when_done(
-        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any], CallPlan]
-    ) -> None:
-        """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""
-        replay = Replay(call.number, spec, options, plan)
-
-        def remember(outcome: Outcome) -> None:  # must not refer to the call, whose outcome keeps this function
-            key = spec.role, spec.name
-            with self._state.lock:
-                known = self._replays.get(key)
-                if (
-                    outcome.result() is None
-                    and not self._state.closed
-                    and (known is None or known.number < replay.number)
-                ):
-                    self._replays[key] = replay
-
-        call.outcome.add_done_callback(remember)  # under the lock
-
-    def clear(self) -> None:
-        """Forget all calls, and with them their arguments."""
-        with self._state.lock:
-            self._replays.clear()
-
-    def in_order(self) -> list[Replay]:
-        """The calls in the order in which they were made."""
-        with self._state.lock:
-            return sorted(self._replays.values(), key=lambda replay: replay.number)
 
 
 def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
