@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 """Time between two looks at the calls of a group."""
+
 TRANSPORT_GONE = "the connection to Ray with which it was created was shut down"
 
 
