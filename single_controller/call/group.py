@@ -21,17 +21,11 @@ from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions, WorkerFuture
 from single_controller.call.errors import ForkedProcessError, ranks_text
-from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, monitor
+from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
 from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
-from single_controller.call.supervision import (
-    GroupStatus,
-    OnDeath,
-    Watcher,
-    check_ranks,
-    group_status,
-)
 from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Sent, Transport
-from single_controller.call.worker import MethodTable, Worker
+from single_controller.call.worker import Worker
+from single_controller.call.worker_class import MethodTable
 from single_controller.verl import VerlGroup
 
 P = ParamSpec("P")
@@ -382,7 +376,7 @@ class WorkerGroup(VerlGroup, Closing):
             ValueError: the timeout is not a positive number.
         """
         self._state.check_process()
-        return group_status(self._state, check_seconds("timeout", timeout))
+        return self._state.status(check_seconds("timeout", timeout))
 
     def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
         """Start a thread that notices deaths while no call is running. A death breaks the group.
@@ -708,6 +702,20 @@ class WorkerGroup(VerlGroup, Closing):
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
         what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
+
+
+def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Return the ranks that a method of a group was given.
+
+    Raises:
+        ValueError: they are not distinct ranks of the group.
+    """
+    chosen = tuple(ranks) if isinstance(ranks, Iterable) else ()
+    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(world_size)):
+        raise ValueError(
+            f"{method}(ranks={ranks!r}): expected a non-empty list of distinct ranks from 0 to {world_size - 1}"
+        )
+    return chosen
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from typing import Any, assert_type
 from scorer import Batch, Quieter, Scorer
 
 from single_controller import Broadcast, ClassWithInitArgs, LocalWorkerGroup, RayWorkerGroup, WorkerFuture, WorkerGroup
-from single_controller.call.worker import colocate
+from single_controller.call.worker_class import colocate
 
 
 def calls(group: WorkerGroup, batch: Batch) -> None:
