@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
@@ -22,10 +22,10 @@ from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions, WorkerFuture
 from single_controller.call.errors import ForkedProcessError, ranks_text
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
-from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
+from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
 from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Sent, Transport
 from single_controller.call.worker import Worker
-from single_controller.call.worker_class import MethodTable
+from single_controller.call.worker_class import WorkerClass
 from single_controller.verl import VerlGroup
 
 P = ParamSpec("P")
@@ -49,14 +49,6 @@ class _Replay(NamedTuple):
     spec: MethodSpec
     options: CallOptions
     plan: Callable[[Any], CallPlan]  # plans it again, with the same arguments, for the group that is passed to it
-
-
-@dataclass
-class _RoleRecord:
-    """What a group knows about the workers of one role, or of its only class."""
-
-    stats: CallStats = field(default_factory=CallStats)
-    layout: tuple[dict[int, int], Layout] | None = None  # with the version of each rank's report; None until asked for
 
 
 class OtherOptions(TypedDict, total=False):
@@ -188,17 +180,16 @@ class WorkerGroup(VerlGroup, Closing):
         self, classes: Mapping[str | None, type[Worker]], name: str, error_grace: float = ERROR_GRACE_SECONDS
     ) -> None:
         self._role: str | None = None
-        self._tables = {role: MethodTable(cls, role) for role, cls in classes.items()}
+        self._worker_classes = {role: WorkerClass(cls, role) for role, cls in classes.items()}
         reserved = RESERVED.union(dir(type(self)))
-        for role, table in self._tables.items():
-            table.check_names(reserved)
+        for role, worker_class in self._worker_classes.items():
+            worker_class.check_names(reserved)
             if role in reserved:
                 raise DispatchError(f"{role!r} is a name that a worker group uses itself: rename the role")
         monitor.start()
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
         # By role and method; their arguments are kept. Protected by the lock of the state.
         self._replays: dict[tuple[str | None, str], _Replay] = {}
-        self._records: dict[str | None, _RoleRecord] = {role: _RoleRecord() for role in (None, *classes)}
         self._collectives = True
 
     # --- what a group knows -------------------------------------------------------------------------------------------
@@ -260,8 +251,8 @@ class WorkerGroup(VerlGroup, Closing):
         For a group with roles: also all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's
         part."""
         if self.roles:
-            return Stats.together({role: self._records[role].stats.stats() for role in self._tables})
-        return self._records[self._role].stats.stats()
+            return Stats.together({role: one.stats.stats() for role, one in self._worker_classes.items()})
+        return self._worker_classes[self._role].stats.stats()
 
     def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
         """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`. Off by default:
@@ -275,8 +266,8 @@ class WorkerGroup(VerlGroup, Closing):
         Raises:
             ValueError: ``calls`` is not a non-negative integer.
         """
-        for role in self._tables if self.roles else (self._role,):
-            self._records[role].stats.record_ranks(calls)
+        for role in self._worker_classes if self.roles else (self._role,):
+            self._worker_classes[role].stats.record_ranks(calls)
 
     def trace(self, path: str | Path) -> None:
         """Write the latest calls as a Chrome trace for Perfetto: a row for the driver, and one for each rank in calls
@@ -319,17 +310,17 @@ class WorkerGroup(VerlGroup, Closing):
             TypeError: ``method`` is not a method of a class.
             DispatchError: the group's worker class does not have that method; the message lists its registered methods.
         """
-        if self._table is None:
+        if self._class is None:
             ways = " or ".join(f"group.{role}.on(...)" for role in self.roles)
             raise DispatchError(f"{self.name} has several workers per process: call {ways}", method="on")
-        return self._method(self._table.name_of(method))
+        return self._method(self._class.name_of(method))
 
     # --- roles --------------------------------------------------------------------------------------------------------
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of a colocated group, in the order in which their workers are created; empty for other groups."""
-        return tuple(role for role in self._tables if role is not None and self._role is None)
+        return tuple(role for role in self._worker_classes if role is not None and self._role is None)
 
     def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, RoleGroup]:
         """The groups of a colocated group's roles by name; the same as ``group.<role>``.
@@ -497,7 +488,7 @@ class WorkerGroup(VerlGroup, Closing):
             # Again: another thread may have closed the group while this one waited.
             if transport is None or state.closed or state.broken is not None:
                 raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
-            stats = self._records[self._role].stats if recorded else None
+            stats = self._worker_classes[self._role].stats if recorded else None
             call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
             try:
                 sent = transport.send(spec, plan, call)
@@ -524,10 +515,10 @@ class WorkerGroup(VerlGroup, Closing):
     def _layout_with(self, sufficient: Callable[[Layout], bool]) -> Layout:
         """The layout. If the known one is outdated or not sufficient, the workers are asked: a call that is still
         running may have registered coordinates since."""
-        if self._table is None:
+        if self._class is None:
             names = ", ".join(f"group.{role}.layout" for role in self.roles)
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
-        record, known = self._records[self._role], self._records[self._role].layout
+        known = self._class.layout
         with self._state.lock:  # the monitor's thread adds the ranks of calls that end
             latest = dict(self._state.layout_versions.get(self._role, {}))
         if (
@@ -535,7 +526,7 @@ class WorkerGroup(VerlGroup, Closing):
             or any(version > known[0].get(rank, 0) for rank, version in latest.items())
             or not sufficient(known[1])
         ):
-            known = record.layout = self._ask_layout()
+            known = self._class.layout = self._ask_layout()
         return known[1]
 
     def _ask_layout(self) -> tuple[dict[int, int], Layout]:
@@ -606,8 +597,8 @@ class WorkerGroup(VerlGroup, Closing):
 
     def _replay(self, ranks: Collection[int] | None) -> None:
         """Repeat the logged calls on new workers, which have no layout yet."""
-        for record in self._records.values():
-            record.layout = None
+        for worker_class in self._worker_classes.values():
+            worker_class.layout = None
         with self._state.lock:
             replays = sorted(self._replays.values(), key=lambda replay: replay.number)
         for replay in replays:
@@ -635,27 +626,27 @@ class WorkerGroup(VerlGroup, Closing):
     # --- names --------------------------------------------------------------------------------------------------------
 
     @property
-    def _table(self) -> MethodTable | None:
-        """The methods of the group's class; None for a group that has only roles."""
-        return self._tables.get(self._role)
+    def _class(self) -> WorkerClass | None:
+        """The group's class; None for a group that has only roles."""
+        return self._worker_classes.get(self._role)
 
     @property
     def _specs(self) -> dict[str, MethodSpec]:
-        return {} if self._table is None else self._table.registered
+        return {} if self._class is None else self._class.registered
 
     def _any_method(self, name: str) -> MethodSpec:
         if not isinstance(name, str):
             raise TypeError(f"execute_* takes the name of a method, such as 'add'; got {name!r}")
-        if self._table is None:
+        if self._class is None:
             raise self._needs_role(name, "execute_*")
-        return self._table.any(name)
+        return self._class.any(name)
 
     def _method(self, name: str) -> RemoteMethod[..., Any, Any]:
-        if self._table is None:
+        if self._class is None:
             raise self._needs_role(name)
-        spec = self._table.registered.get(name)
+        spec = self._class.registered.get(name)
         if spec is None:
-            raise self._table.missing(name, dir(self))
+            raise self._class.missing(name, dir(self))
         return RemoteMethod(spec, self._invoke)
 
     def _role_group(self, role: str) -> RoleGroup:
@@ -669,7 +660,7 @@ class WorkerGroup(VerlGroup, Closing):
         return RoleGroup(self, role)
 
     def _needs_role(self, name: str, call: str = "") -> AttributeError:
-        having = [role for role, table in self._tables.items() if method_spec(table.cls, name) is not None]
+        having = [role for role, one in self._worker_classes.items() if method_spec(one.cls, name) is not None]
         if having:
             ways = " or ".join(f"group.{role}.{call or name}" for role in having)
             return AttributeError(f"{self.name} has several workers per process: call {ways}")
@@ -680,13 +671,13 @@ class WorkerGroup(VerlGroup, Closing):
         # Only for names that are not found otherwise. The RemoteMethod is not stored: a cycle would keep a dropped
         # group.
         # Via `vars`: unpickling and copying look names up before a group has any field.
-        table = vars(self).get("_tables", {}).get(vars(self).get("_role"))
-        spec = None if table is None else table.registered.get(name)
+        worker_class = vars(self).get("_worker_classes", {}).get(vars(self).get("_role"))
+        spec = None if worker_class is None else worker_class.registered.get(name)
         if spec is not None:
             return RemoteMethod(spec, self._invoke)
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._role_group(name) if self._role is None and name in self._tables else self._method(name)
+        return self._role_group(name) if self._role is None and name in self._worker_classes else self._method(name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._specs, *self.roles]
@@ -700,7 +691,7 @@ class WorkerGroup(VerlGroup, Closing):
     def __repr__(self) -> str:
         size = f" of {self._state.transport.world_size}" if self._state.transport is not None else ""
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
-        what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
+        what = ", ".join(self.roles) if self._class is None else self._class.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
 
 
@@ -738,10 +729,9 @@ class RoleGroup(WorkerGroup):
     def __init__(self, whole: WorkerGroup, role: str) -> None:
         self._whole = whole
         self._role = role
-        self._tables = whole._tables
+        self._worker_classes = whole._worker_classes
         self._state = whole._state
         self._replays = whole._replays
-        self._records = whole._records
         self._collectives = whole._collectives
 
     @property

@@ -11,8 +11,10 @@ from typing import Any
 from dispatch.batch import described
 from dispatch.checks import suggestion
 from dispatch.errors import DispatchError
+from dispatch.layout import Layout
 from dispatch.register import MethodSpec, check_arguments, method_spec, plain_signature, registered_methods
 from single_controller.call.codec import can_encode, cannot_send
+from single_controller.call.stats import CallStats
 from single_controller.call.worker import Worker
 
 
@@ -152,8 +154,8 @@ def constructors(made: ClassWithInitArgs | Colocated) -> dict[str | None, ClassW
     return roles
 
 
-class MethodTable:
-    """The methods of one worker class.
+class WorkerClass:
+    """One worker class of a group: its methods by name, what their calls cost, and the layout of its workers.
 
     Args:
         cls: the class.
@@ -163,6 +165,9 @@ class MethodTable:
     def __init__(self, cls: type[Worker], role: str | None = None) -> None:
         self.cls = cls
         self.role = role
+        self.stats = CallStats()
+        # With the version of each rank's report; None until somebody asks for it
+        self.layout: tuple[dict[int, int], Layout] | None = None
         # Name -> method, of those under @register
         self.registered = {name: replace(spec, role=role) for name, spec in registered_methods(cls).items()}
 
