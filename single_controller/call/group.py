@@ -519,7 +519,7 @@ class WorkerGroup(VerlGroup, Closing):
             names = ", ".join(f"group.{role}.layout" for role in self.roles)
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
         known = self._class.layout
-        with self._state.lock:  # the monitor's thread adds the ranks of calls that end
+        with self._state.lock:  # the thread that tells results adds ranks
             latest = dict(self._state.layout_versions.get(self._role, {}))
         if (
             known is None
