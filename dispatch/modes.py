@@ -228,7 +228,7 @@ class Execute(metaclass=_Members):
             ValueError: the name is taken, or is not a valid identifier.
             TypeError: ``ranks`` is not callable.
         """
-        _check_new_name("Execute", name, cls._members)
+        _check_new_name(cls, name)
         if not callable(ranks):
             raise TypeError(f"Execute.register({name!r}): ranks must be callable, got {ranks!r}")
         cls._members[name] = ExecuteMode(name, ranks)
@@ -259,7 +259,7 @@ def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_f
         ValueError: the name is taken, or is not a valid identifier.
         TypeError: one of the functions is not callable.
     """
-    _check_new_name("Dispatch", name, Dispatch._members)
+    _check_new_name(Dispatch, name)
     return _add(name, _custom(name, dispatch_fn, collect_fn))
 
 
@@ -366,12 +366,12 @@ def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[...
     return CustomMode(dispatch_fn, collect_fn)
 
 
-def _check_new_name(where: str, name: object, taken: Mapping[str, Any]) -> None:
+def _check_new_name(namespace: _Members, name: object) -> None:
+    where = namespace.__name__
     if not isinstance(name, str):
         raise ValueError(f"{where}: the name of a mode is a string, got {name!r}")
-    namespace = {"Dispatch": Dispatch, "Execute": Execute}[where]
-    if name in taken:
-        hint = "; update_dispatch_mode() replaces a mode" if where == "Dispatch" else ""
+    if name in namespace._members:
+        hint = "; update_dispatch_mode() replaces a mode" if namespace is Dispatch else ""
         raise ValueError(f"{where}.{name} exists already{hint}")
     usable = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
     if not usable or hasattr(namespace, name):

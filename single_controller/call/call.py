@@ -56,13 +56,17 @@ logger = logging.getLogger(__name__)
 LATE_LOG_SECONDS = 30.0
 LOST_SECONDS = 0.5
 """How long the error of a lost result waits for news of its rank's death."""
+
 DEATH_SHOWS_SECONDS = 2.0
 """How long an error that may be an echo of a death waits for that death to be reported, at least. While ranks that have
 not ended cannot be reached, it waits for `Transport.death_seconds`."""
+
 MAX_PROBED = 64
 """Ranks that one look probes at once: each probe takes a connection."""
+
 ASK_AFTER_SECONDS = 1.0
 """A wait with at least this limit asks the late ranks where they are before it raises."""
+
 OTHERS_FAIL_SECONDS = 0.1
 """How long an error waits for those of other ranks, so that one error can name all of them."""
 

@@ -34,15 +34,19 @@ LOST_PEER_SIGNS = (
     "Broken pipe",
 )
 """Text in errors that may be mere consequences of another rank's death."""
+
 MAX_TEXT = 20_000
 """Characters of an exception's message, and of its traceback, that are sent."""
+
 MAX_OTHER_CAUSES = 3
 """Causes besides the first one that an error names."""
+
+MAX_STACKS = 8
+"""Distinct stacks that one message shows."""
+
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _DISPATCH = os.path.dirname(os.path.abspath(dispatch.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-MAX_STACKS = 8
-"""Distinct stacks that one message shows."""
 
 
 class PlacementError(SingleControllerError):

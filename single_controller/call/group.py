@@ -9,9 +9,9 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from dispatch.batch import Uneven
 from dispatch.checks import check_count, check_seconds, suggestion
@@ -32,18 +32,11 @@ from single_controller.call.call import (
 )
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
 from single_controller.call.map_batches import BatchMap, report
-from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, monitor
-from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
-from single_controller.call.supervision import (
-    GroupStatus,
-    OnDeath,
-    ReplayLog,
-    Watcher,
-    check_ranks,
-    group_status,
-)
-from single_controller.call.transport import MAX_STACK_SECONDS, PartlySentError, Sent, Transport
-from single_controller.call.worker import MethodTable, Worker
+from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
+from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
+from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Sent, Transport
+from single_controller.call.worker import Worker
+from single_controller.call.worker_class import WorkerClass
 from single_controller.verl import VerlGroup
 
 P = ParamSpec("P")
@@ -60,12 +53,13 @@ RESERVED = frozenset({"resource_pool"})
 """Names that a group uses, besides the attributes of its class."""
 
 
-@dataclass
-class _RoleRecord:
-    """What a group knows about the workers of one role, or of its only class."""
+class _Replay(NamedTuple):
+    """The latest successful call of a method that was registered with ``replay=True``."""
 
-    stats: CallStats = field(default_factory=CallStats)
-    layout: tuple[dict[int, int], Layout] | None = None  # with the version of each rank's report; None until asked for
+    number: int  # its number among the calls of the group
+    spec: MethodSpec
+    options: CallOptions
+    plan: Callable[[Any], CallPlan]  # plans it again, with the same arguments, for the group that is passed to it
 
 
 class OtherOptions(TypedDict, total=False):
@@ -213,16 +207,16 @@ class WorkerGroup(VerlGroup, Closing):
         self, classes: Mapping[str | None, type[Worker]], name: str, error_grace: float = ERROR_GRACE_SECONDS
     ) -> None:
         self._role: str | None = None
-        self._tables = {role: MethodTable(cls, role) for role, cls in classes.items()}
+        self._worker_classes = {role: WorkerClass(cls, role) for role, cls in classes.items()}
         reserved = RESERVED.union(dir(type(self)))
-        for role, table in self._tables.items():
-            table.check_names(reserved)
+        for role, worker_class in self._worker_classes.items():
+            worker_class.check_names(reserved)
             if role in reserved:
                 raise DispatchError(f"{role!r} is a name that a worker group uses itself: rename the role")
         monitor.start()
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
-        self._replays = ReplayLog(self._state)
-        self._records: dict[str | None, _RoleRecord] = {role: _RoleRecord() for role in (None, *classes)}
+        # By role and method; their arguments are kept. Protected by the lock of the state.
+        self._replays: dict[tuple[str | None, str], _Replay] = {}
         self._collectives = True
 
     # --- what a group knows -------------------------------------------------------------------------------------------
@@ -284,8 +278,8 @@ class WorkerGroup(VerlGroup, Closing):
         For a group with roles: also all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's
         part."""
         if self.roles:
-            return Stats.together({role: self._records[role].stats.stats() for role in self._tables})
-        return self._records[self._role].stats.stats()
+            return Stats.together({role: one.stats.stats() for role, one in self._worker_classes.items()})
+        return self._worker_classes[self._role].stats.stats()
 
     def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
         """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`. Off by default:
@@ -299,8 +293,8 @@ class WorkerGroup(VerlGroup, Closing):
         Raises:
             ValueError: ``calls`` is not a non-negative integer.
         """
-        for role in self._tables if self.roles else (self._role,):
-            self._records[role].stats.record_ranks(calls)
+        for role in self._worker_classes if self.roles else (self._role,):
+            self._worker_classes[role].stats.record_ranks(calls)
 
     def trace(self, path: str | Path) -> None:
         """Write the latest calls as a Chrome trace for Perfetto: a row for the driver, and one for each rank in calls
@@ -343,17 +337,17 @@ class WorkerGroup(VerlGroup, Closing):
             TypeError: ``method`` is not a method of a class.
             DispatchError: the group's worker class does not have that method; the message lists its registered methods.
         """
-        if self._table is None:
+        if self._class is None:
             ways = " or ".join(f"group.{role}.on(...)" for role in self.roles)
             raise DispatchError(f"{self.name} has several workers per process: call {ways}", method="on")
-        return self._method(self._table.name_of(method))
+        return self._method(self._class.name_of(method))
 
     # --- roles --------------------------------------------------------------------------------------------------------
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of a colocated group, in the order in which their workers are created; empty for other groups."""
-        return tuple(role for role in self._tables if role is not None and self._role is None)
+        return tuple(role for role in self._worker_classes if role is not None and self._role is None)
 
     def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, RoleGroup]:
         """The groups of a colocated group's roles by name; the same as ``group.<role>``.
@@ -375,8 +369,9 @@ class WorkerGroup(VerlGroup, Closing):
             self._state.check_process()
         except ForkedProcessError:
             return  # the workers belong to the process that this one was forked from
-        self._state.close()
-        self._replays.clear()
+        with self._state.lock:
+            self._state.close()
+            self._replays.clear()
         if self._state.transport is not None:
             self._state.transport.kill()
 
@@ -399,7 +394,7 @@ class WorkerGroup(VerlGroup, Closing):
             ValueError: the timeout is not a positive number.
         """
         self._state.check_process()
-        return group_status(self._state, check_seconds("timeout", timeout))
+        return self._state.status(check_seconds("timeout", timeout))
 
     def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
         """Start a thread that notices deaths while no call is running. A death breaks the group.
@@ -530,7 +525,7 @@ class WorkerGroup(VerlGroup, Closing):
         self._check()
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
-            self._replays.add_when_done(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
+            self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         return call.value() if blocking else WorkerFuture(call)
 
     def _invoke_in_loop(
@@ -597,7 +592,7 @@ class WorkerGroup(VerlGroup, Closing):
         layout = _without_coordinates(self.world_size)
         call = self._send(spec, plan(spec, layout, args, kwargs), begun=begun)
         if spec.registration.replay:
-            self._replays.add_when_done(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
+            self._log_replay(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
         return call.value() if wait else call.refs()
 
     def _check(self) -> None:
@@ -651,7 +646,7 @@ class WorkerGroup(VerlGroup, Closing):
             # Again: another thread may have closed the group while this one waited.
             if transport is None or state.closed or state.broken is not None:
                 raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
-            stats = self._records[self._role].stats if recorded else None
+            stats = self._worker_classes[self._role].stats if recorded else None
             call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
             try:
                 sent = transport.send(spec, plan, call)
@@ -678,19 +673,19 @@ class WorkerGroup(VerlGroup, Closing):
     def _layout_with(self, sufficient: Callable[[Layout], bool]) -> Layout:
         """The layout. If the known one is outdated or not sufficient, the workers are asked: a call that is still
         running may have registered coordinates since."""
-        if self._table is None:
+        if self._class is None:
             names = ", ".join(f"group.{role}.layout" for role in self.roles)
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
         layout = self._known_layout(sufficient)
         if layout is None:
-            known = self._records[self._role].layout = self._ask_layout()
+            known = self._class.layout = self._ask_layout()
             layout = known[1]
         return layout
 
     def _known_layout(self, sufficient: Callable[[Layout], bool]) -> Layout | None:
         """The layout that is known, if it is up to date and sufficient."""
-        known = self._records[self._role].layout
-        with self._state.lock:  # the monitor's thread adds the ranks of calls that end
+        known = None if self._class is None else self._class.layout
+        with self._state.lock:  # the thread that tells results adds ranks
             latest = dict(self._state.layout_versions.get(self._role, {}))
         if known is None or any(version > known[0].get(rank, 0) for rank, version in latest.items()):
             return None
@@ -764,9 +759,11 @@ class WorkerGroup(VerlGroup, Closing):
 
     def _replay(self, ranks: Collection[int] | None) -> None:
         """Repeat the logged calls on new workers, which have no layout yet."""
-        for record in self._records.values():
-            record.layout = None
-        for replay in self._replays.in_order():
+        for worker_class in self._worker_classes.values():
+            worker_class.layout = None
+        with self._state.lock:
+            replays = sorted(self._replays.values(), key=lambda replay: replay.number)
+        for replay in replays:
             group = self if replay.spec.role is None else self._role_group(replay.spec.role)
             plan = replay.plan(group)
             if ranks is not None:
@@ -774,30 +771,44 @@ class WorkerGroup(VerlGroup, Closing):
             if plan.ranks:
                 group._send(replay.spec, plan, replay.options).check()
 
+    def _log_replay(self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any], CallPlan]) -> None:
+        """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""
+        state, replays, replay = self._state, self._replays, _Replay(call.number, spec, options, plan)
+
+        # Must refer neither to the call, whose outcome keeps this function, nor to the group.
+        def remember(outcome: Outcome) -> None:
+            with state.lock:
+                known = replays.get((spec.role, spec.name))
+                newer = known is None or known.number < replay.number
+                if outcome.result() is None and newer and not state.closed:
+                    replays[spec.role, spec.name] = replay
+
+        call.outcome.add_done_callback(remember)  # which runs under the lock
+
     # --- names --------------------------------------------------------------------------------------------------------
 
     @property
-    def _table(self) -> MethodTable | None:
-        """The methods of the group's class; None for a group that has only roles."""
-        return self._tables.get(self._role)
+    def _class(self) -> WorkerClass | None:
+        """The group's class; None for a group that has only roles."""
+        return self._worker_classes.get(self._role)
 
     @property
     def _specs(self) -> dict[str, MethodSpec]:
-        return {} if self._table is None else self._table.registered
+        return {} if self._class is None else self._class.registered
 
     def _any_method(self, name: str) -> MethodSpec:
         if not isinstance(name, str):
             raise TypeError(f"execute_* takes the name of a method, such as 'add'; got {name!r}")
-        if self._table is None:
+        if self._class is None:
             raise self._needs_role(name, "execute_*")
-        return self._table.any(name)
+        return self._class.any(name)
 
     def _method(self, name: str) -> RemoteMethod[..., Any, Any]:
-        if self._table is None:
+        if self._class is None:
             raise self._needs_role(name)
-        spec = self._table.registered.get(name)
+        spec = self._class.registered.get(name)
         if spec is None:
-            raise self._table.missing(name, dir(self))
+            raise self._class.missing(name, dir(self))
         return RemoteMethod(spec, self._invoke)
 
     def _role_group(self, role: str) -> RoleGroup:
@@ -811,7 +822,7 @@ class WorkerGroup(VerlGroup, Closing):
         return RoleGroup(self, role)
 
     def _needs_role(self, name: str, call: str = "") -> AttributeError:
-        having = [role for role, table in self._tables.items() if method_spec(table.cls, name) is not None]
+        having = [role for role, one in self._worker_classes.items() if method_spec(one.cls, name) is not None]
         if having:
             ways = " or ".join(f"group.{role}.{call or name}" for role in having)
             return AttributeError(f"{self.name} has several workers per process: call {ways}")
@@ -822,13 +833,13 @@ class WorkerGroup(VerlGroup, Closing):
         # Only for names that are not found otherwise. The RemoteMethod is not stored: a cycle would keep a dropped
         # group.
         # Via `vars`: unpickling and copying look names up before a group has any field.
-        table = vars(self).get("_tables", {}).get(vars(self).get("_role"))
-        spec = None if table is None else table.registered.get(name)
+        worker_class = vars(self).get("_worker_classes", {}).get(vars(self).get("_role"))
+        spec = None if worker_class is None else worker_class.registered.get(name)
         if spec is not None:
             return RemoteMethod(spec, self._invoke)
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._role_group(name) if self._role is None and name in self._tables else self._method(name)
+        return self._role_group(name) if self._role is None and name in self._worker_classes else self._method(name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._specs, *self.roles]
@@ -842,8 +853,22 @@ class WorkerGroup(VerlGroup, Closing):
     def __repr__(self) -> str:
         size = f" of {self._state.transport.world_size}" if self._state.transport is not None else ""
         state = " (closed)" if self._state.closed else " (broken)" if self._state.broken else ""
-        what = ", ".join(self.roles) if self._table is None else self._table.cls.__name__
+        what = ", ".join(self.roles) if self._class is None else self._class.cls.__name__
         return f"<{type(self).__name__}{size} {what}{state}>"
+
+
+def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Return the ranks that a method of a group was given.
+
+    Raises:
+        ValueError: they are not distinct ranks of the group.
+    """
+    chosen = tuple(ranks) if isinstance(ranks, Iterable) else ()
+    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(world_size)):
+        raise ValueError(
+            f"{method}(ranks={ranks!r}): expected a non-empty list of distinct ranks from 0 to {world_size - 1}"
+        )
+    return chosen
 
 
 @functools.lru_cache(maxsize=64)
@@ -866,10 +891,9 @@ class RoleGroup(WorkerGroup):
     def __init__(self, whole: WorkerGroup, role: str) -> None:
         self._whole = whole
         self._role = role
-        self._tables = whole._tables
+        self._worker_classes = whole._worker_classes
         self._state = whole._state
         self._replays = whole._replays
-        self._records = whole._records
         self._collectives = whole._collectives
 
     @property

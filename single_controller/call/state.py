@@ -1,7 +1,7 @@
-"""GroupState: whether a group takes calls, and the running ones. Monitor: the thread that looks at those of all groups.
+"""GroupState: whether a group takes calls, and what its ranks do. Monitor, Watcher: the threads that look for deaths.
 
 Two locks of a group matter to whoever sends or waits; docs/internals.md, "Locks", has the order of all. ``sending``
-serializes sending, so that every rank gets calls in the same order; `restart` holds it while it waits for constructors.
+serializes sending, so that every rank gets calls in the same order; a restart holds it while it waits for constructors.
 No thread acquires it while it holds another lock: a call that settles in the monitor's thread must not wait for a
 thread that is sending. ``lock`` protects the state and the fields of all calls of the group. It is held for bookkeeping
 only, never while the transport is asked for anything that may block. Callbacks of `Call.outcome` run under it. Both are
@@ -15,25 +15,32 @@ import logging
 import os
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
+from dispatch.checks import check_seconds
+from dispatch.tables import aligned
 from single_controller.call.errors import (
     ForkedProcessError,
     GroupBrokenError,
     GroupClosedError,
     StartError,
     WorkerDiedError,
+    hosts_text,
+    ranks_text,
 )
-from single_controller.call.transport import Death, Transport
+from single_controller.call.transport import MAX_STACK_SECONDS, Death, RankProcess, RunningCall, Transport
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 """Time between two looks at the calls of a group."""
+
 TRANSPORT_GONE = "the connection to Ray with which it was created was shut down"
 
 
@@ -51,6 +58,14 @@ class Closing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+OnDeath = Callable[[WorkerDiedError], object]
+
+State = Literal["open", "broken", "closed"]
+
+Running = tuple[RunningCall, ...] | str
+"""The calls that a rank runs, or why that is unknown."""
 
 
 class SentCall(Protocol):
@@ -228,6 +243,28 @@ class GroupState:
         if self.closed and (refusal := self.refusal()) is not None:
             raise refusal
 
+    def status(self, seconds: float = MAX_STACK_SECONDS) -> GroupStatus:
+        """What the group is doing. Asks its ranks, for up to ``seconds``, and disturbs none of them."""
+        transport = self.transport
+        if transport is None:
+            raise RuntimeError(f"{self.name} has no workers yet")
+        deaths: dict[int, str] = {}
+        processes = transport.processes
+        gone = self.closed or transport.ended or not transport.connected
+        if not gone:
+            deaths = {rank: why for rank, why in transport.deaths().items() if rank not in transport.restarted}
+            self.note_deaths(deaths)
+        living = [] if gone else [rank for rank in range(transport.world_size) if rank not in deaths]
+        current: State = "closed" if self.closed else "open" if self.broken is None else "broken"
+        reason = "" if current != "broken" else self.broken or ""
+        return GroupStatus(
+            self.name,
+            current,
+            reason,
+            self.restarts,
+            rank_statuses(processes, living, transport.running(living, seconds), self.last_deaths),
+        )
+
     def running(self) -> list[SentCall]:
         """The calls that some rank is running, the oldest first."""
         with self.lock:
@@ -329,3 +366,178 @@ class Monitor:
 
 
 monitor = Monitor()
+
+
+class Watcher(Closing):
+    """What ``group.watch()`` returns.
+
+    Thread: each watcher has a daemon thread named "worker-watcher". It ends when the watcher or the group is closed, or
+    when the group is garbage collected. It holds no lock while it calls ``on_death``.
+
+    Args:
+        state: the group's state. The watcher keeps only a weak reference to it: the state has the transport, and the
+            transport has the handles of the workers, which end when the last reference to them is gone.
+        on_death: called in the watcher's thread for each death.
+        interval: seconds between two looks.
+
+    Raises:
+        ValueError: the interval is not a positive number.
+        ForkedProcessError: another process made the group.
+    """
+
+    def __init__(self, state: GroupState, on_death: OnDeath | None, interval: float) -> None:
+        state.check_process()
+        self._state = weakref.ref(state)
+        self._on_death = on_death
+        self._interval = check_seconds("interval", interval)
+        self._ended = threading.Event()
+        self._reported: set[tuple[int, int]] = set()  # (number of restarts before, rank)
+        self._deaths_seen = len(state.deaths)
+        self._thread = threading.Thread(target=self._run, name="worker-watcher", daemon=True)
+        self._thread.start()
+
+    @property
+    def watching(self) -> bool:
+        """Whether the thread is still running."""
+        return self._thread.is_alive() and not self._ended.is_set()
+
+    def close(self) -> None:
+        """Stop watching. A callback that is running is not interrupted."""
+        self._ended.set()
+        if threading.current_thread() is not self._thread:  # on_death may close its own watcher
+            self._thread.join(timeout=self._interval)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval):
+            state = self._state()
+            if state is None or state.closed:
+                return
+            try:
+                for error in self._new_deaths(state):
+                    if self._on_death is not None:
+                        self._on_death(error)
+            except Exception:
+                logger.exception("watching %s: a check, or on_death, raised", state.name)
+            del state  # this thread must not keep it while it waits
+
+    def _new_deaths(self, state: GroupState) -> list[WorkerDiedError]:
+        """Deaths that were not reported yet: those that calls ran into, even if the group was restarted since, and
+        those that only the transport knows, which break the group now."""
+        found = state.deaths[self._deaths_seen :]
+        self._deaths_seen += len(found)
+        news = []
+        for restarts, error in found:
+            if not self._reported.issuperset((restarts, rank) for rank in error.ranks):
+                news.append(error)
+            self._reported.update((restarts, rank) for rank in error.ranks)
+        transport = state.transport
+        if transport is not None and transport.connected:
+            dead = self._ask(state, transport, state.restarts)
+            if dead is not None:
+                news.append(dead)
+        return news
+
+    def _ask(self, state: GroupState, transport: Transport, restarts: int) -> WorkerDiedError | None:
+        deaths = transport.deaths()
+        dead = sorted(r for r in deaths if (restarts, r) not in self._reported and r not in transport.restarted)
+        # A restart or close() ends workers on purpose. It may have begun after deaths() was asked.
+        if not dead or transport.ended or state.restarting or state.closed or state.transport is not transport:
+            return None
+        self._reported.update((restarts, rank) for rank in dead)
+        hosts = hosts_text([transport.host(rank) for rank in dead])
+        message = f"{ranks_text(dead)} died ({hosts}): {deaths[dead[0]]}"
+        state.break_(message, dead, deaths[dead[0]])
+        return WorkerDiedError(message, rank=dead[0], host=transport.host(dead[0]), ranks=dead)
+
+    def __repr__(self) -> str:
+        return f"<Watcher, {'running' if self.watching else 'ended'}>"
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank."""
+
+    rank: int
+    process: RankProcess  # where it runs
+    alive: bool  # whether its process is running
+    # the calls that it runs, the oldest first; () if it is idle or dead, None if it did not say
+    running: tuple[RunningCall, ...] | None
+    unknown: str = ""  # why it did not say; empty if it did
+    # the last death of a process with this rank, of an earlier generation too; None if there was none
+    death: Death | None = None
+
+    @property
+    def doing(self) -> str:
+        """What it runs, in words."""
+        if not self.alive:
+            return "-"
+        if self.running is None:
+            return "no answer"
+        return ", ".join(f"{call.method}() for {_seconds(call.seconds)}" for call in self.running) or "idle"
+
+
+@dataclass(frozen=True)
+class GroupStatus:
+    """A group and its ranks at one moment. Prints as a table.
+
+    Attributes:
+        name: the group's name.
+        state: ``"open"``: it takes calls. ``"broken"``: it takes none until it is restarted. ``"closed"``: its workers
+            were ended.
+        reason: why it is broken; empty otherwise.
+        generation: how often its workers were restarted or replaced.
+        ranks: by rank.
+        note: what else is worth knowing, such as that the group's driver has ended.
+    """
+
+    name: str
+    state: State
+    reason: str
+    generation: int
+    ranks: tuple[RankStatus, ...]
+    note: str = ""
+
+    @property
+    def last_death(self) -> RankStatus | None:
+        """The rank whose process was the last to die; None if none has died."""
+        died = [rank for rank in self.ranks if rank.death is not None]
+        return max(died, key=lambda rank: rank.death.at if rank.death else 0.0, default=None)
+
+    def __str__(self) -> str:
+        alive = sum(rank.alive for rank in self.ranks)
+        reason = f": {self.reason}" if self.reason else ""
+        rows = [["rank", "host", "pid", "state", "runs", "last death"]]
+        for rank in self.ranks:
+            host = f"{rank.process.address} ({rank.process.host})"
+            death = "-" if rank.death is None else f"{_seconds(max(0.0, time.time() - rank.death.at))} ago"
+            state = "alive" if rank.alive else "dead"
+            rows.append([str(rank.rank), host, str(rank.process.pid), state, rank.doing, death])
+        lines = [f"{self.name} is {self.state}{reason}", *([self.note] if self.note else [])]
+        lines.append(f"generation {self.generation}, {alive} of {len(self.ranks)} ranks alive")
+        lines += aligned(rows)
+        for rank in self.ranks:
+            if rank.death is not None:
+                at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(rank.death.at))
+                lines.append(
+                    f"last death of rank {rank.rank}, {at}, generation {rank.death.generation}: {rank.death.reason}"
+                )
+        lines += [f"rank {rank.rank} did not answer: {rank.unknown}" for rank in self.ranks if rank.unknown]
+        return "\n".join(lines)
+
+
+def rank_statuses(
+    processes: Sequence[RankProcess], living: Sequence[int], running: Mapping[int, Running], deaths: Mapping[int, Death]
+) -> tuple[RankStatus, ...]:
+    """The status of each rank. ``running`` has the living ranks that were asked, ``deaths`` each rank's last one."""
+    statuses = []
+    for rank, process in enumerate(processes):
+        told = running.get(rank, "unknown: there was no time to ask it") if rank in living else ()
+        calls, unknown = (None, told) if isinstance(told, str) else (told, "")
+        statuses.append(RankStatus(rank, process, rank in living, calls, unknown, deaths.get(rank)))
+    return tuple(statuses)
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -140,7 +140,7 @@ class CallStats:
         Raises:
             ValueError: ``calls`` is not a non-negative integer.
         """
-        self.recorded = check_count("record_ranks(): calls", calls, 0, " calls; 0 keeps none")
+        self.recorded = check_count("record_ranks(): calls", calls, 0, "; 0 keeps none")
         known = list(self.calls)
         for record in known[: max(0, len(known) - calls)]:
             record.ranks = {}

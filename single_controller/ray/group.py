@@ -31,11 +31,11 @@ from single_controller.call.errors import (
     StartError,
     WorkerDiedError,
 )
-from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
+from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, check_ranks
 from single_controller.call.state import GroupState
-from single_controller.call.supervision import check_ranks
 from single_controller.call.transport import MAX_STACK_SECONDS
-from single_controller.call.worker import Colocated, Worker
+from single_controller.call.worker import Worker
+from single_controller.call.worker_class import Colocated
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.group_records import Registration, Takeover, find_takeover
@@ -291,7 +291,7 @@ class RayWorkerGroup(WorkerGroup):
     def __reduce__(self) -> Any:
         """In another process (a worker, a Ray task) the group is attached to the same workers."""
         self._state.check_closed()
-        classes = {role: table.cls for role, table in self._tables.items()}
+        classes = {role: one.cls for role, one in self._worker_classes.items()}
         ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
         name = f"{self.name.removesuffix(' (attached)')} (attached)"
         return type(self)._attached, (classes, name, ranks, self._rendezvous, self._state.error_grace)
@@ -721,7 +721,7 @@ class RayWorkerGroup(WorkerGroup):
     def _run_in_each_role(self, method: str, timeout: float, *args: object) -> None:
         """Call a method of `Worker` on all ranks, for the workers of each role."""
         options = CallOptions(timeout=timeout)
-        for role in self._tables:
+        for role in self._worker_classes:
             group = self if role is None else self._role_group(role)
             spec = group._any_method(method)
             plan = group._plan(spec, args, {}, options)

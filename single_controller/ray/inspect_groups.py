@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from single_controller.call.errors import show_stacks
-from single_controller.call.supervision import GroupStatus, rank_statuses
+from single_controller.call.state import GroupStatus, rank_statuses
 from single_controller.call.transport import MAX_STACK_SECONDS, Death
 from single_controller.ray.compat import ActorInfo
 from single_controller.ray.group_records import GroupRecord, Records, read
