@@ -442,33 +442,50 @@ class WorkerGroup(Closing):
 
     # --- one call -----------------------------------------------------------------------------------------------------
 
-    def _invoke(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        """Plan a call, send it, and wait for it or return its future."""
-        blocking = spec.registration.blocking if options.blocking is None else options.blocking
-        begin = functools.partial(self._begin, spec, args, kwargs, options, time.time())
-        if blocking:
-            return begin().value()
-        if not in_event_loop():
-            return WorkerFuture(begin())
-        # The loop must not wait: not for a thread that repairs the group or sends a call, and not for the ranks.
-        sending = self._state.sending
-        if not sending.acquire(blocking=False):
-            return self._send_later(spec, begin)
-        try:
-            must_wait = self._must_wait(spec, (*args, *kwargs.values()))
-            return self._send_later(spec, begin) if must_wait else WorkerFuture(begin())
-        finally:
-            sending.release()
+    def _invoke(
+        self,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        *,
+        may_wait: bool = False,
+    ) -> Any:
+        """Plan a call, send it, and wait for it or return its future.
 
-    def _begin(
-        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, begun: float
-    ) -> Call:
-        """Plan a call and send it."""
+        Args:
+            spec, args, kwargs, options: of the call.
+            may_wait: whether this thread may wait until the call can be sent. If not, it may anyway unless it runs an
+                event loop.
+        """
+        begun = time.time()
+        blocking = spec.registration.blocking if options.blocking is None else options.blocking
+        if not blocking and not may_wait and in_event_loop():
+            return self._invoke_in_loop(spec, args, kwargs, options)
         self._state.check(self._recover)
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
-        return call
+        if not blocking:
+            return WorkerFuture(call)
+        return call.value()
+
+    def _invoke_in_loop(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> WorkerFuture[Any]:
+        """Send a call now, if nothing is to be waited for: neither the ranks nor a thread that repairs the group.
+        Otherwise leave it to a thread."""
+        begin = functools.partial(self._invoke, spec, args, kwargs, options, may_wait=True)
+        sending = self._state.sending
+        if not sending.acquire(blocking=False):
+            return self._send_later(spec, begin)
+        try:  # nobody can begin a repair meanwhile
+            future: WorkerFuture[Any] = (
+                self._send_later(spec, begin) if self._must_wait(spec, (*args, *kwargs.values())) else begin()
+            )
+            return future
+        finally:
+            sending.release()
 
     def _must_wait(self, spec: MethodSpec, arguments: Iterable[Any]) -> bool:
         """Whether a call may have to wait before it can be sent: for ranks to be replaced, for the layout, or for a
@@ -478,14 +495,16 @@ class WorkerGroup(Closing):
             return False
         if state.unsent or self._must_recover() or any(isinstance(a, UnsentFuture) and a.unsent for a in arguments):
             return True
-        needed = self._layout_needed(spec)
-        return needed is not None and self._known_layout(needed) is None
+        mode = spec.registration.mode.mode
+        if not isinstance(mode, Mode) or mode.in_layout is None or spec.registration.execute.ranks is not None:
+            return False
+        return self._known_layout(mode.in_layout) is None
 
     def _must_recover(self) -> bool:
         # The call of a handed-out reference may have ended by a death that the group does not know of.
         return self._state.recovers and bool(self._state.dead or self._state.referred)
 
-    def _send_later(self, spec: MethodSpec, begin: Callable[[], Call]) -> WorkerFuture[Any]:
+    def _send_later(self, spec: MethodSpec, begin: Callable[[], WorkerFuture[Any]]) -> WorkerFuture[Any]:
         """Have a thread send a call, after those that it has to send already."""
         state = self._state
         sent: Future[WorkerFuture[Any] | BaseException] = Future()
@@ -493,7 +512,7 @@ class WorkerGroup(Closing):
 
         def send() -> None:
             try:
-                sent.set_result(WorkerFuture(begin()))
+                sent.set_result(begin())
             except BaseException as error:
                 sent.set_result(error.with_traceback(None))
 
@@ -582,19 +601,15 @@ class WorkerGroup(Closing):
         self._state.check(self._recover)
 
     def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
-        transport, needed = self._state.transport, self._layout_needed(spec)
+        registration, transport = spec.registration, self._state.transport
+        mode = registration.mode.mode
         layout = _without_coordinates(0 if transport is None else transport.world_size)
-        if needed is not None:
+        if isinstance(mode, Mode) and mode.in_layout is not None and registration.execute.ranks is None:
             try:
-                layout = self._layout_with(needed)
+                layout = self._layout_with(mode.in_layout)
             except DispatchError as error:
                 raise DispatchError(f"{spec.label}() needs a layout: {error}", method=spec.name) from None
         return plan_call(spec, layout, args, kwargs, options.uneven, self)
-
-    def _layout_needed(self, spec: MethodSpec) -> Callable[[Layout], bool] | None:
-        """What the layout must have for a method's mode; None if the mode needs no coordinates."""
-        mode = spec.registration.mode.mode
-        return mode.in_layout if isinstance(mode, Mode) and spec.registration.execute.ranks is None else None
 
     def _send(
         self,
