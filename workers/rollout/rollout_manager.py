@@ -147,8 +147,10 @@ class RolloutManager:
             samples_per_prompt: overrides the manager's for this call.
 
         Returns:
-            One row per completion, as `collate_completions` describes, in order of the prompts; the completions for one
-            prompt are adjacent. ``group_ids`` are the prompts' indices.
+            One row per completion, with the entries of `workers.data.rollout_data` and ``prompt_lengths``,
+            ``completion_lengths`` (int64) and ``truncated`` (bool: no stop token), each (rows,). Prompts are padded on
+            the left and completions on the right, so all completions begin at the same column. Rows are in order of the
+            prompts; the completions for one prompt are adjacent. ``group_ids`` are the prompts' indices.
 
         Raises:
             PromptError: a prompt is empty, or the engine cannot generate from it.
