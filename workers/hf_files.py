@@ -61,8 +61,11 @@ def config_from(fields: Mapping[str, Any]) -> Any:
     """Build a Hugging Face config from its fields, which include ``model_type``.
 
     Raises:
-        ModelFilesError: a name looks like a misspelt field. transformers would store it and never read it.
+        ModelFilesError: there is no ``model_type``, or a name looks like a misspelt field, which transformers would
+            store and never read.
     """
+    if "model_type" not in fields:
+        raise ModelFilesError("the dict of a config has no 'model_type'; add it, such as 'llama'")
     auto = require("transformers", extra="hf").AutoConfig
     config = auto.for_model(**fields)
     plain = auto.for_model(fields["model_type"])

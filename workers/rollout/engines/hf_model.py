@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,20 @@ def read_config(name: str, model: Any, trust_remote_code: bool) -> Any:
     transformers = require("transformers", extra="hf")
     transformers.utils.logging.disable_progress_bar()  # every rank would show its own
     if isinstance(model, (str, Path)):
+        _check_folder(name, model)
         return transformers.AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
     if isinstance(model, Mapping):
         return config_from(model)
     if not isinstance(model, transformers.PretrainedConfig):
         raise ValueError(f"{name}={model!r}; expected a Hugging Face config, a dict of one, a folder or a model name")
     return model
+
+
+def _check_folder(name: str, model: str | Path) -> None:
+    """Refuse a path to a folder that does not exist, which transformers would take for a malformed name on the hub."""
+    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
+    if is_path and not Path(model).is_dir():
+        raise FileNotFoundError(f"{name}={str(model)!r}: there is no such folder on {socket.gethostname()}; pass one")
 
 
 def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: bool) -> Any:
@@ -49,6 +58,7 @@ def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: b
 
     auto = require("transformers", extra="hf").AutoModelForCausalLM
     if isinstance(model, (str, Path)) and not random_weights:
+        _check_folder("HFEngine: model", model)
         return auto.from_pretrained(str(model), trust_remote_code=trust_remote_code)
     config = read_config("HFEngine: model", model, trust_remote_code)
     with torch.random.fork_rng(devices=[]):
