@@ -5,7 +5,7 @@ This file alone decides which ranks receive the same shard and which ranks' resu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -82,6 +82,14 @@ class Layout:
     world_size: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axes, Mapping):
+            raise ValueError(f"Layout: axes={self.axes!r:.80}; pass a dict of coordinates, such as {{'dp': [0, 1]}}")
+        for name, given in self.axes.items():
+            if not isinstance(name, str) or not isinstance(given, Iterable):
+                raise ValueError(
+                    f"Layout: axis {name!r} is {given!r:.80}; pass the name of an axis and the coordinate of each "
+                    "rank, such as {'dp': [0, 1]}"
+                )
         axes = {name: tuple(coordinates) for name, coordinates in self.axes.items()}
         lengths = {name: len(coordinates) for name, coordinates in axes.items()}
         lengths |= {f"mesh {name}": len(mesh.dp_rank) for name, mesh in self.meshes.items()}

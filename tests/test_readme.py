@@ -43,6 +43,14 @@ def script(page):
     return "\n".join(lines)
 
 
+def test_page_that_includes_a_file_links_to_it_for_readers_of_the_repository():
+    included = {page: re.findall(r'^--8<-- "(.*)"$', page.read_text(), re.MULTILINE) for page in DOCS}
+    assert {page.name for page, files in included.items() if files} == {"arguments.md", "contributing.md"}
+    for page, files in included.items():
+        linked = [(page.parent / link).resolve() for link in re.findall(r'<a href="(.*?)">', page.read_text())]
+        assert [file for file in files if (ROOT / file) not in linked] == []
+
+
 SCRIPTS = {page: code for page in [README, *DOCS] if (code := script(page))}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import single_controller  # noqa: F401  (reports a module that shadows `dispatch`, which the next import would find)
 from dispatch.exports import lazy_exports
 
 if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports` reads too

@@ -40,6 +40,8 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = FI
     Raises:
         CheckpointError: on all ranks, if a file could not be written on any rank.
     """
+    if not hasattr(model, "hf_shards"):
+        raise TypeError(f"export_hf(): model is {model!r:.80}; pass a TrainModel, such as the worker's self.model")
     folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
     adapter = model.adapter_config

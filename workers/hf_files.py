@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,11 @@ def config_from(fields: Mapping[str, Any]) -> Any:
     """Build a Hugging Face config from its fields, which include ``model_type``.
 
     Raises:
-        ModelFilesError: a name looks like a misspelt field. transformers would store it and never read it.
+        ModelFilesError: there is no ``model_type``, or a name looks like a misspelt field, which transformers would
+            store and never read.
     """
+    if "model_type" not in fields:
+        raise ModelFilesError("the dict of a config has no 'model_type'; add it, such as 'llama'")
     auto = require("transformers", extra="hf").AutoConfig
     config = auto.for_model(**fields)
     plain = auto.for_model(fields["model_type"])
@@ -145,12 +149,20 @@ def config_of(name: str, model: Any, trust_remote_code: bool) -> Any:
     transformers = require("transformers", extra="hf")
     transformers.utils.logging.disable_progress_bar()  # every rank would show its own
     if isinstance(model, (str, Path)):
+        _check_folder(name, model)
         return transformers.AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
     if isinstance(model, Mapping):
         return config_from(model)
     if not isinstance(model, transformers.PretrainedConfig):
         raise ValueError(f"{name}={model!r}; expected a Hugging Face config, a dict of one, a folder or a model name")
     return model
+
+
+def _check_folder(name: str, model: str | Path) -> None:
+    """Refuse a path to a folder that does not exist, which transformers would take for a malformed name on the hub."""
+    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
+    if is_path and not Path(model).is_dir():
+        raise FileNotFoundError(f"{name}={str(model)!r}: there is no such folder on {socket.gethostname()}; pass one")
 
 
 def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: bool) -> Any:
@@ -165,6 +177,7 @@ def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: b
 
     auto = require("transformers", extra="hf").AutoModelForCausalLM
     if isinstance(model, (str, Path)) and not random_weights:
+        _check_folder("HFEngine: model", model)
         return auto.from_pretrained(str(model), trust_remote_code=trust_remote_code)
     config = config_of("HFEngine: model", model, trust_remote_code)
     with torch.random.fork_rng(devices=[]):

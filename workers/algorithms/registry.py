@@ -89,10 +89,15 @@ def path_of(key: str, name: str) -> str:
 
 
 def _register(key: str, name: str) -> Callable[[F], F]:
+    if not isinstance(name, str):
+        given = f"{name!r:.80}"
+        raise TypeError(f"the name is {given}; write it in parentheses, such as @register_advantage('my_advantage')")
     if "." in name or not name:
         raise ValueError(f"{name!r} cannot be a name, because it has a dot or is empty")
 
     def register(function: F) -> F:
+        if not callable(function) or not hasattr(function, "__qualname__"):
+            raise TypeError(f"{name!r} is for a function at the top of a module, got {function!r:.80}")
         path = f"{function.__module__}.{function.__qualname__}"
         if "<locals>" in path or function.__qualname__.count("."):
             raise ValueError(f"{path} is not at the top of its module, so the ranks cannot import it")

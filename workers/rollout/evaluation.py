@@ -67,13 +67,15 @@ def evaluate(
         ValueError: a number is out of range, there are no prompts, or there is no reward function.
         RolloutError, SingleControllerError: as `RolloutManager.generate`.
     """
+    if not hasattr(manager, "sampling_params"):
+        raise TypeError(f"evaluate(): manager is {manager!r:.80}; pass a RolloutManager of this process")
     how = sampling_params or manager.sampling_params
     ks = [2**power for power in range(samples_per_prompt.bit_length())] if ks is None else ks
     rewards = manager.rewards if reward_function is None else reward_function
     if rewards is None:
         raise ValueError("evaluate(): the manager has no reward function; pass reward_function")
     if not len(prompts):
-        raise ValueError("evaluate(): there are no prompts")
+        raise ValueError("evaluate(): there are no prompts; pass at least one")
     if wrong := [k for k in ks if not 1 <= k <= samples_per_prompt]:
         raise ValueError(f"evaluate(): ks has {wrong[0]}; expected 1 to samples_per_prompt={samples_per_prompt}")
     if how.temperature == 0 and samples_per_prompt > 1:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dispatch.checks import check_seconds, is_count
 from single_controller import WorkerFuture
 from single_controller.call.call import ComputedFuture
 from workers.background import in_thread
 from workers.data.collate import collate
-from workers.rollout.engines.rollout_engine import Completion, SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, SamplingParams, as_integer
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
 from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
 from workers.rollout.rollout_errors import PromptError, WeightVersionError
@@ -102,10 +103,11 @@ class RolloutManager:
             raise TypeError(
                 f"RolloutManager: group must be a worker group of RolloutWorker (with `generate`), got {group!r}"
             )
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise TypeError(
-                f"RolloutManager: sampling_params must be a SamplingParams or None, got {sampling_params!r}"
-            )
+        _check_sampling_params(sampling_params)
+        if as_integer(seed) is None:
+            raise ValueError(f"RolloutManager: seed={seed!r}; expected an integer")
+        if not is_count(pad_token_id, 0):
+            raise ValueError(f"RolloutManager: pad_token_id={pad_token_id!r}; expected a token id")
         self.group = group
         self.sampling_params = sampling_params or SamplingParams()
         self.rewards: RewardRunner | None = None
@@ -122,7 +124,7 @@ class RolloutManager:
         self.seed = seed
         self.engine_extras = tuple(engine_extras)
         self.pad_token_id = pad_token_id
-        self.timeout = timeout
+        self.timeout = None if timeout is None else check_seconds("RolloutManager: timeout", timeout)
         self.weight_version: int | None = None
         self.refresh: Callable[[], Any] | None = None
         self.stream: Any = None  # the `RolloutStream`, while there is one
@@ -251,6 +253,11 @@ class RolloutManager:
     ) -> _Sent:
         if self.rewards is not None:
             self.rewards.check()
+        _check_sampling_params(sampling_params)
+        if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+            raise TypeError(f"prompts is {prompts!r:.80}; pass a list with the token ids of each prompt: [[1, 2], [3]]")
+        if extras is not None and not isinstance(extras, Mapping):
+            raise TypeError(f"extras is {extras!r:.80}; pass a dict with one value per prompt: {{'label': labels}}")
         each = self.samples_per_prompt if samples_per_prompt is None else _positive(samples_per_prompt)
         given = {name: checked_values(name, values, len(prompts)) for name, values in (extras or {}).items()}
         ids = [token_ids(number, prompt) for number, prompt in enumerate(prompts)]
@@ -358,6 +365,11 @@ def checked_values(name: str, values: Any, prompts: int) -> Sequence[Any]:
         raise ValueError(f"extras[{name!r}] must have one value for each of {prompts} prompts, got {str(values)[:80]}")
     given: Sequence[Any] = values
     return given
+
+
+def _check_sampling_params(given: Any) -> None:
+    if given is not None and not isinstance(given, SamplingParams):
+        raise TypeError(f"sampling_params must be a SamplingParams or None, got {given!r:.80}")
 
 
 def _positive(number: int) -> int:

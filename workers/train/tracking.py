@@ -29,6 +29,8 @@ class RunLog(Closing):
         self.steps: dict[int, dict[str, float]] = {}
         self._seconds: dict[str, float] = {}
         self._writer: Any = None
+        if folder is not None and not isinstance(folder, (str, Path)):
+            raise TypeError(f"RunLog: folder is {folder!r:.80}; pass a path, or None to write no files")
         if folder is not None:
             require("tensorboard", extra="tracking")
             from torch.utils.tensorboard import SummaryWriter

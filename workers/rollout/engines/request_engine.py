@@ -276,6 +276,8 @@ class RequestEngine(RolloutEngine):
             ValueError: there is not one seed per prompt, a seed is out of range, or a stop token is outside the
                 vocabulary.
         """
+        if not isinstance(seeds, Sequence) and not hasattr(seeds, "__len__"):
+            raise ValueError(f"generate(): seeds={seeds!r:.80}; expected a list of one seed per prompt")
         if len(seeds) != len(prompts):
             raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
         with self._changed:
@@ -346,7 +348,7 @@ class RequestEngine(RolloutEngine):
         size, least, most = self.vocab_size, min(token_ids), max(token_ids)
         if least >= 0 and (size is None or most < size):
             return None
-        known = "they begin at 0" if size is None else f"the model's vocab_size is {size}"
+        known = "they begin at 0" if size is None else f"the model's vocab_size is {size}; use its own tokenizer"
         return f"token ids from {least} to {most}, but {known}"
 
     def _submit(self, method: str, requests: list[Request]) -> None:
@@ -386,6 +388,8 @@ class RequestEngine(RolloutEngine):
             raise RolloutError(f"{what} {why}")
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        if isinstance(request_ids, str):
+            raise TypeError(f"abort(): request_ids={request_ids!r}; pass a list of ids, [{request_ids!r}]")
         with self._changed:
             chosen = list(self._requests) if request_ids is None else list(request_ids)
             ended = [self._requests[id_] for id_ in dict.fromkeys(chosen) if id_ in self._requests]

@@ -86,7 +86,12 @@ class RewardCall:
         return f"row {self.row + number}: prompt {one.prompt}, sample {one.sample}, a completion of {tokens} tokens"
 
     def raised(self, error: BaseException) -> RewardError:
-        return self.error(f"raised {type(error).__name__}: {error} for {self.where()}")
+        hint = ""
+        if isinstance(error, TypeError):  # such as a parameter that the function lacks
+            entries = "".join(f", {name}=..." for name in self.extras)
+            ids = "prompts, completions" if self.batched else "prompt_ids, completion_ids"
+            hint = f"; it is called as function({ids}{entries})"
+        return self.error(f"raised {type(error).__name__}: {error} for {self.where()}{hint}")
 
     def error(self, what: str, number: int | None = None) -> RewardError:
         """The error for the sample of this number; by default for all samples of the call."""

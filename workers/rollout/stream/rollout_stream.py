@@ -274,7 +274,7 @@ class RolloutStream(Closing):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from a state, before the first update. Each prompt that was not trained is generated, or was.
 
-        The versions of the weights must continue, too: with `RayTrainGroup.driver_state` they do.
+        The versions of the weights must continue, too: with `RayTrainGroup.load_driver_state` they do.
 
         Raises:
             ValueError: see `SampleBuffer.load_state_dict`; or the state is None.

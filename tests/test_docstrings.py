@@ -1,0 +1,53 @@
+"""What docstrings refer to exists: `Class.name` in backticks, for every exported class."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("dispatch", "single_controller", "workers")
+REFERENCE = re.compile(r"(?<!`)`([A-Z]\w+)\.(\w+)(?:\(\))?`(?!`)")
+
+
+def references():
+    """(class, name) -> the files whose docstrings name it."""
+    found = {}
+    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                for reference in REFERENCE.findall(node.value.value):
+                    found.setdefault(reference, set()).add(str(file.relative_to(ROOT)))
+    return found
+
+
+def has(cls, name):
+    """Whether instances of a class have an attribute, as far as the source of the class and its bases says so."""
+    return any(
+        name in vars(base)
+        or name in getattr(base, "__annotations__", {})
+        or (base.__module__.partition(".")[0] in PACKAGES and f"self.{name}" in inspect.getsource(base))
+        for base in cls.__mro__
+    )
+
+
+def test_attributes_that_docstrings_name_exist():
+    exported = {}
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            try:
+                exported[name] = getattr(module, name)
+            except ImportError as error:  # an optional dependency is not installed
+                pytest.skip(str(error))
+    classes = {name: value for name, value in exported.items() if isinstance(value, type)}
+    checked = {found: files for found, files in references().items() if found[0] in classes}
+    assert len(checked) > 50
+    assert {found: files for found, files in checked.items() if not has(classes[found[0]], found[1])} == {}

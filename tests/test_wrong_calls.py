@@ -1,0 +1,254 @@
+"""Wrong calls of what is around a group: engines, rollouts, rewards, training, weights. Each message says what to do.
+
+`test_bad_calls.py` has those of groups, modes and pools, for which workers must run; here nothing starts a process.
+"""
+
+import re
+
+import pytest
+import torch
+from rollout_helpers import BigramEngine
+
+from dispatch import Dispatch, Layout, register, register_batch_type, register_dispatch_mode, update_dispatch_mode
+from single_controller import (
+    ClassWithInitArgs,
+    DispatchError,
+    LocalWorkerGroup,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    StartError,
+    Worker,
+    colocate,
+)
+from workers import (
+    HFEngine,
+    HTTPEngine,
+    LoraSettings,
+    ModelFilesError,
+    PromptError,
+    RayTrainGroup,
+    RewardError,
+    RewardRunner,
+    RolloutManager,
+    RolloutStream,
+    RolloutWorker,
+    RunLog,
+    SampleBuffer,
+    SamplingParams,
+    TrainArgsError,
+    WeightBackup,
+    WeightSender,
+    evaluate,
+    export_hf,
+    read_args,
+    register_advantage,
+    register_policy_loss,
+)
+from workers.recovery.weight_backup import BackupError
+
+SHORT = SamplingParams(2)
+LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
+
+
+class Mine(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, x):
+        return x
+
+
+def reward(prompt_ids, completion_ids):
+    return 1.0
+
+
+def same(group, *args):
+    return args
+
+
+class Kit:
+    """What the calls are made on."""
+
+    def __init__(self):
+        self.engine = BigramEngine()
+        self.group = LocalWorkerGroup(1, ClassWithInitArgs(RolloutWorker, BigramEngine))
+        self.other = LocalWorkerGroup(1, ClassWithInitArgs(Mine))
+        self.manager = RolloutManager(self.group, SHORT, reward)
+
+    def rewarded(self, function, **options):
+        """Generate with a reward function."""
+        extras = options.pop("extras", None)
+        return RolloutManager(self.group, SHORT, function, **options).generate([[1]], extras=extras)
+
+    def close(self):
+        for thing in (self.engine, self.group, self.other):
+            thing.close()
+
+
+@pytest.fixture(scope="module")
+def kit():
+    kit = Kit()
+    yield kit
+    kit.close()
+
+
+def registered(*args, **kwargs):
+    return register(*args, **kwargs)(lambda self, x: None)
+
+
+generate = "pass a list with the token ids of each prompt"
+ids = r"must be a list of token ids \(integers\)"
+
+# fmt: off
+CALLS = {
+    # SamplingParams
+    "no new tokens": (ValueError, "max_new_tokens=0; expected an integer of at least 1", lambda k: SamplingParams(0)),
+    "half a token": (ValueError, "max_new_tokens=4.5; expected an integer", lambda k: SamplingParams(4.5)),
+    "tokens as text": (ValueError, "max_new_tokens='4'; expected an integer", lambda k: SamplingParams("4")),
+    "cold": (ValueError, "temperature=-1; expected a number of at least 0", lambda k: SamplingParams(temperature=-1)),
+    "no temperature": (ValueError, "temperature=None; expected a number", lambda k: SamplingParams(temperature=None)),
+    "nan": (ValueError, "temperature=nan; expected", lambda k: SamplingParams(temperature=float("nan"))),
+    "top_p of 0": (ValueError, "top_p=0; expected a number above 0 and at most 1", lambda k: SamplingParams(top_p=0)),
+    "top_k of -1": (ValueError, "top_k=-1; expected an integer of at least 0", lambda k: SamplingParams(top_k=-1)),
+    "one stop token": (ValueError, "stop_token_ids=2; expected a sequence", lambda k: SamplingParams(stop_token_ids=2)),
+    "stop text": (ValueError, "expected a sequence of token ids", lambda k: SamplingParams(stop_token_ids=["</s>"])),
+    # engines
+    "one flat prompt": (PromptError, "prompt 0 .*must be a sequence of token ids",
+                        lambda k: k.engine.generate([1, 2], SHORT, [0, 0])),
+    "text": (PromptError, "must be a sequence of token ids", lambda k: k.engine.generate(["hello"], SHORT, [0])),
+    "no seeds": (ValueError, "0 seeds; expected one seed per prompt", lambda k: k.engine.generate([[1]], SHORT, [])),
+    "one seed": (ValueError, "expected a list of one seed per prompt", lambda k: k.engine.generate([[1]], SHORT, 0)),
+    "large seed": (ValueError, r"expected an integer from -2\*\*63 to 2\*\*64 - 1",
+                   lambda k: k.engine.submit([1], SHORT, "a", seed=2**64)),
+    "dict of params": (TypeError, r"pass SamplingParams\(", lambda k: k.engine.generate([[1]], {"top_k": 1}, [0])),
+    "number as id": (TypeError, "request_id is 5; expected a str", lambda k: k.engine.submit([1], SHORT, 5, seed=0)),
+    "partial as list": (TypeError, "pass the Completion of an earlier request",
+                        lambda k: k.engine.submit([1], SHORT, "a", seed=0, partial=[1])),
+    "long prompt": (PromptError, "exceeds the model's 512 positions; shorten it, or lower max_new_tokens",
+                    lambda k: k.engine.generate([[1] * 600], SHORT, [0])),
+    "unknown token": (PromptError, "vocab_size is 32; use its own tokenizer",
+                      lambda k: k.engine.generate([[99]], SHORT, [0])),
+    "pause": (ValueError, "expected 'keep', 'abort' or 'wait'", lambda k: k.engine.pause("later")),
+    "abort of a text": (TypeError, r"pass a list of ids, \['a'\]", lambda k: k.engine.abort("a")),
+    "no model": (ValueError, "expected a Hugging Face config, a dict of one, a folder", lambda k: HFEngine(None)),
+    "dict without type": (ModelFilesError, "no 'model_type'; add it, such as 'llama'", lambda k: HFEngine({"a": 8})),
+    "misspelt field": (ModelFilesError, "did you mean 'hidden_size'", lambda k: HFEngine({**LLAMA, "hiden_size": 8})),
+    "folder": (OSError, "HFEngine: model='/no/such': there is no such folder on", lambda k: HFEngine("/no/such")),
+    "no rows": (ValueError, "max_batch_size=0; expected at least 1", lambda k: HFEngine(LLAMA, max_batch_size=0)),
+    "dtype": (ValueError, "param_dtype='fp8': expected one of fp32", lambda k: HFEngine(LLAMA, param_dtype="fp8")),
+    "url": (ValueError, "expected an address such as 'http://127.0.0.1:8000'", lambda k: HTTPEngine("127.0.0.1:8000")),
+    "dialect": (ValueError, "expected one of 'vllm', 'openai'", lambda k: HTTPEngine("http://localhost", dialect="x")),
+    # rollouts
+    "no group": (TypeError, "group must be a worker group of RolloutWorker", lambda k: RolloutManager(None)),
+    "other group": (TypeError, "group must be a worker group of RolloutWorker", lambda k: RolloutManager(k.other)),
+    "manager's params": (TypeError, "must be a SamplingParams or None",
+                         lambda k: RolloutManager(k.group, {"top_k": 1})),
+    "manager's seed": (ValueError, "seed='x'; expected an integer", lambda k: RolloutManager(k.group, seed="x")),
+    "manager's timeout": (ValueError, "timeout is a positive number", lambda k: RolloutManager(k.group, timeout=-1)),
+    "padding": (ValueError, "pad_token_id=None; expected", lambda k: RolloutManager(k.group, pad_token_id=None)),
+    "no samples": (ValueError, "samples_per_prompt=0: expected",
+                   lambda k: RolloutManager(k.group, samples_per_prompt=0)),
+    "no prompts": (TypeError, generate, lambda k: k.manager.generate(None)),
+    "a text": (TypeError, generate, lambda k: k.manager.generate("hello")),
+    "texts": (PromptError, f"prompt 0 {ids}", lambda k: k.manager.generate(["hello"])),
+    "flat": (PromptError, f"prompt 0 {ids}", lambda k: k.manager.generate([1, 2])),
+    "floats": (PromptError, f"prompt 0 {ids}", lambda k: k.manager.generate([torch.tensor([1.0])])),
+    "empty": (PromptError, "prompt 1 is empty; it must have", lambda k: k.manager.generate([[1], []])),
+    "other vocabulary": (PromptError, "prompt 1 .*use its own tokenizer", lambda k: k.manager.generate([[1], [99]])),
+    "labels": (ValueError, r"extras\['label'\] must have one value for each of 1 prompts",
+               lambda k: k.manager.generate([[1]], extras={"label": [1, 2]})),
+    "list of labels": (TypeError, "pass a dict with one value per prompt",
+                       lambda k: k.manager.generate([[1]], extras=[1])),
+    "call's params": (TypeError, "must be a SamplingParams", lambda k: k.manager.generate([[1]], sampling_params=4)),
+    "engine": (StartError, "engine must be a RolloutEngine class or a function that returns an engine.*pass the class",
+               lambda k: LocalWorkerGroup(1, ClassWithInitArgs(RolloutWorker, 3))),
+    "engine made here": (DispatchError, "cannot be pickled.*build it on the worker",
+                         lambda k: LocalWorkerGroup(1, ClassWithInitArgs(RolloutWorker, k.engine))),
+    "stream": (TypeError, r"a function \(rollout id\) -> prompts, and a SampleBuffer",
+               lambda k: RolloutStream(k.manager, None, 4)),
+    "buffer": (ValueError, "expected one of fifo, window", lambda k: SampleBuffer(1, order="lifo")),
+    # rewards
+    "reward of None": (RewardError, "returned None for row 0.*expected a finite number", lambda k: k.rewarded(print)),
+    "reward as a list": (RewardError, "expected a finite number", lambda k: k.rewarded(lambda p, c: [1.0])),
+    "parameters": (RewardError, r"called as function\(prompt_ids, completion_ids, label=\.\.\.\)",
+                   lambda k: k.rewarded(reward, extras={"label": [1]})),
+    "one for all": (RewardError, "for 1 samples; expected one number each",
+                    lambda k: k.rewarded(reward, batched_rewards=True)),
+    "no function": (TypeError, "reward_function must be a function or None", lambda k: RewardRunner(5)),
+    "concurrency": (ValueError, "reward_concurrency=0: expected an integer",
+                    lambda k: RewardRunner(reward, concurrency=0)),
+    "plain timeout": (ValueError, "Set reward_workers to run it in processes",
+                      lambda k: RewardRunner(reward, timeout=3)),
+    "late reward": (ValueError, "expected a finite number, or None", lambda k: RewardRunner(reward, on_timeout="zero")),
+    "evaluation of a group": (TypeError, "pass a RolloutManager", lambda k: evaluate(k.group, [[1]])),
+    "without rewards": (ValueError, "pass reward_function", lambda k: evaluate(RolloutManager(k.group), [[1]])),
+    "of nothing": (ValueError, "there are no prompts; pass", lambda k: evaluate(k.manager, [])),
+    "ks": (ValueError, "ks has 2; expected 1 to samples_per_prompt=1", lambda k: evaluate(k.manager, [[1]], ks=[2])),
+    "confidence": (ValueError, "a number between 0 and 1", lambda k: evaluate(k.manager, [[1]], confidence=95)),
+    # RayTrainGroup and its arguments
+    "role": (ValueError, "expected one of 'actor', 'critic'", lambda k: RayTrainGroup({}, 1, 1, role="policy")),
+    "nodes": (ValueError, "num_nodes=0: expected an integer of at least 1", lambda k: RayTrainGroup({}, 0, 1)),
+    "share": (ValueError, "expected a share of a slot", lambda k: RayTrainGroup({}, 1, 1, None, 2)),
+    "class": (TypeError, "must be a subclass of TrainWorker", lambda k: RayTrainGroup({}, 1, 1, actor_cls=Mine)),
+    "death": (ValueError, "expected 'replace' or 'shrink'", lambda k: RayTrainGroup({}, 1, 1, on_death="ignore")),
+    "pg": (TypeError, r"takes a placement group, \(pg, bundle_indices\)", lambda k: RayTrainGroup({}, 1, 1, 5)),
+    "resources": (ValueError, "Pass resources= with it", lambda k: RayTrainGroup({}, 1, 1, num_resources_per_node=2)),
+    "path of a config": (TrainArgsError, "must be an OmegaConf config, a mapping",
+                         lambda k: RayTrainGroup("c.yaml", 1, 1)),
+    "key": (TrainArgsError, "no key 'lrr'; did you mean 'lr'", lambda k: RayTrainGroup({"lrr": 1}, 1, 1)),
+    "estimator": (TrainArgsError, "did you mean 'grpo'", lambda k: read_args({"advantage_estimator": "grpoo"})),
+    "backend": (TrainArgsError, "expected one of 'fsdp', 'megatron'", lambda k: read_args({"train_backend": "zero"})),
+    "staleness": (TrainArgsError, "needs async_rollout=True", lambda k: read_args({"max_staleness": 2})),
+    "replay": (TrainArgsError, "correct for the difference", lambda k: read_args({"use_routing_replay": True})),
+    "lambda": (ValueError, "not at the top of its module", lambda k: register_advantage("x")(lambda r, a: 1)),
+    "bare decorator": (TypeError, r"write it in parentheses", lambda k: register_advantage(reward)),
+    "no loss": (TypeError, "is for a function at the top of a module", lambda k: register_policy_loss("x")(3)),
+    "lora": (ValueError, "expected rank >= 1", lambda k: LoraSettings(rank=0)),
+    "log": (TypeError, "pass a path, or None", lambda k: RunLog(3)),
+    "export": (TypeError, "pass a TrainModel", lambda k: export_hf(None, "/x")),
+    # weights
+    "transport": (ValueError, "use one of 'store', 'group', 'disk', 'device'",
+                  lambda k: WeightSender("nccl", k.manager)),
+    "disk": (ValueError, "'disk' needs a folder", lambda k: WeightSender("disk", k.manager)),
+    "bucket": (ValueError, "expected an integer of at least 1",
+               lambda k: WeightSender("store", k.manager, bucket_bytes=0)),
+    "proof": (ValueError, "use one of 'fingerprint', 'full', 'none'",
+              lambda k: WeightSender("store", k.manager, verify="y")),
+    "snapshot": (BackupError, r"Call copy\('old'\) to take one", lambda k: WeightBackup(lambda: []).restore("old")),
+    # layouts, modes, groups and pools
+    "axes": (ValueError, r"pass a dict of coordinates, such as \{'dp': \[0, 1\]\}", lambda k: Layout([0, 1])),
+    "size of an axis": (ValueError, "the coordinate of each rank", lambda k: Layout({"dp": 2})),
+    "lengths": (ValueError, "one coordinate per rank", lambda k: Layout({"dp": [0, 1], "tp": [0]})),
+    "coordinate": (ValueError, "coordinates are integers >= 0", lambda k: Layout({"dp": [0, -1]})),
+    "mode": (ValueError, "unknown dispatch mode 'ONE_TO_AL'; known are", lambda k: registered("ONE_TO_AL")),
+    "uneven": (ValueError, "known are 'error', 'pad'", lambda k: registered(Dispatch.DP_COMPUTE_PROTO, uneven="round")),
+    "register without parentheses": (TypeError, r"write @register\(\) with parentheses", lambda k: register(Mine.add)),
+    "pair": (TypeError, "dispatch_fn must be callable", lambda k: register_dispatch_mode("MINE", None, None)),
+    "taken": (ValueError, r"update_dispatch_mode\(\) replaces",
+              lambda k: register_dispatch_mode("ONE_TO_ALL", same, same)),
+    "not there": (ValueError, "known are RANK_ZERO", lambda k: update_dispatch_mode("NOPE", same, same)),
+    "batch type": (TypeError, "takes a class", lambda k: register_batch_type(3, length=len, cut=same, join=same)),
+    "no ranks": (ValueError, "the number of ranks, a positive", lambda k: LocalWorkerGroup(0, ClassWithInitArgs(Mine))),
+    "class alone": (TypeError, r"must be ClassWithInitArgs\(YourWorker", lambda k: LocalWorkerGroup(1, Mine)),
+    "roles": (TypeError, "takes a dict", lambda k: colocate([Mine])),
+    "pool": (ValueError, r"one per node \(\[8, 8\]\), got 4", lambda k: RayResourcePool(4)),
+    "mapping": (ValueError, "there are a", lambda k: ResourcePoolManager({"a": [1]}, {"role": "b"})),
+    "attach": (ValueError, "takes exactly one of name_prefix", lambda k: RayWorkerGroup.from_detached()),
+    "timeout": (ValueError, "a positive number of seconds", lambda k: k.other.add.options(timeout=-1)),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_message_says_what_to_do(kit, call):
+    error, says, wrong = call
+    with pytest.raises(error) as caught:
+        wrong(kit)
+    assert re.search(says, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_good_calls_work_afterwards(kit):
+    """None of the wrong calls has left anything behind."""
+    assert kit.engine.generate([[1]], SHORT, [0])[0].finish_reason == "length"
+    assert len(kit.manager.generate([[1], [2]])) == 2
+    assert kit.other.add(1) == [1]
+    assert evaluate(kit.manager, [[1]])["eval/mean@1"] == 1.0
