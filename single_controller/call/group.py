@@ -455,7 +455,7 @@ class WorkerGroup(Closing):
 
     @overload
     def map(
-        self, method: RemoteMethod[..., T, Any], batches: Iterable[Any], **options: Unpack[MapOptions]
+        self, method: RemoteMethod[P, T, Called], batches: Iterable[Any], **options: Unpack[MapOptions]
     ) -> Iterator[T]: ...
 
     @overload
