@@ -712,8 +712,8 @@ returned("future-of-scalars-into-rows", ResultError, r"results of apply\(\).*no 
 returned("future-of-objects-into-rows", DispatchError, r"result of apply\(\) cannot be cut into rows.*set",
          lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: set(rows), EIGHT)))
 refused("future-inside-a-dict", DispatchError,
-        r"rows\(\).*'batch'.*future at 'ids'.*as an argument of its own",
-        lambda s: s.kit.rows({"ids": s.kit.calls.remote()}))
+        r"rows\(\).*'batch'.*future at 'ids'.*an argument, or an entry of a plain dict",
+        lambda s: s.kit.rows({"batch": {"ids": s.kit.calls.remote()}}))
 
 
 def _failed_already(s):

@@ -449,7 +449,7 @@ class WorkerGroup(VerlGroup, Closing):
 
     @overload
     def map(
-        self, method: RemoteMethod[..., T, Any], batches: Iterable[Any], **options: Unpack[MapOptions]
+        self, method: RemoteMethod[P, T, Called], batches: Iterable[Any], **options: Unpack[MapOptions]
     ) -> Iterator[T]: ...
 
     @overload

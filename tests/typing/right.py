@@ -14,7 +14,15 @@ from single_controller import (
     WorkerGroup,
 )
 from single_controller.call.worker_class import colocate
-from workers import HFEngine, RolloutWorker, SamplingParams, TrainArgs, read_args
+from workers import (
+    HFEngine,
+    RayTrainGroup,
+    RolloutManager,
+    RolloutWorker,
+    SamplingParams,
+    TrainArgs,
+    read_args,
+)
 
 
 def calls(group: WorkerGroup, batch: Batch) -> None:
@@ -29,6 +37,8 @@ def calls(group: WorkerGroup, batch: Batch) -> None:
     assert_type(group.on(Scorer.first)(1), int)
     assert_type(group.on(Scorer.ping)(1), list[str])
     assert_type(group.add(1), Any)
+    assert_type(list(group.map(group.on(Scorer.score), [batch], in_flight=3, retries=1)), list[Batch])
+    assert_type(list(group.map("score", [batch], ordered=False)), list[Any])
 
 
 def by_mesh(group: WorkerGroup, batch: Batch) -> None:
@@ -44,6 +54,11 @@ def futures(group: WorkerGroup, batch: Batch) -> None:
     scored = group.on(Scorer.generate)(batch)
     assert_type(scored, WorkerFuture[Batch])
     assert_type(group.on(Scorer.score)(scored.as_argument()), Batch)
+
+
+async def of_training(train: RayTrainGroup, manager: RolloutManager) -> None:
+    assert_type(train.async_init().result(), list[int])
+    assert_type(await train.async_train(0, manager.generate_async([[1]])), list[dict[str, float]])
 
 
 async def awaited(group: WorkerGroup, batch: Batch) -> None:

@@ -12,6 +12,7 @@ def arguments(group: WorkerGroup, batch: Batch) -> None:
     group.on(Scorer.add)("1")  # E: arg-type | reportArgumentType
     group.on(Scorer.add)(1, 2)  # E: arg-type | reportArgumentType
     group.on(Scorer.add)()  # E: call-arg | reportCallIssue
+    group.map("add", [1], in_fligt=2)  # E: call-overload | reportCallIssue
     group.on(Scorer.add)(1, z="")  # E: call-arg | reportCallIssue
     group.on(Scorer.add)([1, 2])  # E: arg-type | reportArgumentType
     group.on(Scorer.add).remote("1")  # E: arg-type | reportArgumentType

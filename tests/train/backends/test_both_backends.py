@@ -357,6 +357,10 @@ WRONG = [
     (lambda data: data.clone().set("input_ids", data["input_ids"] + 30), "but vocab_size is 32"),
     (lambda data: data.clone().set("rewards", data["input_ids"].float()), "rewards is .*one number per row"),
     (lambda data: data.clone().set("loss_mask", torch.ones_like(data["loss_mask"])), "loss_mask of row 0 counts"),
+    (
+        lambda data: data.clone().set("candidate_ids", data["input_ids"]),
+        "candidate_ids is .*expected k numbers per token",
+    ),
     (lambda data: with_one(data, "rewards", torch.inf), "rewards of row 0 is not finite"),
     (lambda data: with_one(data, "ref_log_probs", torch.nan), "ref_log_probs of row 0 is not finite at a token"),
     (lambda data: data.exclude("rewards"), "no 'rewards', which advantage_estimator='grpo' needs"),
