@@ -189,7 +189,7 @@ CALLS = {
     "share": (ValueError, "expected a share of a slot", lambda k: RayTrainGroup({}, 1, 1, None, 2)),
     "class": (TypeError, "must be a subclass of TrainWorker", lambda k: RayTrainGroup({}, 1, 1, actor_cls=Mine)),
     "death": (ValueError, "expected 'replace' or 'shrink'", lambda k: RayTrainGroup({}, 1, 1, on_death="ignore")),
-    "pg": (TypeError, r"takes a placement group, \(pg, bundle_indices\)", lambda k: RayTrainGroup({}, 1, 1, 5)),
+    "pg": (TypeError, r"pg is 5; pass a RayResourcePool, \(placement_group", lambda k: RayTrainGroup({}, 1, 1, 5)),
     "resources": (ValueError, "Pass resources= with it", lambda k: RayTrainGroup({}, 1, 1, num_resources_per_node=2)),
     "path of a config": (TrainArgsError, "must be an OmegaConf config, a mapping",
                          lambda k: RayTrainGroup("c.yaml", 1, 1)),
