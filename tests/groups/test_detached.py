@@ -178,7 +178,7 @@ def test_attaching_requires_all_ranks(counters):
         RayWorkerGroup.from_detached()
     # The same for both names of the call.
     for call in (lambda name: RayWorkerGroup.from_detached(name_prefix=name), RayWorkerGroup.attach):
-        with pytest.raises(ValueError, match="^cannot attach: no actor's name begins with 'nobody_'"):
+        with pytest.raises(ValueError, match=r"^cannot attach: no actor's name begins with 'nobody_'"):
             call("nobody_")
 
 
