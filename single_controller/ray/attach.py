@@ -60,20 +60,20 @@ def find_workers(
         identities = ray.get(asked, timeout=IDENTITY_SECONDS)
     except GetTimeoutError:
         raise CallTimeoutError(
-            f"from_detached(): the workers have not identified themselves within {IDENTITY_SECONDS:g} s: they are "
+            f"cannot attach: the workers have not identified themselves within {IDENTITY_SECONDS:g} s: they are "
             "busy, or blocked in a collective. Try again, or end them with end_detached(name)"
         ) from None
     except RayError as error:
-        raise WorkerDiedError(f"from_detached(): a worker does not respond: {one_line(error)}") from error
+        raise WorkerDiedError(f"cannot attach: a worker does not respond: {one_line(error)}") from error
     pairs = zip(identities, worker_handles, strict=True)
     found = sorted(((who, handle) for who, handle in pairs if who is not None), key=lambda pair: pair[0].info.rank)
     if not found:
-        raise ValueError("from_detached(): none of these workers was started")
+        raise ValueError("cannot attach: none of these workers was started")
     first = found[0][0]
     numbers = [identity.info.rank for identity, _ in found]
     if numbers != list(range(first.info.world_size)):
         raise ValueError(
-            f"from_detached() needs all {first.info.world_size} ranks of one group, once each; got ranks {numbers}"
+            f"cannot attach: all {first.info.world_size} ranks of one group are needed, once each; got ranks {numbers}"
         )
     ranks = [Rank(handle, identity.name, identity.location) for identity, handle in found]
     groups = sorted({identity.placement_group for identity, _ in found if identity.placement_group is not None})
@@ -100,13 +100,13 @@ def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> t
     if len(groups) > 1:
         found = ", ".join(f"{stem} (namespace {space})" for space, stem in sorted(groups))
         raise ValueError(
-            f"from_detached(): several groups have names that begin with {prefix!r}: {found}. "
+            f"cannot attach: several groups have names that begin with {prefix!r}: {found}. "
             "Give the full name, the namespace, or worker_names"
         )
     if not groups:
         where = "in any namespace" if namespace is None else f"in the namespace {namespace!r}"
         raise ValueError(
-            f"from_detached(): no actor's name begins with {prefix!r} {where}. If the group runs in another Ray "
+            f"cannot attach: no actor's name begins with {prefix!r} {where}. If the group runs in another Ray "
             "cluster, connect to it with ray.init(address=...)"
         )
     (space, _), names = next(iter(groups.items()))

@@ -176,8 +176,10 @@ def test_attaching_requires_all_ranks(counters):
         RayWorkerGroup.from_detached(worker_handles=counters.workers[:2])
     with pytest.raises(ValueError, match="exactly one"):
         RayWorkerGroup.from_detached()
-    with pytest.raises(ValueError, match="no actor's name begins with 'nobody_'"):
-        RayWorkerGroup.from_detached(name_prefix="nobody_")
+    # The same for both names of the call.
+    for call in (lambda name: RayWorkerGroup.from_detached(name_prefix=name), RayWorkerGroup.attach):
+        with pytest.raises(ValueError, match=r"^cannot attach: no actor's name begins with 'nobody_'"):
+            call("nobody_")
 
 
 def test_detached_group_requires_a_detached_pool(pool):

@@ -127,7 +127,10 @@ def test_errors_come_back_with_the_group(group):
     found = until_finished(group, submit=[request(0), request(4, prompt=[99]), request(7, prompt=[])])
     assert found[Attempt(0, 0)] == expected(group, 0)
     assert [(type(one), one.number) for one in (found[4, 0], found[7, 0])] == [(PromptError, 4), (PromptError, 7)]
-    assert str(found[4, 0]) == "prompt 4 has token ids from 99 to 99, but the model's vocab_size is 32"
+    assert (
+        str(found[4, 0])
+        == "prompt 4 has token ids from 99 to 99, but the model's vocab_size is 32; use its own tokenizer"
+    )
     group.load(None, version=0)
     (failed,) = to_one(group, submit=[request(8, how=LONG)]).finished
     assert type(failed.error) is RolloutError and str(failed.error) == "the logits are not finite"

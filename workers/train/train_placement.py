@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray.util.placement_group import PlacementGroup
+
 from single_controller import RayResourcePool
 from single_controller.call.state import Closing
 from single_controller.ray.rank.devices import NOSET
@@ -106,6 +108,10 @@ def first_slots(pg: RayResourcePool | Sequence[Any], ranks: int) -> RayResourceP
             raise TrainArgsError(f"pg has {len(pg[1])} bundle indices for {ranks} ranks; pass one for each rank")
         pg = (pg[0], *(part if part is None else list(part)[:ranks] for part in pg[1:]))
     if not isinstance(pg, RayResourcePool):
+        if not isinstance(pg, (PlacementGroup, list, tuple)):
+            raise TypeError(
+                f"pg is {pg!r:.80}; pass a RayResourcePool, (placement_group, bundle_indices), or None for a new pool"
+            )
         pg = RayResourcePool.from_placement_group(pg)
     if pg.world_size < ranks:
         raise TrainArgsError(f"{pg!r} has {pg.world_size} slots for {ranks} ranks; each rank needs a slot")

@@ -256,7 +256,7 @@ def seeded_generator(seed: int, drawn: int, vocabulary: int, device: torch.devic
         vocabulary: number of logits per token.
         device: of the logits. The random numbers are drawn there, and differ between CPU and CUDA.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed % 2**64)  # it takes no larger ones; -1 is 2**64 - 1 to it too
     noise = torch.empty(vocabulary, device=device)
     for _ in range(drawn):  # not in one call: on CUDA that would be other numbers
         noise.exponential_(generator=generator)

@@ -45,9 +45,6 @@ STEP_SECONDS = 300.0
 CLOSE_SECONDS = 5.0
 """How long `RequestEngine.close` waits for a step to end."""
 
-MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
-"""What torch's generators take."""
-
 READING = "reading"
 """The reason of a hold during which nothing changes. It is short, so requests wait for its end."""
 
@@ -273,8 +270,8 @@ class RequestEngine(RolloutEngine):
         Raises:
             PromptError: a prompt is empty or too long, or has a token outside the vocabulary.
             RolloutError: the engine sleeps, is paused, was closed or has no complete weights.
-            ValueError: there is not one seed per prompt, a seed is out of range, or a stop token is outside the
-                vocabulary.
+            ValueError: there is not one seed per prompt, a seed is no integer, a stop token is outside the vocabulary,
+                or the temperature is too low.
         """
         if not isinstance(seeds, Sequence) and not hasattr(seeds, "__len__"):
             raise ValueError(f"generate(): seeds={seeds!r:.80}; expected a list of one seed per prompt")
@@ -318,14 +315,14 @@ class RequestEngine(RolloutEngine):
             )
         if not isinstance(request_id, str):
             raise TypeError(f"submit(): request_id is {request_id!r:.80}; expected a str")
-        number_of_seed = as_integer(seed)
-        if number_of_seed is None or not MIN_SEED <= number_of_seed <= MAX_SEED:
-            raise ValueError(f"seed={seed!r:.80}; expected an integer from -2**63 to 2**64 - 1")
+        own_seed = as_integer(seed)
+        if own_seed is None:
+            raise ValueError(f"seed={seed!r:.80}; expected an integer")
         token_ids = _token_ids(prompt)
         if token_ids is None:
             raise PromptError(f"is {prompt!r:.80}; it must be a sequence of token ids, which are integers", number)
         self.check_request(number, token_ids, sampling_params)
-        return Request(request_id, token_ids, sampling_params, number_of_seed)
+        return Request(request_id, token_ids, sampling_params, own_seed)
 
     def _begin_with(self, request: Request, partial: Completion) -> None:
         if not isinstance(partial, Completion):

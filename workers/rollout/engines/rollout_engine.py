@@ -220,7 +220,7 @@ class RolloutEngine(ABC):
             prompt: token ids, at least one.
             sampling_params: how to sample. ``max_new_tokens`` includes the tokens of ``partial``.
             request_id: names the request in `abort`; no two unfinished requests may share it.
-            seed: of the random numbers, from -2^63 to 2^64 - 1.
+            seed: of the random numbers; any integer.
             partial: what another engine, or this one, has already generated for the prompt. The completion begins with
                 its tokens, log-probabilities and versions, and continues.
 
