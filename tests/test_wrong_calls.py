@@ -230,7 +230,7 @@ CALLS = {
     "class alone": (TypeError, r"must be ClassWithInitArgs\(YourWorker", lambda k: LocalWorkerGroup(1, Mine)),
     "roles": (TypeError, "takes a dict", lambda k: colocate([Mine])),
     "pool": (ValueError, r"one per node \(\[8, 8\]\), got 4", lambda k: RayResourcePool(4)),
-    "mapping": (ValueError, "there are a", lambda k: ResourcePoolManager({"a": [1]}, {"role": "b"})),
+    "mapping": (ValueError, "known are a", lambda k: ResourcePoolManager({"a": [1]}, {"role": "b"})),
     "attach": (ValueError, "takes exactly one of name_prefix", lambda k: RayWorkerGroup.from_detached()),
     "timeout": (ValueError, "a positive number of seconds", lambda k: k.other.add.options(timeout=-1)),
 }
