@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from dispatch import register_batch_type as register_batch_type
     from dispatch import register_dispatch_mode as register_dispatch_mode
     from dispatch import update_dispatch_mode as update_dispatch_mode
-    from single_controller.call.call import WorkerFuture as WorkerFuture
     from single_controller.call.errors import CallTimeoutError as CallTimeoutError
     from single_controller.call.errors import ForkedProcessError as ForkedProcessError
     from single_controller.call.errors import GroupBrokenError as GroupBrokenError
@@ -41,6 +40,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from single_controller.call.errors import StartError as StartError
     from single_controller.call.errors import WorkerDiedError as WorkerDiedError
     from single_controller.call.errors import WorkerError as WorkerError
+    from single_controller.call.future import WorkerFuture as WorkerFuture
     from single_controller.call.group import WorkerGroup as WorkerGroup
     from single_controller.call.worker import Worker as Worker
     from single_controller.call.worker_class import ClassWithInitArgs as ClassWithInitArgs

@@ -21,16 +21,9 @@ from dispatch.modes import Mode, has_axes
 from dispatch.plan import CallPlan, plan_call
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
-from single_controller.call.call import (
-    DECLARED,
-    Call,
-    CallOptions,
-    UnsentFuture,
-    WorkerFuture,
-    in_event_loop,
-    off_loop,
-)
+from single_controller.call.call import DECLARED, Call, CallOptions
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
+from single_controller.call.future import UnsentFuture, WorkerFuture, in_event_loop, off_loop
 from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
 from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace

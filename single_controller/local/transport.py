@@ -27,10 +27,10 @@ from dispatch.errors import ResultError
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
-from single_controller.call.call import WorkerFuture
 from single_controller.call.codec import CallMessage, Encoded, add_reference_types, decode_result, encode_call
 from single_controller.call.errors import CallTimeoutError, LocalGroupError, WorkerDiedError
 from single_controller.call.executor import Constructor, Executor
+from single_controller.call.future import WorkerFuture
 from single_controller.call.joining import Located, RankResult, locate
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,

@@ -24,13 +24,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from dispatch.checks import check_count, check_seconds
-from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, CallOptions, off_loop
+from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, CallOptions
 from single_controller.call.codec import decode_result
 from single_controller.call.errors import (
     GroupBrokenError,
     StartError,
     WorkerDiedError,
 )
+from single_controller.call.future import off_loop
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, check_ranks
 from single_controller.call.state import GroupState
 from single_controller.call.transport import MAX_STACK_SECONDS

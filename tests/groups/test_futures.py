@@ -29,7 +29,7 @@ from single_controller import (
     WorkerError,
     register_batch_type,
 )
-from single_controller.call.call import ComputedFuture
+from single_controller.call.future import ComputedFuture
 
 TRANSPORTS = ("ray", "local", "local-threads")
 overlapping = pytest.mark.transports("ray", "local-threads")

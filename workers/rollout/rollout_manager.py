@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispatch.checks import check_seconds, is_count
 from single_controller import WorkerFuture
-from single_controller.call.call import ComputedFuture
+from single_controller.call.future import ComputedFuture
 from workers.background import in_thread
 from workers.data.collate import collate
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams, as_integer

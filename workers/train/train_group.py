@@ -26,7 +26,7 @@ from single_controller import (
     SingleControllerError,
     WorkerFuture,
 )
-from single_controller.call.call import ReferencedFuture
+from single_controller.call.future import ReferencedFuture
 from single_controller.ray.attach import remove_placement_groups
 from workers.data.rollout_data import RolloutDataError
 from workers.recovery.snapshot_choice import Recovery

@@ -14,7 +14,7 @@ import ray.exceptions
 
 from dispatch.batch import Broadcast
 from single_controller import SingleControllerError
-from single_controller.call.call import WorkerFuture
+from single_controller.call.future import WorkerFuture
 from single_controller.call.group import WorkerGroup
 from workers.weight_sync.sync_protocol import UPDATE_SECONDS, Budget, ReceiverClass, WeightSyncError
 

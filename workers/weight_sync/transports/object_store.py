@@ -5,7 +5,7 @@ The receiving half is `WeightReceiver.receive_payload`: tensors travel as an arg
 
 from __future__ import annotations
 
-from single_controller.call.call import WorkerFuture
+from single_controller.call.future import WorkerFuture
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
 from workers.weight_sync.transports.weight_transport import Transport, Update, wait_all

@@ -32,7 +32,7 @@ import ray.util
 import torch
 import torch.distributed as dist
 
-from single_controller.call.call import WorkerFuture
+from single_controller.call.future import WorkerFuture
 from workers.background import in_thread
 from workers.device import current_device, device
 from workers.weight_sync.buckets import FlatBuffer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from single_controller import CallTimeoutError
-from single_controller.call.call import WorkerFuture
+from single_controller.call.future import WorkerFuture
 from workers.weight_sync.pieces import Header, Payload
 from workers.weight_sync.receiver_calls import Receivers
 from workers.weight_sync.sync_protocol import (

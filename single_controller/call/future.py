@@ -1,0 +1,362 @@
+"""Futures of calls: of one that is running, of one that a thread sends later, and of what this process computes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import copy
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar, cast
+
+from dispatch.batch import Deferred
+from dispatch.errors import DispatchError, SingleControllerError
+from dispatch.modes import Join
+from dispatch.plan import DeferredArgument
+from single_controller.call.call import Call
+from single_controller.call.errors import CallTimeoutError
+from single_controller.call.joining import CallResults, Located, join_results
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class WorkerFuture(Deferred, Generic[R_co]):
+    """What ``group.m.remote(x)`` returns.
+
+    A future holds references, one per collecting rank, and no data. Pass it to a method of the same or another group:
+    each rank then fetches the rows of its own shard, and nothing passes through the driver. A method registered with
+    ``materialize_futures=False`` receives the future itself and can wait for it, or pass it to a group of its own.
+
+    Args:
+        call: the call, in the process that sent it.
+        source: the call's results and how they are joined, in any other process.
+    """
+
+    def __init__(self, call: Call | None, source: tuple[CallResults, Join] | None = None) -> None:
+        self._call = call
+        self._elsewhere = source
+        self._value: list[R_co] = []  # a list, because of two threads that join, the first to append must win
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """The method that computes the result."""
+        return self._call.label if self._call is not None else self._source()[0].label
+
+    def result(self, timeout: float | None = None) -> R_co:
+        """Wait for the call and return its value. Every call of this method returns the same object.
+
+        Args:
+            timeout: seconds to wait. Only the wait ends then; the call continues.
+
+        Raises:
+            CallTimeoutError: the wait ended (``call_goes_on`` is True), or the call's own timeout passed.
+            SingleControllerError: the call's error.
+        """
+        if self._call is not None:
+            self._call.check_process()
+            if not self._value:
+                self._value.append(self._call.value(timeout))
+        else:
+            source, join = self._source()
+            results = source.wait(timeout)
+            if not self._value:
+                self._value.append(join_results(source, results, join))
+        return self._value[0]
+
+    def get(self, timeout: float | None = None) -> R_co:
+        """`result` under the name that verl's futures use."""
+        return self.result(timeout)
+
+    def as_argument(self) -> R_co:
+        """This object itself, typed as its value: type checkers then take it as an argument of a typed call."""
+        return cast(R_co, self)
+
+    def done(self) -> bool:
+        """Whether the call has ended, with or without an error."""
+        if self._call is not None:
+            self._call.check_process()
+            return self._call.settled
+        try:
+            self._source()[0].wait(timeout=0.0)
+        except CallTimeoutError:
+            return False
+        except SingleControllerError:
+            return True
+        return True
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """The exception that `result` would raise, or None. Waits like `result`.
+
+        Raises:
+            CallTimeoutError: the wait ended before the call did.
+        """
+        try:
+            self.result(timeout)
+        except SingleControllerError as error:
+            if isinstance(error, CallTimeoutError) and error.call_goes_on:
+                raise
+            return error.with_traceback(None)  # whose frames would keep the caller's variables alive
+        return None
+
+    @property
+    def refs(self) -> list[Any]:
+        """The transport's references to the results, one per collecting rank; ObjectRefs on Ray."""
+        return self._call.refs() if self._call is not None else self._source()[0].refs()
+
+    @property
+    def failed(self) -> Exception | None:
+        return self._call.error if self._call is not None else None
+
+    def wait(self) -> None:
+        """Wait until the call has ended, with or without an error."""
+        if self._call is not None:
+            self._call.wait()
+
+    def check_argument(self) -> None:
+        self._source()
+
+    def locate_all(self, argument: DeferredArgument) -> tuple[CallResults, list[Located]]:
+        source, join = self._source()
+        return source, source.locate(join, argument)
+
+    def _source(self) -> tuple[CallResults, Join]:
+        if self._elsewhere is not None:
+            return self._elsewhere
+        call = self._call
+        if call is None:
+            raise RuntimeError("a future without a call")
+        if call.collect is not None:
+            raise DispatchError(
+                f"the future of {call.label}() cannot be an argument, because the collect_fn of its mode runs on the "
+                "driver; pass future.result() instead",
+                method=call.method,
+            )
+        return call.results, call.join
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerFuture, (None, self._source())
+
+    def __await__(self) -> Generator[Any, None, R_co]:
+        return self._outcome().__await__()
+
+    async def _outcome(self) -> R_co:
+        call = self._call
+        if call is None:  # in another process, only a thread can wait
+            return await off_loop(self.result)
+        call.check_process()
+        await asyncio.wrap_future(call.outcome)
+        # Fetching, unpickling and joining may take time, in which the event loop goes on.
+        return self.result() if call.is_plain else await off_loop(self.result)
+
+    def __del__(self) -> None:
+        call = getattr(self, "_call", None)
+        if call is not None:
+            call.drop()
+
+    def __repr__(self) -> str:
+        if self._call is None:
+            return f"<WorkerFuture of {self.label}()>"
+        state = "running" if not self._call.settled else "failed" if self._call.error else "done"
+        return f"<WorkerFuture of {self._call.label}(), {state}>"
+
+
+class UnsentFuture(WorkerFuture[R_co]):
+    """The future of a call that another thread sends, because the caller's event loop must not wait until it can be
+    sent.
+
+    Args:
+        label: the method.
+        sent: done when the call was sent, with its future; or could not be, with the error.
+    """
+
+    def __init__(self, label: str, sent: Future[WorkerFuture[R_co] | BaseException]) -> None:
+        super().__init__(None)
+        self._label, self._sent = label, sent
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return self._label
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the call has yet to be sent."""
+        return not self._sent.done()
+
+    def _future(self, timeout: float | None = None) -> WorkerFuture[R_co]:
+        try:
+            found = self._sent.result(timeout)
+        except TimeoutError:
+            raise CallTimeoutError(
+                f"{self._label}() has not been sent after a wait of {timeout:g} s: its group is being repaired, or its "
+                "ranks are asked for their layout. The call continues; wait again",
+                method=self._label,
+                call_goes_on=True,
+            ) from None
+        if isinstance(found, BaseException):
+            raise copy.copy(found) from found.__cause__  # a copy, as in `Call.value`
+        return found
+
+    def result(self, timeout: float | None = None) -> R_co:
+        begun = time.monotonic()
+        future = self._future(timeout)
+        return future.result(None if timeout is None else max(0.0, timeout - (time.monotonic() - begun)))
+
+    def done(self) -> bool:
+        return not self.unsent and (self.failed is not None or self._future().done())
+
+    @property
+    def refs(self) -> list[Any]:
+        return self._future().refs
+
+    @property
+    def failed(self) -> Exception | None:
+        found = None if self.unsent else self._sent.result()
+        return found.failed if isinstance(found, WorkerFuture) else cast("Exception | None", found)
+
+    def wait(self) -> None:
+        found = self._sent.result()
+        if isinstance(found, WorkerFuture):
+            found.wait()
+
+    def _source(self) -> tuple[CallResults, Join]:
+        return self._future()._source()
+
+    async def _outcome(self) -> R_co:
+        await asyncio.wrap_future(self._sent)
+        return await self._future()
+
+    def __repr__(self) -> str:
+        state = "not sent" if self.unsent else "failed" if self.failed else "done" if self.done() else "running"
+        return f"<WorkerFuture of {self._label}(), {state}>"
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop now, and must not wait."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def off_loop(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
+    """Run a function in a thread "future-wait" of its own: those of the loop's executor are few, and every one of them
+    might wait."""
+    done: Future[R_co] = Future()
+    done.set_running_or_notify_cancel()  # cancelling the task must not make the thread's result an error
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error.with_traceback(None))
+
+    threading.Thread(target=run, name="future-wait", daemon=True).start()
+    return asyncio.wrap_future(done)
+
+
+class ReferencedFuture(list[Any], WorkerFuture[R_co]):
+    """A future that is also the list of its references, so that ``ray.get(future)`` takes it. They are made when they
+    are first needed.
+
+    Args:
+        future: the future of the call, which this one replaces.
+    """
+
+    def __init__(self, future: WorkerFuture[R_co]) -> None:
+        list.__init__(self)
+        WorkerFuture.__init__(self, future._call, future._elsewhere)
+        future._call = None  # whoever drops it has not dropped this one
+
+    def _filled(self) -> list[Any]:
+        if not list.__len__(self):
+            list.extend(self, self.refs)
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return list.__iter__(self._filled())
+
+    def __len__(self) -> int:
+        return list.__len__(self._filled())
+
+    def __getitem__(self, index: Any) -> Any:
+        return list.__getitem__(self._filled(), index)
+
+    def __add__(self, other: Any) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Any) -> list[Any]:
+        return [*other, *self]
+
+    # By identity, as for every future: asyncio.gather() has them as keys.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __reduce__ = WorkerFuture.__reduce__
+    __repr__ = WorkerFuture.__repr__
+
+
+class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]
+    """A future of what a thread of this process computes. As an argument it is its value: the call waits for it before
+    it is sent, also with ``.remote()``.
+
+    Args:
+        label: what computes it, for messages.
+        put: makes a reference of the value, for `refs`.
+    """
+
+    computed_here = True
+    label = ""
+
+    def __init__(self, label: str, put: Callable[[Any], Any] | None = None) -> None:
+        Future.__init__(self)
+        WorkerFuture.__init__(self, None)
+        self.label, self._put, self._refs = label, put, list[Any]()
+
+    def result(self, timeout: float | None = None) -> R:
+        try:
+            return Future.result(self, timeout)
+        except TimeoutError:
+            if self.done():  # it is the error of the computation
+                raise
+            message = f"{self.label}() has not finished after a wait of {timeout:g} s. It continues; wait again"
+            raise CallTimeoutError(message, method=self.label, call_goes_on=True) from None
+
+    @property
+    def refs(self) -> list[Any]:
+        """One reference to the value, which is waited for."""
+        if self._put is None:
+            raise DispatchError(f"the future of {self.label}() has no references; pass future.result()")
+        if not self._refs:
+            self._refs.append(self._put(self.result()))
+        return self._refs
+
+    @property
+    def failed(self) -> Exception | None:
+        error = Future.exception(self) if self.done() and not self.cancelled() else None
+        return error if isinstance(error, Exception) else None
+
+    def wait(self) -> None:
+        concurrent.futures.wait([self])
+
+    def check_argument(self) -> None:
+        pass
+
+    async def _outcome(self) -> R:
+        return await asyncio.wrap_future(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _computed, (self.label, self.result())
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self.failed else "done"
+        return f"<ComputedFuture of {self.label}(), {state}>"
+
+
+def _computed(label: str, value: Any) -> ComputedFuture[Any]:
+    """Unpickle a `ComputedFuture`."""
+    future: ComputedFuture[Any] = ComputedFuture(label)
+    future.set_result(value)
+    return future
