@@ -566,10 +566,18 @@ class WorkerGroup(VerlGroup, Closing):
                 sent.set_result(error.with_traceback(None))
 
         with state.lock:
+            if not state.unsent:
+                # Before anything is queued: a thread that cannot start must leave nothing behind.
+                thread = threading.Thread(target=_send_all, args=(state,), name="send-later", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process has as many threads as it may have
+                    raise DispatchError(
+                        f"{spec.label}() was not sent: in an event loop it would have to wait in a thread, and none "
+                        f"could be started: {error}",
+                        method=spec.name,
+                    ) from error
             state.unsent.append(send)
-            starts = len(state.unsent) == 1
-        if starts:
-            threading.Thread(target=_send_all, args=(state,), name="send-later", daemon=True).start()
         return UnsentFuture(spec.label, sent)
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
@@ -921,7 +929,9 @@ class RoleGroup(WorkerGroup):
 def _send_all(state: GroupState) -> None:
     """The thread "send-later": send the calls that event loops have left to it, in their order."""
     while True:
-        state.unsent[0]()
+        with state.lock:
+            send = state.unsent[0]
+        send()
         with state.lock:
             state.unsent.popleft()
             if not state.unsent:
