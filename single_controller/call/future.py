@@ -264,16 +264,20 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
 
     Args:
         future: the future of the call, which this one replaces.
+        made: called with each reference once they are made.
     """
 
-    def __init__(self, future: WorkerFuture[R_co]) -> None:
+    def __init__(self, future: WorkerFuture[R_co], made: Callable[[Any], object]) -> None:
         list.__init__(self)
+        self._made = made
         WorkerFuture.__init__(self, future._call, future._elsewhere)
         future._call = None  # whoever drops it has not dropped this one
 
     def _filled(self) -> list[Any]:
         if not list.__len__(self):
             list.extend(self, self.refs)
+            for ref in list.__iter__(self):
+                self._made(ref)
         return self
 
     def __iter__(self) -> Iterator[Any]:

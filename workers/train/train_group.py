@@ -489,7 +489,7 @@ class RayTrainGroup:
         if self._pair is not None:
             self._pair.forget()
         self._leave()
-        return ReferencedFuture(sent)
+        return ReferencedFuture(sent, _wait_for)
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any) -> ReferencedFuture[list[dict[str, float]]]:
         """Train on a rollout, on every rank.
@@ -512,7 +512,7 @@ class RayTrainGroup:
         """
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
-            return ReferencedFuture(workers.train.remote(rollout_id, None))
+            return ReferencedFuture(workers.train.remote(rollout_id, None), _wait_for)
         _check_references("async_train", rollout_data_ref, workers.dp_size)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
         rows = rollout_data_ref.result() if isinstance(rollout_data_ref, Future) else rollout_data_ref
@@ -530,7 +530,7 @@ class RayTrainGroup:
             self._class.check_rows(role_args(self.args, self.role), rows, self.role, computed)
         shared.take(rollout_id, rollout_data_ref)
         self._progress.trained = rollout_id
-        return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()))
+        return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
     def compute_log_prob(self, rollout_data_ref: Any) -> torch.Tensor:
         """Return the log-probability of each token under the current weights, for an evaluation or as a teacher.
@@ -761,3 +761,9 @@ def _check_references(method: str, given: Any, dp_size: int) -> None:
             f"{method}(): rollout_data_ref has {len(given)} references for {dp_size} dp ranks; pass one for each dp "
             "rank"
         )
+
+
+def _wait_for(ref: ray.ObjectRef) -> None:
+    """Ray logs an error that nobody has fetched as unhandled, also if the user has handled that of another rank; one
+    that somebody waits for counts as fetched."""
+    ref.future()
