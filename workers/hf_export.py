@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = FILE_BYTES) -> None:
     """Write config and weights as ``save_pretrained`` does. All ranks call it together. The tokenizer is not written.
 
+    ``generation_config.json``, which has the stop tokens, is that of the checkpoint that training started from.
+
     Each rank writes the shards that `TrainModel.hf_shards` returns there to their places in the files, so no tensor is
     gathered; of ranks with the same shard, the first one writes it. Weights that the folder already has are removed
     first.
@@ -81,6 +83,7 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = FI
 
 
 def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> None:
+    import transformers
     from transformers.models.auto import modeling_auto as auto
 
     config = copy.deepcopy(model.hf_config)
@@ -93,3 +96,9 @@ def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> 
     if config.model_type in names:
         config.architectures = [names[config.model_type]]
     config.save_pretrained(folder)
+    if model.role != "critic" and config.name_or_path:
+        try:
+            found = transformers.GenerationConfig.from_pretrained(config.name_or_path)
+        except OSError:  # it has none
+            return
+        found.to_json_file(folder / "generation_config.json")

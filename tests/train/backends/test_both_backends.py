@@ -5,6 +5,7 @@ Starting processes is slow: groups of one, two and four ranks serve all tests an
 
 import json
 import math
+import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ import ray
 import torch
 from reference import ReferenceGRPO, small_llama
 from train_helpers import HostReads, begin, distance, learn, rollout, saved, whole_weights
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig, Qwen2Config
 
 from single_controller import Broadcast, WorkerError
 from workers.data.micro_batches import cut_by_tokens
@@ -304,13 +305,18 @@ def test_checkpoint_in_the_background(start, way, other, data, tmp_path):
 
 
 @ways(FSDP2, TP2_PP2)
-def test_export_is_a_hugging_face_model(start, way, data, tmp_path):
-    group = start(way, save_hf=str(tmp_path / "hf_{rollout_id}"))
+def test_export_is_a_hugging_face_model(start, way, data, tmp_path, llama_folder):
+    """With the generation config of the original, so that a run that starts from it stops at the same tokens."""
+    original = shutil.copytree(llama_folder, tmp_path / "original")
+    GenerationConfig(eos_token_id=[6, 7], temperature=0.5).to_json_file(original / "generation_config.json")
+    group = start(way, hf_checkpoint=str(original), save_hf=str(tmp_path / "hf_{rollout_id}"))
     learn(group, 0, data)
     assert group.save_model(7) is None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf_7").eval()
     found = group.worker_group.compute_log_prob(data)
     torch.testing.assert_close(found, ReferenceGRPO(model).log_probs(data), atol=1e-5, rtol=1e-4)
+    exported = GenerationConfig.from_pretrained(tmp_path / "hf_7")
+    assert (exported.eos_token_id, exported.temperature) == ([6, 7], 0.5)
 
 
 def gradient_bytes(worker):
