@@ -212,7 +212,7 @@ def _computed(value: Any) -> Any:
 
 def _plan_whole(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
     whole = {key: _to_send(spec, value) for key, value in arguments.items()}
-    return CallPlan(whole, (Shard(),), routing.shard_of, routing.collecting, join, None, _deferred(arguments))
+    return CallPlan(whole, (Shard(),), routing.shard_of, routing.collecting, join, None, deferred_in(arguments))
 
 
 def _plan_chosen(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, Any]) -> CallPlan:
@@ -270,7 +270,7 @@ def _plan_items(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[
         for shard, item in zip(shards, items, strict=True):
             shard[key] = item
     made = tuple(map(Shard, shards))
-    return CallPlan(whole, made, routing.shard_of, routing.collecting, join, None, _deferred(arguments))
+    return CallPlan(whole, made, routing.shard_of, routing.collecting, join, None, deferred_in(arguments))
 
 
 def _plan_rows(
@@ -347,7 +347,7 @@ def _plan_rows(
         Shard(values) if share is None else Shard(values, share.rows, share.real)
         for values, share in zip(shards, shares, strict=True)
     )
-    return CallPlan(whole, made, routing.shard_of, routing.collecting, join, None, _deferred(arguments), total)
+    return CallPlan(whole, made, routing.shard_of, routing.collecting, join, None, deferred_in(arguments), total)
 
 
 def _bad_argument(spec: MethodSpec, key: Parameter, reason: str) -> DispatchError:
@@ -364,7 +364,7 @@ def _to_send(spec: MethodSpec, value: Any) -> Any:
     return value
 
 
-def _deferred(arguments: dict[Parameter, Any]) -> tuple[Deferred, ...]:
+def deferred_in(arguments: dict[Parameter, Any]) -> tuple[Deferred, ...]:
     """The futures among the arguments, in a `Broadcast` or a list too."""
     values = [value.value if isinstance(value, Broadcast) else value for value in arguments.values()]
     values += [item for value in values if isinstance(value, (list, tuple)) for item in value]

@@ -54,7 +54,7 @@ def top_k(tokens, args):
     """The sum over the teacher's k likeliest tokens of p_teacher (log p_teacher - log p_student): with k = vocabulary,
     KL(teacher || student)."""
     teacher = tokens.others["candidate_log_probs"].float().clamp(min=LOWEST)
-    student = tokens.candidates.clamp(min=LOWEST)
+    student = tokens.candidates  # not clamped: where it is lowest, the gradient matters most
     divergence = (teacher.exp() * (teacher - student)).sum(-1).clamp(min=0)
     masses = {"teacher_mass": teacher.exp().sum(-1), "student_mass": student.exp().sum(-1)}
     return torch.where(tokens.mask, divergence, 0.0), {name: mass.detach() for name, mass in masses.items()}

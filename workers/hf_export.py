@@ -63,7 +63,7 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = FI
             for kind in ("model*", ".unfinished/*", "adapter_model"):
                 for old in folder.glob(f"{kind}.safetensors"):
                     old.unlink()
-            for name in (INDEX, "adapter_config.json"):
+            for name in (INDEX, "adapter_config.json", "generation_config.json"):
                 (folder / name).unlink(missing_ok=True)
             files.create(unfinished)
     with all_or_none(CheckpointError, what):
@@ -98,7 +98,8 @@ def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> 
     config.save_pretrained(folder)
     if model.role != "critic" and config.name_or_path:
         try:
-            found = transformers.GenerationConfig.from_pretrained(config.name_or_path)
+            # No download: the other ranks wait, and what training has read is in the cache.
+            found = transformers.GenerationConfig.from_pretrained(config.name_or_path, local_files_only=True)
         except OSError:  # it has none
             return
         found.to_json_file(folder / "generation_config.json")

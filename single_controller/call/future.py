@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
+import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -18,6 +20,8 @@ from dispatch.plan import DeferredArgument
 from single_controller.call.call import Call
 from single_controller.call.errors import CallTimeoutError
 from single_controller.call.joining import CallResults, Located, join_results
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -175,6 +179,7 @@ class UnsentFuture(WorkerFuture[R_co]):
     def __init__(self, label: str, sent: Future[WorkerFuture[R_co] | BaseException]) -> None:
         super().__init__(None)
         self._label, self._sent = label, sent
+        self._told = False  # whether somebody was told of an error of sending
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -186,6 +191,7 @@ class UnsentFuture(WorkerFuture[R_co]):
         return not self._sent.done()
 
     def _future(self, timeout: float | None = None) -> WorkerFuture[R_co]:
+        self._told = True
         try:
             found = self._sent.result(timeout)
         except TimeoutError:
@@ -196,8 +202,14 @@ class UnsentFuture(WorkerFuture[R_co]):
                 call_goes_on=True,
             ) from None
         if isinstance(found, BaseException):
-            raise copy.copy(found) from found.__cause__  # a copy, as in `Call.value`
+            if isinstance(found, SingleControllerError):
+                raise copy.copy(found) from found.__cause__  # a copy, as in `Call.value`
+            raise found.with_traceback(None)  # one of the user's, which may not be copied
         return found
+
+    def wait_sent(self) -> None:
+        """Wait until it was sent, or could not be."""
+        self._sent.result()
 
     def result(self, timeout: float | None = None) -> R_co:
         begun = time.monotonic()
@@ -228,9 +240,20 @@ class UnsentFuture(WorkerFuture[R_co]):
         await asyncio.wrap_future(self._sent)
         return await self._future()
 
+    def __del__(self) -> None:
+        sent = getattr(self, "_sent", None)
+        if sent is not None and not self._told:
+            sent.add_done_callback(functools.partial(_log_not_sent, self._label))
+
     def __repr__(self) -> str:
         state = "not sent" if self.unsent else "failed" if self.failed else "done" if self.done() else "running"
         return f"<WorkerFuture of {self._label}(), {state}>"
+
+
+def _log_not_sent(label: str, sent: Future[Any]) -> None:
+    found = sent.result()
+    if isinstance(found, BaseException):
+        logger.error("%s(), whose future was dropped, was not sent: %s: %s", label, type(found).__name__, found)
 
 
 def in_event_loop() -> bool:
@@ -300,6 +323,21 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
     __hash__ = object.__hash__  # type: ignore[assignment]
     __reduce__ = WorkerFuture.__reduce__
     __repr__ = WorkerFuture.__repr__
+
+
+class _UnsentReferencedFuture(ReferencedFuture[R_co], UnsentFuture[R_co]):
+    def __init__(self, future: UnsentFuture[R_co], made: Callable[[Any], object]) -> None:
+        list.__init__(self)
+        UnsentFuture.__init__(self, future._label, future._sent)
+        self._made = made
+        future._told = True  # whoever drops it has not dropped this one
+
+
+def referenced(future: WorkerFuture[R_co], made: Callable[[Any], object]) -> ReferencedFuture[R_co]:
+    """Return a `ReferencedFuture` in place of a future, which may be unsent."""
+    if isinstance(future, UnsentFuture):
+        return _UnsentReferencedFuture(future, made)
+    return ReferencedFuture(future, made)
 
 
 class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]

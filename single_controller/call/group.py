@@ -17,13 +17,13 @@ from dispatch.batch import Uneven
 from dispatch.checks import check_count, check_seconds, suggestion
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout, layout_from
-from dispatch.modes import Mode, has_axes
-from dispatch.plan import CallPlan, plan_call
+from dispatch.modes import CustomMode, Mode, has_axes
+from dispatch.plan import CallPlan, deferred_in, plan_call
 from dispatch.register import MethodSpec, method_spec
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
-from single_controller.call.future import UnsentFuture, WorkerFuture, in_event_loop, off_loop
+from single_controller.call.future import ComputedFuture, UnsentFuture, WorkerFuture, in_event_loop, off_loop
 from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
 from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
@@ -515,6 +515,8 @@ class WorkerGroup(VerlGroup, Closing):
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         if not (blocking or may_wait) and in_event_loop():
             return self._invoke_in_loop(spec, args, kwargs, options)
+        if self._state.unsent:
+            self._wait_for_unsent()
         self._check()
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
@@ -526,28 +528,46 @@ class WorkerGroup(VerlGroup, Closing):
     ) -> WorkerFuture[Any]:
         """`_invoke` in the thread of an event loop, which must not wait: not for a thread that repairs the group or
         sends a call, and not for the ranks. What has to wait is sent by a thread."""
+        self._state.check_process()
         invoke = functools.partial(self._invoke, spec, args, kwargs, options, may_wait=True)
         sending = self._state.sending
         if not sending.acquire(blocking=False):
             return self._send_later(spec, invoke)
         try:
-            must_wait = self._must_wait(spec, (*args, *kwargs.values()))
+            must_wait = self._must_wait(spec, dict(enumerate(args)) | kwargs)
             future: WorkerFuture[Any] = self._send_later(spec, invoke) if must_wait else invoke()
             return future
         finally:
             sending.release()
 
-    def _must_wait(self, spec: MethodSpec, arguments: Iterable[Any]) -> bool:
+    def _must_wait(self, spec: MethodSpec, arguments: dict[Any, Any]) -> bool:
         """Whether a call may have to wait before it can be sent: for ranks to be replaced, for the layout, or for a
         call whose future is an argument."""
-        state = self._state
+        state, mode = self._state, spec.registration.mode.mode
+        if state.unsent:
+            return True
         if state.transport is None or state.transport.synchronous or state.closed:
             return False
-        if state.unsent or self._must_recover() or any(isinstance(a, UnsentFuture) and a.unsent for a in arguments):
+        # The call takes the values of the futures of this process, and a dispatch_fn those of all.
+        waits = WorkerFuture if isinstance(mode, CustomMode) else (UnsentFuture, ComputedFuture)
+        futures = [one for one in deferred_in(arguments) if isinstance(one, waits)]
+        if self._must_recover() or any(
+            one.unsent if isinstance(one, UnsentFuture) else not one.done() for one in futures
+        ):
             return True
-        mode = spec.registration.mode.mode
         needed = mode.in_layout if isinstance(mode, Mode) and spec.registration.execute.ranks is None else None
         return needed is not None and self._known_layout(needed) is None
+
+    def _wait_for_unsent(self) -> None:
+        """In the thread of an event loop, wait until the calls that it has left to a thread are sent. They come
+        first."""
+        if in_event_loop() and not self._state.restarting:
+            reached: Future[None] = Future()
+            with self._state.lock:
+                if not self._state.unsent:
+                    return
+                self._state.unsent.append(lambda: reached.set_result(None))
+            reached.result()
 
     def _must_recover(self) -> bool:
         # The call of a handed-out reference may have ended by a death that the group does not know of.
@@ -588,6 +608,8 @@ class WorkerGroup(VerlGroup, Closing):
                 f"{self.name}: ranks have died, and an event loop must not wait until they are replaced; call "
                 "`await group.areplace()` first, or a registered method, whose .remote() waits in a thread"
             )
+        if self._state.unsent:
+            self._wait_for_unsent()
         self._check()
         spec = self._any_method(name)
         layout = _without_coordinates(self.world_size)
@@ -642,6 +664,9 @@ class WorkerGroup(VerlGroup, Closing):
         recorded: bool = True,
     ) -> Call:
         state = self._state
+        for future in plan.deferred:
+            if isinstance(future, UnsentFuture):  # before the lock, which the thread that sends it needs
+                future.wait_sent()
         with state.sending:
             transport = state.transport
             # Again: another thread may have closed the group while this one waited.

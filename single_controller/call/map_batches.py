@@ -49,6 +49,7 @@ class _Batch:
         calls: those that were sent and not read.
         values: what was returned.
         deaths: how many it may have caused.
+        restarts: how often the group had been repaired when the last of its calls was sent.
     """
 
     number: int
@@ -57,6 +58,7 @@ class _Batch:
     calls: dict[Part, Call] = field(default_factory=dict)
     values: dict[Part, Any] = field(default_factory=dict)
     deaths: int = 0
+    restarts: int = 0
 
     @property
     def done(self) -> bool:
@@ -129,9 +131,14 @@ class BatchMap:
         plan = batch.plan
         if plan is None or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added: other shards
             plan = batch.plan = self._group._plan(self._spec, (batch.batch,), {}, self._options)
-            batch.values = {}
+            # What was cut by the old plan is no part of the new one. A death among it counts all the same.
+            for call in batch.calls.values():
+                batch.deaths += call.settled and isinstance(call.error, WorkerDiedError)
+                call.drop()
+            batch.calls, batch.values = {}, {}
         for part in self._parts(plan):
             if part not in batch.calls and part not in batch.values:
+                batch.restarts = self._group._state.restarts
                 of_part = plan if _is_whole(part, plan) else replace(plan.only(part), collect=None)
                 batch.calls[part] = self._group._send(self._spec, of_part, self._options)
 
@@ -174,7 +181,7 @@ class BatchMap:
             except Exception as error:
                 errors.append(error)
         if errors:  # one of the user's first
-            raise min(errors, key=lambda error: isinstance(error, (WorkerDiedError, GroupBrokenError)))
+            raise min(errors, key=lambda one: isinstance(one, WorkerDiedError) + 2 * isinstance(one, GroupBrokenError))
 
     def _is_complete(self, batch: _Batch) -> bool:
         return batch.plan is not None and all(part in batch.values for part in self._parts(batch.plan))
@@ -189,11 +196,10 @@ class BatchMap:
         Raises:
             SingleControllerError: of another call in flight.
         """
-        group = self._group
-        with group._state.lock:  # a call has its error just before the group is broken
-            broken = group._state.broken
-        if group._state.closed:
-            return error
+        group, state = self._group, self._group._state
+        with state.lock:  # a call has its error just before the group is broken
+            if state.closed:
+                return error
         for batch in self._running:
             wait([call.outcome for call in batch.calls.values()])
             try:
@@ -205,17 +211,20 @@ class BatchMap:
         ranks = error.ranks if isinstance(error, WorkerDiedError) else ()
         dead = sorted({*ranks, *(rank for rank, alive in enumerate(group.alive()) if not alive)})
         lost = next((batch for batch in self._running if not self._is_complete(batch)), None)
-        if not dead:
+        repaired = lost is not None and state.broken is None and state.restarts > lost.restarts  # by somebody else
+        if not dead and not repaired:
             return error
         if lost is not None:
             lost.deaths += 1
             if lost.deaths > self._retries:
                 error.add_note(f"batch {lost.number} of group.map() was in flight, with retries={self._retries}")
                 return error
-        if broken is not None and not group._state.recovers:  # otherwise the next call has them replaced
-            # A further death is found by the next call.
-            with contextlib.suppress(WorkerDiedError, GroupBrokenError):
-                group.restart(None if group.collectives else dead)
+        with state.sending:  # nobody else repairs the group meanwhile
+            if state.broken is not None and not state.recovers:  # otherwise the next call has them replaced
+                dead = [rank for rank, alive in enumerate(group.alive()) if not alive] or dead
+                # A further death is found by the next call.
+                with contextlib.suppress(WorkerDiedError, GroupBrokenError):
+                    group.restart(None if group.collectives else dead)
         return None
 
 

@@ -694,8 +694,12 @@ class RayWorkerGroup(WorkerGroup):
             self._join(before, encoded, _left(end))
 
         if not plan.collectives:
-            add()
-            self._replay(new)
+            try:
+                add()
+                self._replay(new)
+            except BaseException as error:  # calls would reach ranks that are not ready
+                self._state.break_(f"its growth failed with {type(error).__name__}: {error}".partition("\n")[0])
+                raise
             with self._state.lock:
                 self._state.restarts += 1
                 self._state.on_change()

@@ -91,7 +91,7 @@ def candidate_log_probs(
     # Two tokens' log-probabilities differ by their logits.
     before = logits[:, :-1]
     own, others = before.gather(-1, input_ids[:, 1:, None]), before.gather(-1, candidates[:, 1:].long())
-    found = (others - own).float() / (temperature or 1.0) + log_probs[:, 1:, None]
+    found = (others.float() - own.float()) / (temperature or 1.0) + log_probs[:, 1:, None]
     return F.pad(found, (0, 0, 1, 0))
 
 

@@ -128,6 +128,17 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
         )
     counts, real = data["loss_mask"] != 0, data["attention_mask"].bool()
     _check_masks(real, counts)
+    if "candidate_ids" in data.keys():  # noqa: SIM118
+        candidates = data["candidate_ids"]
+        if candidates.is_floating_point() or not (
+            int(candidates.min()) >= 0 and (vocab_size is None or int(candidates.max()) < vocab_size)
+        ):
+            raise RolloutDataError(
+                f"rollout data: candidate_ids are {_what(candidates)} from {candidates.min()} to {candidates.max()}; "
+                f"expected token ids at every position, below {vocab_size or 'the size of the vocabulary'}"
+            )
+    if "candidate_log_probs" in data.keys() and bool(data["candidate_log_probs"][counts].isnan().any()):  # noqa: SIM118
+        raise RolloutDataError("rollout data: candidate_log_probs has NaN at tokens that count")
     if "position_ids" in data.keys():  # noqa: SIM118
         other = real & (data["position_ids"] != real.cumsum(1) - 1)
         if bool(other.any()):

@@ -206,7 +206,8 @@ class PolicyTrainWorker(ModelWorker):
         """Add ``old_log_probs``, unless they equal those of the first step. Returns whether they were added."""
         args = self.args
         if args.use_rollout_logprobs:
-            check_entries(data, args, "actor", estimator=False)
+            if "rollout_log_probs" not in data:
+                raise missing_rollout_log_probs()
             data["old_log_probs"] = data["rollout_log_probs"]
         elif args.keep_old_actor:
             self._by_version(data)
@@ -320,20 +321,29 @@ class PolicyTrainWorker(ModelWorker):
         return Counter((self.weight_version - known).tolist())
 
 
-def check_entries(names: Collection[str], args: Any, role: str, *, estimator: bool = True) -> None:
+def missing_rollout_log_probs() -> RolloutDataError:
+    """The error of ``use_rollout_logprobs`` without them."""
+    return RolloutDataError(
+        "use_rollout_logprobs=True needs 'rollout_log_probs' in the rollout data; add them, or set "
+        "use_rollout_logprobs=False"
+    )
+
+
+def check_entries(names: Collection[str], args: Any, role: str) -> None:
     """Check that rollout data has the entries that the configuration needs.
 
     Args:
         names: of the entries, with those that the ranks compute.
         args: the configuration.
         role: "actor" or "critic".
-        estimator: whether to check what the advantage estimator needs too.
 
     Raises:
         RolloutDataError: one is missing.
     """
-    if estimator and (role == "critic" or "advantages" not in names):
-        needed = [*NEEDS.get(args.advantage_estimator, ()), *(("ref_log_probs",) if args.kl_coef else ())]
+    if role == "critic" or "advantages" not in names:
+        needed = list(NEEDS.get(args.advantage_estimator, ()))
+        if args.kl_coef and needed:  # an estimator of the user's may take its penalty from elsewhere
+            needed.append("ref_log_probs")
         for name in needed:
             if name not in names and not (name == "values" and role == "critic"):  # it computes them itself
                 raise missing(name, args.advantage_estimator)
@@ -344,10 +354,7 @@ def check_entries(names: Collection[str], args: Any, role: str, *, estimator: bo
             f"kl_loss_coef={args.kl_loss_coef} needs 'ref_log_probs' in the rollout data, or init(with_ref=True)"
         )
     if "rollout_log_probs" not in names and "old_log_probs" not in names and args.use_rollout_logprobs:
-        raise RolloutDataError(
-            "use_rollout_logprobs=True needs 'rollout_log_probs' in the rollout data; add them, or set "
-            "use_rollout_logprobs=False"
-        )
+        raise missing_rollout_log_probs()
     if "rollout_log_probs" not in names and args.rollout_correction:
         raise RolloutDataError(
             f"rollout_correction={args.rollout_correction!r} needs 'rollout_log_probs' in the rollout data"
@@ -375,7 +382,11 @@ def _tensors(given: Any) -> Data:
     entries: dict[str, Any] = {}
     for name in given.keys():  # noqa: SIM118
         entry = given[name]
-        entries |= entry if isinstance(entry, dict) else {str(name): entry}  # what a future of several entries became
+        # What a future of several entries became.
+        several = {str(one): entry[one] for one in entry.keys()} if hasattr(entry, "keys") else {str(name): entry}  # noqa: SIM118
+        if twice := entries.keys() & several.keys():
+            raise RolloutDataError(f"rollout data has {', '.join(sorted(twice))} twice: also in {str(name)!r}")
+        entries |= several
     return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
