@@ -21,15 +21,20 @@ from tensordict import TensorDict
 from single_controller import (
     Broadcast,
     CallTimeoutError,
+    ClassWithInitArgs,
+    Dispatch,
     DispatchError,
     GroupBrokenError,
     GroupClosedError,
+    LocalWorkerGroup,
     ResultError,
+    Worker,
     WorkerDiedError,
     WorkerError,
+    register,
     register_batch_type,
 )
-from single_controller.call.future import ComputedFuture
+from single_controller.call.future import ComputedFuture, UnsentFuture, referenced
 
 TRANSPORTS = ("ray", "local", "local-threads")
 overlapping = pytest.mark.transports("ray", "local-threads")
@@ -696,3 +701,86 @@ def test_calls_of_an_event_loop_are_sent_in_order(make_group):
     assert [int(rows[0]) for rows in asyncio.run(calls())] == [
         int(group.compute_rows(torch.full((4,), number))[0]) for number in range(20)
     ]
+
+
+class Plain(Worker):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    @register(Dispatch.ONE_TO_ALL)
+    def see(self, value):
+        self.seen.append(value)
+        return list(self.seen)
+
+
+@pytest.fixture
+def plain():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Plain), threads=True) as group:
+        yield group
+
+
+def sending_held(group, seconds=0.3):
+    """Another thread holds the lock under which calls are sent, as a repair does."""
+    held = threading.Event()
+
+    def hold():
+        with group._state.sending:
+            held.set()
+            time.sleep(seconds)
+
+    threading.Thread(target=hold, daemon=True).start()
+    held.wait(5)
+
+
+@pytest.mark.timeout(20)
+class TestUnsentCalls:
+    """Of an event loop, while another thread holds the lock."""
+
+    def test_blocking_calls_come_after_them(self, plain):
+        async def main():
+            sending_held(plain)
+            assert isinstance(plain.see.remote(1), UnsentFuture)
+            return plain.see(2)
+
+        assert asyncio.run(main()) == [[1, 2]] * 2
+
+    def test_inside_an_argument_of_a_blocking_call(self, plain):
+        async def main():
+            sending_held(plain)
+            return plain.see([plain.see.remote(1)])
+
+        seen = asyncio.run(main())
+        assert [len(one) for one in seen] == [2, 2]
+
+    def test_with_references(self, plain):
+        async def main():
+            sending_held(plain)
+            return await referenced(plain.see.remote(1), lambda ref: None)
+
+        assert asyncio.run(main()) == [[1]] * 2
+
+    def test_argument_that_a_call_of_the_same_group_computes(self, plain):
+        computed = ComputedFuture("compute")
+
+        def compute():
+            time.sleep(0.2)
+            plain.see(1)
+            computed.set_result(5)
+
+        async def main():
+            threading.Thread(target=compute, daemon=True).start()
+            return await plain.see.remote(computed)
+
+        assert asyncio.run(main()) == [[1, 5]] * 2
+
+    def test_error_of_sending_is_told_as_it_is(self, plain, caplog):
+        async def main():
+            sending_held(plain)
+            plain.see.remote(1, 2)  # nobody waits for it
+            with pytest.raises(TypeError, match=r"too many|takes"):
+                await plain.see.remote(1, 2)
+
+        asyncio.run(main())
+        gc.collect()
+        assert "see(), whose future was dropped, was not sent: TypeError" in caplog.text

@@ -141,6 +141,19 @@ def test_generator_that_is_closed_early(scorers, tmp_path):
         next(group.map("score", [[1]]))
 
 
+@pytest.mark.transports("ray")
+def test_ranks_are_dropped_and_added_between_results(scorers):
+    """Shards of the plan before and after must not be joined."""
+    batches = [list(range(10 * number, 10 * number + 7)) for number in range(12)]
+    with scorers(0.02, collectives=False) as group:
+        mapped = group.map("score", batches, in_flight=4, retries=2)
+        found = [next(mapped) for _ in range(2)]
+        group.shrink([0])
+        found += [next(mapped) for _ in range(2)]
+        group.grow(1)
+        assert found + list(mapped) == tens(batches)
+
+
 @pytest.mark.transports("local")
 def test_wrong_arguments_and_the_bar(scorers, capsys):
     group = scorers()
