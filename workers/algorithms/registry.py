@@ -14,9 +14,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _BUILT_IN = {
     "policy_loss_type": {
-        "ppo_clip": "workers.algorithms.losses.ppo_clip_loss",
-        "gspo": "workers.algorithms.losses.gspo_loss",
-        "cispo": "workers.algorithms.losses.cispo_loss",
+        "ppo_clip": "workers.algorithms.policy_losses.ppo_clip_loss",
+        "gspo": "workers.algorithms.policy_losses.gspo_loss",
+        "cispo": "workers.algorithms.policy_losses.cispo_loss",
     },
     "advantage_estimator": {
         "grpo": "workers.algorithms.estimators.grpo",
@@ -26,15 +26,24 @@ _BUILT_IN = {
         "gae": "workers.algorithms.estimators.gae_of_rewards",
     },
 }
+
+POLICY_LOSS_KEYS: dict[str, dict[str, float | str | None]] = {
+    "ppo_clip": {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_dual": None},
+    "gspo": {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "loss_aggregation": "sequence"},
+    "cispo": {"eps_clip": 0.2, "eps_clip_high": None},
+}
+"""The keys of the configuration that belong to policy losses, by the built-in losses that read them, and their defaults
+there. ``loss_aggregation`` belongs to all; it is here where the paper of a loss needs another mean."""
+
 _own: dict[str, dict[str, str]] = {key: {} for key in _BUILT_IN}
 
 
 def register_policy_loss(name: str) -> Callable[[F], F]:
     """Register a policy loss, so that ``policy_loss_type=name`` chooses it.
 
-    The function takes ``(tokens, args)``: a `losses.PolicyTokens` and the configuration. It returns each token's loss,
-    (b, s), and a dict of metrics, (b, s) each, the same names in every call. It is called once per micro-batch, which
-    has whole rows. The mean over tokens, corrections, KL and entropy terms are added to it.
+    The function takes ``(tokens, args)``: a `policy_losses.PolicyTokens` and the configuration. It returns each
+    token's loss, (b, s), and a dict of metrics, (b, s) each, the same names in every call. It is called once per
+    micro-batch, which has whole rows. The mean over tokens, corrections, KL and entropy terms are added to it.
 
     Args:
         name: without a dot.
@@ -63,6 +72,12 @@ def register_advantage(name: str) -> Callable[[F], F]:
 def names(key: str) -> list[str]:
     """Return the names that a key of the configuration can have, besides dotted paths."""
     return [*_BUILT_IN[key], *_own[key]]
+
+
+def policy_loss_keys(name: str) -> dict[str, float | str | None] | None:
+    """Return the entry of `POLICY_LOSS_KEYS` of a policy loss, by its name or path; None for a user's own."""
+    of_path = {path: known for known, path in _BUILT_IN["policy_loss_type"].items()}
+    return POLICY_LOSS_KEYS.get(of_path.get(name, name))
 
 
 def path_of(key: str, name: str) -> str:

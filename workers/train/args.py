@@ -16,6 +16,7 @@ from typing import Any, cast, get_type_hints
 from workers.train.args_checks import (
     TrainArgsError,
     check_algorithm,
+    check_effects,
     check_rollout,
     check_together,
     check_value,
@@ -123,14 +124,21 @@ class TrainArgs:
         "ppo_clip",
         "ppo_clip, gspo or cispo; or a name that you have registered, or the dotted path of a function",
     )
-    eps_clip: float = _key(0.2, "clip of the policy ratio below 1", least=0)
-    eps_clip_high: float | None = _key(None, "clip of the policy ratio above 1; by default eps_clip", least=0)
+    eps_clip: float | None = _key(None, "clip of the policy ratio below 1; by default 0.2, gspo: 3e-4", least=0)
+    eps_clip_high: float | None = _key(
+        None, "clip of the policy ratio above 1; by default eps_clip, gspo without eps_clip: 4e-4", least=0
+    )
     eps_clip_dual: float | None = _key(
         None, "ppo_clip: clip of the policy ratio at negative advantages (dual clip); by default none", above=1
     )
     value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
     kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
-    kl_loss_type: str = _key("k3", "estimator of the KL divergence in the loss", choices=("k1", "k2", "k3"))
+    kl_loss_type: str = _key(
+        "k3",
+        "estimator of the KL divergence in the loss; k3 (low_var_kl) is bounded at 10 nats; k1+ and k3+ have the "
+        "unbiased gradient",
+        choices=("k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"),
+    )
     kl_coef: float = _key(
         0.0,
         "gae and reinforce_plus_plus: weight of the KL divergence (k1) that is subtracted from each token's reward",
@@ -138,10 +146,10 @@ class TrainArgs:
     )
     entropy_coef: float = _key(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = _key(False, "report the metric entropy also if entropy_coef is 0")
-    loss_aggregation: str = _key(
-        "token",
+    loss_aggregation: str | None = _key(
+        None,
         "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
-        "sums over loss_constant_length (Dr. GRPO)",
+        "sums over loss_constant_length (Dr. GRPO). By default token, gspo: sequence",
         choices=("token", "sequence", "constant"),
     )
     loss_constant_length: int | None = _key(
@@ -393,12 +401,18 @@ def read_args(given: Any = None) -> TrainArgs:
     check_algorithm(args)
     check_rollout(args)
     check_together(args)
+    check_effects({item.name for item in known.values() if args[item.name] != _default(item)}, args)
     made = DictConfig({**{name: args._get_node(name) for name in known}}, flags={"allow_objects": True})
     for name, value in extras.items():
         made[name] = value
     OmegaConf.set_struct(made, True)
     OmegaConf.set_struct(made.user, False)
     return cast(TrainArgs, made)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    factory = item.default_factory
+    return item.default if factory is dataclasses.MISSING else factory()
 
 
 def update_seconds(args: Any) -> float:
