@@ -83,6 +83,14 @@ def test_defaults_and_given_values():
         ({"keep_old_actor": True, "use_rollout_logprobs": True}, "keep_old_actor has no effect with use_rollout_log"),
         ({"loss_constant_length": 5}, "loss_constant_length=5 has no effect with loss_aggregation='token'.*'constant'"),
         ({"loss_constant_length": 5, "policy_loss_type": "gspo"}, "no effect with loss_aggregation='sequence'"),
+        ({"policy_loss_type": "sapo", "eps_clip": 0.2}, "eps_clip=0.2 has no effect with policy_loss_type='sapo'"),
+        ({"policy_loss_type": "dro"}, "policy_loss_type='dro' needs dro_beta"),
+        ({"tau_pos": 1.5}, "tau_pos=1.5 has no effect with policy_loss_type='ppo_clip'; .* use 'sapo'"),
+        ({"policy_loss_type": "clip_cov", "kl_cov_ratio": 0.1}, "kl_cov_ratio=0.1 has no effect .* use 'kl_cov'"),
+        (
+            {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0},
+            "kl_cov_ratio=0.0: expected a number above 0 and at most 1",
+        ),
         ({"kl_loss_type": "k4"}, "kl_loss_type='k4': expected one of 'k1', 'k2', 'k3', 'low_var_kl', 'k1\\+'"),
         ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae' or 'reinforce_plus_plus'"),
         ({"advantage_estimator": "grop"}, "'grpo', 'rloo', .* or the dotted path of a function; did you mean 'grpo'?"),
@@ -135,6 +143,11 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
             f"policy_loss_type={name!r} chooses loss_aggregation='sequence', eps_clip=0.0003, eps_clip_high=0.0004, "
             "as in its paper; set these keys to choose others"
         )
+    assert read(policy_loss_type="geo_mean")[0] == (0.4, None, "sequence")
+    assert read(policy_loss_type="sapo")[0] == (None, None, "sequence")
+    assert read(policy_loss_type="gpg") == ((None, None, "token"),)
+    values, message = read(policy_loss_type="dppo_kl")
+    assert values == (0.05, None, "token") and "chooses eps_clip=0.05, eps_clip_dual=20.0, as" in message
     gspo = {"policy_loss_type": "gspo"}
     assert read(**gspo, eps_clip=0.2, loss_aggregation="token") == ((0.2, None, "token"),)
     assert read(**gspo, eps_clip=0.1)[0] == (0.1, None, "sequence")

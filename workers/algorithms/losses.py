@@ -19,7 +19,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"]
 
 _LARGEST_K3 = 10.0
-"""In nats. Reached where a token is e^2.6 times as probable under the reference; its gradient there is 12."""
+"""In nats. Reached where a token is 13.6 times as probable under the reference; its gradient there is -12.6."""
 
 
 def token_weights(

@@ -17,6 +17,14 @@ _BUILT_IN = {
         "ppo_clip": "workers.algorithms.policy_losses.ppo_clip_loss",
         "gspo": "workers.algorithms.policy_losses.gspo_loss",
         "cispo": "workers.algorithms.policy_losses.cispo_loss",
+        "sapo": "workers.algorithms.policy_losses.sapo_loss",
+        "gpg": "workers.algorithms.policy_losses.gpg_loss",
+        "geo_mean": "workers.algorithms.policy_losses.geo_mean_loss",
+        "dro": "workers.algorithms.policy_losses.dro_loss",
+        "dppo_tv": "workers.algorithms.policy_losses.dppo_tv_loss",
+        "dppo_kl": "workers.algorithms.policy_losses.dppo_kl_loss",
+        "clip_cov": "workers.algorithms.policy_losses.clip_cov_loss",
+        "kl_cov": "workers.algorithms.policy_losses.kl_cov_loss",
     },
     "advantage_estimator": {
         "grpo": "workers.algorithms.estimators.grpo",
@@ -31,7 +39,17 @@ POLICY_LOSS_KEYS: dict[str, dict[str, float | str | None]] = {
     "ppo_clip": {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_dual": None},
     "gspo": {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "loss_aggregation": "sequence"},
     "cispo": {"eps_clip": 0.2, "eps_clip_high": None},
-}
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05, "loss_aggregation": "sequence"},
+    "gpg": {},
+    "geo_mean": {"eps_clip": 0.4, "eps_clip_high": None, "loss_aggregation": "sequence"},
+    "dro": {"dro_beta": None},
+    "dppo_tv": {"eps_clip": 0.15, "eps_clip_high": None, "eps_clip_dual": 20.0, "dppo_kl_tau": 0.0},
+    "dppo_kl": {"eps_clip": 0.05, "eps_clip_high": None, "eps_clip_dual": 20.0, "dppo_kl_tau": 0.0},
+    "clip_cov": {
+        "eps_clip": 0.2, "eps_clip_high": None, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0,
+    },
+    "kl_cov": {"kl_cov_ratio": 2e-4, "ppo_kl_coef": 1.0},
+}  # fmt: skip
 """The keys of the configuration that belong to policy losses, by the built-in losses that read them, and their defaults
 there. ``loss_aggregation`` belongs to all; it is here where the paper of a loss needs another mean."""
 

@@ -222,6 +222,8 @@ def _complete_policy_loss(args: Any) -> None:
                 raise TrainArgsError(
                     f"args.{key}={args[key]} has no effect with policy_loss_type={name!r}; leave it out, or use {users}"
                 )
+        if "dro_beta" in own and args.dro_beta is None:
+            raise TrainArgsError(f"args.policy_loss_type={name!r} needs dro_beta; there is no usual value")
     chosen: dict[str, Any] = {}
     high_follows = args.eps_clip is not None  # a lower bound of the user's is also the upper one
     for key, value in (usual if own is None else own).items():
