@@ -1,4 +1,4 @@
-"""Tests that need the simulated device: `tests/simdevice/test_simdevice.py` and ``make test-device`` run them with it."""
+"""Tests that need the simulated device: `test_simdevice` and ``make test-device`` run them with it."""
 
 import os
 
