@@ -234,16 +234,16 @@ def test_normalized_weights_of_verl(name, factor, weights):
 @pytest.mark.parametrize(
     ("bounds", "weights", "outside"),
     [
-        ((0.999, 1.002), [[0.0] * 5, [1.01005, 0.992032, 0.0, 0.0, 0.0], [0.0] * 5], 2 / 3),
+        ((), [[0.0] * 5, [1.01005, 0.992032, 0.0, 0.0, 0.0], [0.0] * 5], 2 / 3),
         ((0.9, 1.3), [[1.648721, 0.606531, 2.718282, 0.904837, 0.0], [1.01005, 0.992032, 0.0, 0.0, 0.0], [0.0] * 5],
          1 / 3),
     ],
 )  # fmt: skip
 def test_seq_mask_tis_of_nemo_rl(bounds, weights, outside):
-    """NVIDIA-NeMo/RL 7ea279a, nemo_rl/algorithms/loss/loss_functions.py: the branch "seq-mask-tis". The completions
-    that it masks stay in the mean's denominator."""
-    low, high = bounds
-    found = correct(*UNEVEN, find_correction("seq_mask_tis", reject_low=low, reject_high=high))
+    """NVIDIA-NeMo/RL 7ea279a, nemo_rl/algorithms/loss/loss_functions.py: the branch "seq-mask-tis", first with the
+    bounds of its documentation, 0.999 and 1.002. The completions that it masks stay in the mean's denominator."""
+    given = dict(zip(("reject_low", "reject_high"), bounds, strict=bool(bounds)))
+    found = correct(*UNEVEN, find_correction("seq_mask_tis", **given))
     close_where_counted(found.weights, weights)
     assert not found.rejected.any()
     assert correction_metrics(found.sums, [0.0])["correction_rejected"] == pytest.approx(outside)

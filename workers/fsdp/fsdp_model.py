@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
-from workers.fsdp.fsdp_build import build, mesh_of, shard, take_weights
+from workers.fsdp.fsdp_build import build, compute_output_in_float32, mesh_of, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
@@ -43,6 +43,7 @@ class FSDPOptions:
         seed: seed of random weights.
         trust_remote_code: whether code that comes with the weights may run.
         lora: the adapter to train instead of all weights; None for none.
+        fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`.
 
     Raises:
         ValueError: ``param_dtype`` is float16.
@@ -61,6 +62,7 @@ class FSDPOptions:
     seed: int = 1234
     trust_remote_code: bool = False
     lora: LoraSettings | None = None
+    fp32_lm_head: bool = False
 
     def __post_init__(self) -> None:
         if self.param_dtype is torch.float16:
@@ -109,6 +111,8 @@ class FSDPTrainModel(TrainModel):
         self.module: Any = build(hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora)
         if options.lora is not None:
             self.adapter_config = adapter_config(self.module, folder)
+        if options.fp32_lm_head and role != "critic":
+            compute_output_in_float32(self.module)
         if options.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
