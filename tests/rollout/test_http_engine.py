@@ -64,7 +64,7 @@ class TestContract(EngineContract):
         server.log_probs = "tempered"
         engine = HTTPEngine(server.url, config=CONFIG, weights_dir=tmp_path_factory.mktemp("weights"))
         engine._shapes = SHAPES
-        yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=fake_server.POSITIONS)
+        yield Subject(engine, model_of=Bigram, distributions=Bigram.distributions, positions=fake_server.POSITIONS)
         engine.close()
         server.close()
 
@@ -263,7 +263,7 @@ def test_update_of_a_paused_server_leaves_it_paused(server, engine_of):
     engine.resume()
     completion = future.result(20)
     assert not server.paused and set(completion.weight_versions) == {1, 2}
-    Subject(engine, log_probs=Bigram.log_probs).check(completion, [1], models)
+    Subject(engine, distributions=Bigram.distributions).check(completion, [1], models)
 
 
 def test_engine_that_was_killed_leaves_no_paused_server(server, engine_of):
