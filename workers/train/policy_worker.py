@@ -21,7 +21,7 @@ from workers.algorithms.corrections import Correction, correct, correction_metri
 from workers.algorithms.estimators import NEEDS, AdvantageRows, advantages_and_returns, missing
 from workers.algorithms.losses import policy_loss, token_weights, value_loss
 from workers.algorithms.schedule import learning_rate
-from workers.data.rollout_data import RolloutDataError, check_rollout_data, token_versions
+from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of, token_versions
 from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
@@ -128,8 +128,7 @@ class PolicyTrainWorker(ModelWorker):
         lr = 0.0
         for _ in range(args.ppo_epochs):
             for share in share_rows(len(data["input_ids"]), args.num_steps_per_rollout, "ragged"):
-                rows = slice(*share.ranges[0])
-                part = {name: value[rows] for name, value in data.items()}
+                part = rows_of(data, slice(*share.ranges[0]))
                 weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length)
                 total = sum(self._over_dp(float(count)))
                 if not total:
