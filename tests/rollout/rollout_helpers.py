@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Con
 from single_controller import Dispatch, register
 from workers.rollout.engines.decoding import truncated
 from workers.rollout.engines.request_engine import RequestEngine
-from workers.rollout.engines.rollout_engine import Completion, RolloutEngine
+from workers.rollout.engines.rollout_engine import Completion, RolloutEngine, SamplingMask
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.weight_sync import WeightSender
@@ -93,7 +93,8 @@ def left_to_choose(log_probs, how):
 def check_versions(data, log_probs_of, atol=1e-5):
     """Each token's log-prob in a batch of a stream is that of the weights which its version says.
 
-    `log_probs_of` is (version, prompt, completion) -> log-probs of the reference. Returns the versions of each row.
+    `log_probs_of` is (version, prompt, completion) -> log-probs of the reference; if the data has sampling masks, it
+    gets the completion's as `sampling_mask`. Returns the versions of each row.
     """
     begin = int(data["prompt_lengths"].max())
     versions = []
@@ -102,7 +103,11 @@ def check_versions(data, log_probs_of, atol=1e-5):
         prompt = data["input_ids"][row, begin - int(data["prompt_lengths"][row]) : begin].tolist()
         completion = data["input_ids"][row, begin:end].tolist()
         of = data["weight_versions"][row, begin:end].tolist()
-        expected = {version: log_probs_of(version, prompt, completion) for version in set(of)}
+        mask = {}
+        if "sampling_mask" in data.keys():  # noqa: SIM118
+            lengths = data["sampling_mask_lengths"][row, begin:end].tolist()
+            mask = {"sampling_mask": SamplingMask(data["sampling_mask"].unbind()[row].tolist(), lengths)}
+        expected = {version: log_probs_of(version, prompt, completion, **mask) for version in set(of)}
         plain = torch.stack([expected[version][place] for place, version in enumerate(of)])
         torch.testing.assert_close(data["rollout_log_probs"][row, begin:end].double(), plain, atol=atol, rtol=0)
         versions.append(of)

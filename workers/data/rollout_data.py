@@ -89,7 +89,7 @@ def rows_of(data: Any, which: Any) -> Any:
     return rows.update(apart) if apart else rows
 
 
-def jagged_rows(value: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+def jagged_rows(value: Any, numbers: Sequence[int]) -> Any:
     """Return some rows of a jagged tensor whose ragged dim is 1. Torch itself would import its compiler for that."""
     import torch
 

@@ -154,6 +154,50 @@ class SamplingMask:
         return SamplingMask(self.token_ids[:], self.lengths[:])
 
 
+LARGEST_SET = 512
+"""Up to how many tokens a set has that is read from a server's or vLLM's top log-probabilities."""
+
+TIES = 16
+"""How many equal logits at the end of ``top_k`` may be kept besides. bfloat16 has few digits."""
+
+
+def top_wanted(sampling_params: SamplingParams, most: int) -> int:
+    """How many of the most likely tokens to ask for, so that `left_of_top` can find the sets.
+
+    Args:
+        sampling_params: of the request.
+        most: how many there are at most: the size of the vocabulary, or a limit of the engine.
+
+    Returns:
+        0 if nothing is left out.
+    """
+    if not sampling_params.truncates:
+        return 0
+    return min(min(sampling_params.top_k or LARGEST_SET, LARGEST_SET) + TIES, most)
+
+
+def left_of_top(
+    log_prob: float, top: Mapping[int, float], wanted: int, vocab_size: int | None
+) -> tuple[Sequence[int], float]:
+    """Find the tokens that were left to choose from, where those that were left out have a log-probability of minus
+    infinity.
+
+    Args:
+        log_prob: of the token, before the truncation.
+        top: token -> log-probability of the ``wanted`` most likely ones, and perhaps of the token itself.
+        wanted: see `top_wanted`.
+        vocab_size: None if it is not known.
+
+    Returns:
+        The tokens, and the token's log-probability among them. If there may be more, no tokens, which stands for the
+        whole vocabulary, and ``log_prob``: both are then those before the truncation.
+    """
+    kept = [token for token, one in top.items() if one > -9000.0]  # -9999 is vLLM's minus infinity in JSON
+    if len(kept) >= wanted or len(kept) == vocab_size:
+        return (), log_prob
+    return kept, min(0.0, log_prob - math.log(math.fsum(math.exp(top[token]) for token in kept)))
+
+
 @dataclass(frozen=True)
 class Completion:
     """What an engine generated for one prompt.
