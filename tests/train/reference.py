@@ -70,12 +70,12 @@ def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperatu
             completion = ids[row, len(prompt) :].tolist()
             ends = [t + 1 for t, token in enumerate(completion) if token in stop_token_ids]
             completion = completion[: ends[0]] if ends else completion
-            left, right = longest - len(prompt), max_new_tokens - len(completion)
-            rows["input_ids"].append([0] * left + prompt + completion + [0] * right)
-            rows["attention_mask"].append([0] * left + [1] * len(prompt + completion) + [0] * right)
-            rows["loss_mask"].append([0] * longest + [1] * len(completion) + [0] * right)
+            before, after = longest - len(prompt), max_new_tokens - len(completion)
+            rows["input_ids"].append([0] * before + prompt + completion + [0] * after)
+            rows["attention_mask"].append([0] * before + [1] * len(prompt + completion) + [0] * after)
+            rows["loss_mask"].append([0] * longest + [1] * len(completion) + [0] * after)
             known = log_probs[row, : len(completion)].tolist()
-            rows["rollout_log_probs"].append([0.0] * longest + known + [0.0] * right)
+            rows["rollout_log_probs"].append([0.0] * longest + known + [0.0] * after)
             rewards.append(float(reward(prompt, completion)))
             group_ids.append(group)
     if left is not None:
