@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from workers.algorithms.token_log_probs import next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.data.rollout_data import inputs_of
 from workers.device import to_device
 from workers.extras import require
 from workers.megatron.config import transformer_config
@@ -166,7 +167,7 @@ class MegatronTrainModel(TrainModel):
     def _evaluate(
         self, data: Mapping[str, torch.Tensor], compute: Callable[[MicroBatch, torch.Tensor], Any]
     ) -> torch.Tensor | None:
-        micro_batches = self._cut({name: data[name] for name in ("input_ids", "attention_mask")})
+        micro_batches = self._cut(inputs_of(data))
         for chunk in self._chunks:
             chunk.eval()
 
@@ -255,6 +256,7 @@ class MegatronTrainModel(TrainModel):
             entropy=entropy,
             vocab_size=int(self.hf_config.vocab_size),
             group=parallel_state.get_tensor_model_parallel_group(),
+            sampling_mask=batch.sampling_mask,
         )
         return TokenOutputs(log_probs=log_probs, entropy=entropies)
 

@@ -22,7 +22,7 @@ from workers.algorithms.estimators import NEEDS, AdvantageRows, advantages_and_r
 from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.algorithms.policy_losses import SELECTIONS, StepTokens
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
-from workers.data.rollout_data import RolloutDataError, check_rollout_data, token_versions
+from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of, token_versions
 from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
@@ -143,8 +143,8 @@ class PolicyTrainWorker(ModelWorker):
         for epoch in range(args.ppo_epochs):
             order = self._order(size, epoch)
             for share in share_rows(size, args.num_steps_per_rollout, "ragged"):
-                rows = slice(*share.ranges[0]) if order is None else order[slice(*share.ranges[0])]
-                part = {name: value[rows] for name, value in data.items()}
+                rows = slice(*share.ranges[0]) if order is None else order[slice(*share.ranges[0])].tolist()
+                part = rows_of(data, rows)
                 weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length)
                 total = sum(self._over_dp(float(count)))
                 if not total:
