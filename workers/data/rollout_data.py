@@ -9,7 +9,10 @@ that of token t given the tokens before it. Nothing predicts the token at positi
 | ``attention_mask`` | (B, T) integer or bool | 1 for real tokens, which are contiguous; padding on either side |
 | ``loss_mask`` | (B, T) integer, bool or float | 1 for tokens that the policy generated and that count |
 | ``rewards`` | (B,) float | of the whole completion; required without ``advantages`` |
-| ``group_ids`` | (B,) int64 | shared by the completions of one prompt; required for GRPO |
+| ``group_ids`` | (B,) int64 | shared by the completions of one prompt, see `unique_groups`; required for GRPO |
+| ``rewards/NAME`` | (B,) float | one of several rewards of the completion; required for GDPO |
+| ``reward_baselines`` | (B,) float | of the prompt's greedy completion; required for ReMax |
+| ``truncated`` | (B,) bool | whether the completion has no stop token; required for ``overlong_filtering`` |
 | ``advantages`` | (B,) or (B, T) float | instead of ``rewards``, used as they are |
 | ``rollout_log_probs`` | (B, T) float | of the tokens, when they were sampled |
 | ``old_log_probs`` | (B, T) float | of the old policy, for the ratio; computed by default, see `TrainArgs` |
@@ -17,6 +20,7 @@ that of token t given the tokens before it. Nothing predicts the token at positi
 | ``candidate_ids`` | (B, T, k) int64 | other tokens whose log-probabilities a policy loss reads, see `PolicyTokens` |
 | ``candidate_log_probs`` | (B, T, k) float | those of a teacher, for example |
 | ``values`` | (B, T) float | the critic's expected return before token t was chosen |
+| ``sum_pi_squared`` | (B, T) float | sum of the squares of all tokens' probabilities; computed by default |
 | ``weight_versions`` | (B, T) int64, or (B,) | of the weights that generated each token, -1 where none was generated |
 | ``weight_fingerprints`` | (B, T) int64 | of these weights, as their engine held them; -1 where it is not known |
 | ``min_weight_versions`` | (B,) int64 | the lowest of the row's generated tokens; -1 if there are none |
@@ -28,6 +32,7 @@ Numbers must be finite; per-token numbers only where ``loss_mask`` is not 0. Oth
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,19 +46,49 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_
     "values",
     "weight_fingerprints",
     "position_ids",
+    "sum_pi_squared",
 }
-PER_ROW = frozenset({"rewards", "group_ids", "min_weight_versions", "max_weight_versions"})
+PER_ROW = frozenset({"rewards", "reward_baselines", "group_ids", "min_weight_versions", "max_weight_versions"})
 EITHER = frozenset({"advantages", "weight_versions"})
 """Entries with one number per row, or one per token."""
 
-FLOATS = frozenset({"rewards", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values"})
+FLOATS = frozenset({"rewards", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values"}) | {
+    "reward_baselines",
+    "sum_pi_squared",
+}
+REWARD_PART = "rewards/"
+"""Prefix of the entries with the single rewards of completions that have several."""
+
 CANDIDATES = frozenset({"candidate_ids", "candidate_log_probs"})
 """Entries with k numbers per token."""
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
 
+_GROUPS = 2**24
+"""How many numbers one result of `unique_groups` is for."""
+
 
 class RolloutDataError(SingleControllerError, ValueError):
     """Rollout data lacks an entry, or an entry has the wrong shape, dtype or values. Nothing was computed."""
+
+
+def unique_groups() -> int:
+    """Return what to add to the numbers of groups, from 0 on, so that no other rollout has the same ``group_ids``: not
+    another call, nor another process or run. Rollouts can then be joined, and their groups stay apart.
+
+    It is random (39 bits), from the operating system and not from a seed that other runs have too. The numbers remain:
+    see `group_numbers`.
+    """
+    return secrets.randbits(39) * _GROUPS
+
+
+def group_numbers(group_ids: Any) -> Any:
+    """Return the numbers of groups: of the prompt in its call of `RolloutManager.generate`, or in a `RolloutStream`'s
+    run.
+
+    Args:
+        group_ids: of a manager's or a stream's rollout data, (B,) int64.
+    """
+    return group_ids % _GROUPS
 
 
 def rows_of(data: Any, which: Any) -> Any:
@@ -109,7 +144,7 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected k numbers per token, {(*ids.shape, 'k')}"
             )
-        if name in PER_ROW and _shape(value) != (len(ids),):
+        if (name in PER_ROW or name.startswith(REWARD_PART)) and _shape(value) != (len(ids),):
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected one number per row, ({len(ids)},)"
             )
@@ -147,7 +182,8 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
                 "Train groups compute positions from attention_mask and use no others; leave position_ids out, and "
                 "give each sequence a row of its own"
             )
-    for name in FLOATS & set(map(str, data.keys())):
+    names = set(map(str, data.keys()))
+    for name in (FLOATS & names) | {name for name in names if name.startswith(REWARD_PART)}:
         value = data[name]
         bad = ~value.isfinite() if value.dim() == 1 else (counts & ~value.isfinite()).any(1)
         if bool(bad.any()):

@@ -20,6 +20,7 @@ from workers.algorithms.advantages import overlong_penalty
 from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, mean_weight
 from workers.algorithms.estimators import NEEDS, AdvantageRows, advantages_and_returns, missing
 from workers.algorithms.losses import policy_loss, token_weights, value_loss
+from workers.algorithms.policy_losses import SELECTIONS, StepTokens
 from workers.algorithms.schedule import learning_rate
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, token_versions
 from workers.hf_files import known_vocab_size, tokens_of
@@ -136,6 +137,7 @@ class PolicyTrainWorker(ModelWorker):
                 if not total:
                     continue  # no token of any rank counts
                 part["loss_weights"] = weights / total
+                part |= self._selected(part)
                 lr = self._lr()
                 temperature = args.temperature if self.role == "actor" else 1.0
                 entropy = self.role == "actor" and bool(args.entropy_coef or args.calculate_entropy)
@@ -146,6 +148,24 @@ class PolicyTrainWorker(ModelWorker):
             for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
                 sums[name] = sums.get(name, 0.0) + value
         return {**{name: value / max(len(reports), 1) for name, value in sums.items()}, "lr": lr}
+
+    def _selected(self, part: Data) -> Data:
+        """Choose tokens among those of the whole step, if the policy loss needs that, for one more forward pass."""
+        select = SELECTIONS.get(function_of(self.args, "policy_loss_type")) if self.role == "actor" else None
+        if select is None:
+            return {}
+        log_probs = self.model.log_probs(part, self.args.temperature)
+        if log_probs is None:  # a pipeline stage that is not the last; its choice is not used
+            log_probs = torch.zeros(part["input_ids"].shape)
+        step = StepTokens(
+            log_probs,
+            part.get("old_log_probs", log_probs),
+            part["advantages"],
+            part["loss_mask"] != 0,
+            gather=self._over_dp,
+            seed=mixed_seed(self.args.seed, self.optimizer_step),
+        )
+        return {"selected_tokens": select(step, self.args)}
 
     def _lr(self) -> float:
         args = self.args
