@@ -149,12 +149,15 @@ class TrainArgs:
     )
     num_steps_per_rollout: int = _key(1, "optimizer steps per rollout; each gets a part of the rows", least=1)
     ppo_epochs: int = _key(1, "passes over each rollout", least=1)
-    use_rollout_logprobs: bool = _key(False, "take old log-probabilities from the rollout instead of computing them")
+    use_rollout_logprobs: bool = _key(
+        False,
+        "bypass mode: take old log-probabilities from the rollout instead of computing them; saves a forward pass",
+    )
     rollout_correction: str | None = _key(
         None,
         "correction for tokens that another policy or engine generated: token_tis, seq_tis, geo_tis, token_mis, "
-        "seq_mis, geo_mis, icepop, token_rs, seq_rs, geo_rs; one *_rs and another, joined by '+'; report for metrics "
-        "alone",
+        "seq_mis, geo_mis, icepop, seq_mask_tis, token_rs, seq_rs, geo_rs, error_rs; one *_rs and another, joined by "
+        "'+'; report for metrics alone",
     )
     rollout_correction_low: float | None = _key(
         None, "lower bound of the importance weights; by default the preset's", least=0, most=1
@@ -163,10 +166,22 @@ class TrainArgs:
         None, "upper bound of the importance weights; by default the preset's", least=1
     )
     rollout_rejection_low: float | None = _key(
-        None, "*_rs: completions with a lower ratio are rejected; by default the preset's", least=0, most=1
+        None,
+        "*_rs, seq_mask_tis: completions with a lower ratio are rejected; by default the preset's",
+        least=0,
+        most=1,
     )
     rollout_rejection_high: float | None = _key(
-        None, "*_rs: completions with a higher ratio are rejected; by default the preset's", least=1
+        None, "*_rs, seq_mask_tis: completions with a higher ratio are rejected; by default the preset's", least=1
+    )
+    rollout_correction_normalize: bool = _key(
+        False, "divide the importance weights by their mean over the rollout (self-normalized importance sampling)"
+    )
+    opsm_delta: float | None = _key(
+        None,
+        "off-policy sequence masking: no policy loss for tokens of negative advantage in completions whose mean of "
+        "log(p_rollout / p) is above this, in nats; by default none",
+        least=0,
     )
     temperature: float = _key(1.0, "sampling temperature, in training and in rollouts", above=0)
     keep_old_actor: bool = _key(

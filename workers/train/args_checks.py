@@ -189,7 +189,7 @@ def check_algorithm(args: Any) -> None:
         )
     bounds = ("rollout_correction_low", "rollout_correction_high", "rollout_rejection_low", "rollout_rejection_high")
     if args.rollout_correction is None:
-        if given := [name for name in bounds if args[name] is not None]:
+        if given := [name for name in (*bounds, "rollout_correction_normalize") if args[name] not in (None, False)]:
             raise TrainArgsError(f"args.{given[0]} needs rollout_correction")
         return
     if args.use_rollout_logprobs:

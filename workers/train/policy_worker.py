@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dispatch.batch import share_rows
 from single_controller import Dispatch, register
 from workers.algorithms.advantages import overlong_penalty
-from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of
+from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, mean_weight
 from workers.algorithms.estimators import NEEDS, AdvantageRows, advantages_and_returns, missing
 from workers.algorithms.losses import policy_loss, token_weights, value_loss
 from workers.algorithms.schedule import learning_rate
@@ -110,6 +110,7 @@ class PolicyTrainWorker(ModelWorker):
             kl_coef=args.kl_loss_coef,
             kl_estimator=args.kl_loss_type,
             entropy_coef=args.entropy_coef,
+            opsm_delta=args.opsm_delta,
         )
         return {**metrics, **self._steps(data, loss)}
 
@@ -196,11 +197,12 @@ class PolicyTrainWorker(ModelWorker):
         # All stages need the same loss_mask, so that they skip the same steps.
         old = self.of_last_stage(data["old_log_probs"])
         made = correct(old, data["rollout_log_probs"], data["loss_mask"], correction or Correction())
-        if correction is not None:
-            data["correction_weights"] = made.weights
-            data["loss_mask"] = data["loss_mask"] * ~made.rejected[:, None]
         parts = self._over_dp((made.sums, float(made.largest)))
-        return correction_metrics(torch.stack([part[0] for part in parts]).sum(0), [part[1] for part in parts])
+        sums = torch.stack([part[0] for part in parts]).sum(0)
+        if correction is not None:
+            data["correction_weights"] = made.weights / (mean_weight(sums) if correction.normalize else 1.0)
+            data["loss_mask"] = data["loss_mask"] * ~made.rejected[:, None]
+        return correction_metrics(sums, [part[1] for part in parts])
 
     def _old_log_probs(self, data: Data) -> bool:
         """Add ``old_log_probs``, unless they equal those of the first step. Returns whether they were added."""
@@ -355,10 +357,9 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
         )
     if "rollout_log_probs" not in names and "old_log_probs" not in names and args.use_rollout_logprobs:
         raise missing_rollout_log_probs()
-    if "rollout_log_probs" not in names and args.rollout_correction:
-        raise RolloutDataError(
-            f"rollout_correction={args.rollout_correction!r} needs 'rollout_log_probs' in the rollout data"
-        )
+    for name in ("rollout_correction", "opsm_delta"):
+        if "rollout_log_probs" not in names and args[name] is not None:
+            raise RolloutDataError(f"{name}={args[name]!r} needs 'rollout_log_probs' in the rollout data")
 
 
 def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
