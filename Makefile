@@ -22,13 +22,14 @@ export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup setup-vllm demo test test-all test-vllm lint format docs chaos benchmark clean
+.PHONY: help setup setup-vllm demo test test-all test-vllm test-device lint format docs chaos benchmark clean
 
 help:
 	@echo 'make demo        GRPO teaches a small language model, on three workers (about a minute)'
 	@echo 'make test        lint, types and tests (about ten minutes on two cores)'
 	@echo 'make test-all    what make test leaves out as well: the demo in four ways, chaos, hosts, notebooks, deep properties'
 	@echo 'make test-vllm   the tests of VLLMEngine, in an environment of their own; test-all includes them'
+	@echo 'make test-device the tests of device code on a simulated CUDA device, which needs a C++ compiler'
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
 	@echo 'make docs        build the documentation into site/, and fail on dead links'
@@ -54,6 +55,11 @@ test-all: lint $(VLLM_READY)
 
 test-vllm: $(VLLM_READY)
 	@$(VLLM_PY) -m pytest --full tests/with_vllm $(ARGS)
+
+# ARGS="tests/train" runs other tests on the simulated device.
+test-device: $(READY)
+	@$(PY) tests/simdevice/build.py
+	@SIMDEVICE=1 PYTHONPATH="tests/simdevice/boot:$(CURDIR)" $(PY) -m pytest $(or $(ARGS),tests/simdevice/on_device)
 
 lint: $(READY)
 	@$(PY) -m ruff check .

@@ -131,8 +131,10 @@ class DeviceMemory:
                     memory = host_memory(storage.nbytes(), pinned=storage.device.type == "cuda")
                 memory.copy_(_bytes_of(storage), non_blocking=True)
                 host[storage._cdata] = memory
-            _synchronize(storages)  # free nothing before everything is copied, so that a failure changes nothing
         finally:
+            # Before anything is freed: the storages, after a success; after a failure, the host memory that copies may
+            # still be written to.
+            _synchronize(storages)
             self._host = host if self._keep else {}
         self._moved = [(storage, host[storage._cdata]) for storage in storages]
         for storage in storages:

@@ -140,6 +140,7 @@ class Call:
         self.outcome.set_running_or_notify_cancel()  # nobody who waits for it, such as a task of asyncio, can cancel it
         self.reported = False  # whether somebody was told of its error
         self.dropped = False  # whether nobody has its future any longer
+        self._raised: Callable[[], str] | None = None  # what a method raised, as text
         self._failed_at: float | None = None  # when the first error arrived, by the monotonic clock
         self._echo = False  # an error waits, because it may be the echo of a death
         self._alive: set[int] = set()  # ranks that were found alive since
@@ -339,8 +340,8 @@ class Call:
                     of_rank.clock, of_rank.returned, of_rank.arrived = Clock(*clock), result.nbytes, now
             if failure is not None or result.died is not None or not self._pending:
                 # Whether an argument's call has failed, and the log of an error that nobody reads, are for the monitor:
-                # both may make an error of a user's class, whose code must not run in the thread that reads
-                # connections.
+                # the first may make an error of a user's class, the second calls handlers of `logging`. No user's code
+                # may run in the thread that reads connections.
                 ask = self.transport.synchronous
                 careful = self.dropped or self._deferred
                 if ask or not (careful and any(one.failure is not None for one in self._results.values())):
@@ -438,6 +439,8 @@ class Call:
             name = StartError.__name__ if self.starting else WorkerError.__name__
             # Made when somebody asks: it is of the class of the user's exception too.
             starting = self.starting  # the function must not refer to the call, whose outcome keeps it
+            if first.of_method:
+                self._raised = functools.partial(first.text, starting=starting, failures=failures)
             self._settle(functools.cache(lambda: first.error(starting=starting, failures=failures)), name)
 
     def _ranks_over_time(self) -> list[int]:
@@ -562,11 +565,12 @@ class Call:
             self.drop()
 
     def drop(self) -> None:
-        """Nobody has the call's future any longer. An error of a method that nobody was told of is logged."""
+        """Nobody has the call's future any longer. An error of a method that nobody was told of is logged, as text: the
+        garbage collector may run this in any thread, where no error of a user's class may be made."""
         self.dropped = True
-        if isinstance(self.error, WorkerError) and not self.reported:
+        if self._raised is not None and self.settled and not self.reported:
             self.reported = True
-            logger.error("Unhandled error of %s(), whose future was dropped: %s", self.label, self.error)
+            logger.error("Unhandled error of %s(), whose future was dropped: %s", self.label, self._raised())
 
     def _hosts(self, ranks: Sequence[int]) -> str:
         return hosts_text([self.transport.host(rank) for rank in ranks])

@@ -320,23 +320,34 @@ class Failure:
             result = f"the result of rank {self.rank} ({self.host}), or an argument of the call,"
             text = f"{label(self.role, where)}(): {result} {self.message}"
             return ResultError(text, method=where, rank=self.rank, host=self.host)
-        by_cause = _by_cause(failures or [self])
-        ranks = [failure.rank for failure in by_cause.pop(self._what)]
-        place = f"rank {self.rank}" if len(ranks) == 1 else f"{ranks_text(ranks)}; first: rank {self.rank}"
         error = (StartError if starting else WorkerError)(
-            f"{label(self.role, where)}() raised {self.cause_type} on {place} ({self.host}): "
-            f"{self.message}{_others(by_cause.values())}\n\n{self.remote_traceback.rstrip()}",
+            self.text(starting=starting, failures=failures),
             rank=self.rank,
             host=self.host,
             method=where,
             cause_type=self.cause_type,
             remote_traceback=self.remote_traceback,
-            ranks=ranks,
+            ranks=[failure.rank for failure in _by_cause(failures or [self])[self._what]],
         )
         error.role = self.role
         error = catchable_as(error, type(cause))
         error.__cause__ = cause
         return error
+
+    @property
+    def of_method(self) -> bool:
+        """Whether the worker's own code raised, which makes it a `WorkerError`."""
+        return not (self.ours or self.no_contact or self.lost)
+
+    def text(self, *, starting: bool = False, failures: Sequence[Failure] = ()) -> str:
+        """The message of `error`, of a failure in a worker's own code. Runs no code of the user's exception."""
+        by_cause = _by_cause(failures or [self])
+        ranks = [failure.rank for failure in by_cause.pop(self._what)]
+        place = f"rank {self.rank}" if len(ranks) == 1 else f"{ranks_text(ranks)}; first: rank {self.rank}"
+        return (
+            f"{label(self.role, '__init__' if starting else self.method)}() raised {self.cause_type} on {place} "
+            f"({self.host}): {self.message}{_others(by_cause.values())}\n\n{self.remote_traceback.rstrip()}"
+        )
 
     @property
     def _what(self) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from dispatch.checks import check_count
 from dispatch.layout import DeviceMesh, LayoutReport, mesh_coordinates
@@ -115,15 +115,17 @@ class Worker(VerlWorker):
     _leaving = False
     """Whether the group is having a rank replaced, and the method that runs should end. Set by another thread."""
 
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        # Set here, not in __init__: subclasses may read self.rank before they call super().__init__(), or never call
-        # it.
-        self = super().__new__(cls)
-        self._take_rank(getattr(_assigned, "info", None) or RankInfo.from_environment())
-        object.__setattr__(self, "_layout_report", LayoutReport())
-        object.__setattr__(self, "_role_workers", getattr(_assigned, "role_workers", RoleWorkers()))
-        object.__setattr__(self, "_cleanups", [])  # called after _leave_process()
-        return self
+    if not TYPE_CHECKING:  # a type checker would compare its signature with that of each subclass's __init__
+
+        def __new__(cls, *args, **kwargs):
+            # Set here, not in __init__: subclasses may read self.rank before they call super().__init__(), or never
+            # call it.
+            self = super().__new__(cls)
+            self._take_rank(getattr(_assigned, "info", None) or RankInfo.from_environment())
+            object.__setattr__(self, "_layout_report", LayoutReport())
+            object.__setattr__(self, "_role_workers", getattr(_assigned, "role_workers", RoleWorkers()))
+            object.__setattr__(self, "_cleanups", [])  # called after _leave_process()
+            return self
 
     def _take_rank(self, info: RankInfo) -> None:
         object.__setattr__(self, "_rank_info", info)

@@ -350,6 +350,21 @@ class Grid(Worker):
         return self.seen
 
 
+class Traced(Exception):
+    """Notes in `TRACED` that it was unpickled."""
+
+    def __reduce__(self):
+        return _traced, self.args
+
+
+TRACED = []
+
+
+def _traced(*args):
+    TRACED.append(args)
+    return Traced(*args)
+
+
 class Fragile(Worker):
     """Fails on demand."""
 
@@ -381,6 +396,10 @@ class Fragile(Worker):
             raise ValueError(f"the true cause on rank {self.rank}")
         time.sleep(others_sleep)
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_traced(self):
+        raise Traced("its class has code")
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, seconds):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from group_workers import Counter, Fragile
+from group_workers import TRACED, Counter, Fragile
 from ray.util.placement_group import placement_group_table
 from waits import wait_gone, wait_until, within
 
@@ -113,6 +113,22 @@ class TestErrorsOfMethods:
             time.sleep(0.2)
         told = [record.getMessage() for record in caplog.records if "Unhandled error" in record.getMessage()]
         assert len(told) == 1 and "the true cause on rank 2" in told[0]
+
+    @pytest.mark.parametrize("ended", [True, False], ids=["ended", "running"])
+    def test_log_of_a_dropped_error_makes_no_error_of_a_user(self, fragile, caplog, ended):
+        """The garbage collector may drop a future in any thread, where a user's code must not run."""
+        fragile.sleep.remote(0 if ended else 0.3)
+        future = fragile.fail_traced.remote()
+        while ended and not future.done():
+            time.sleep(0.01)
+        TRACED.clear()
+        del future
+        end = time.monotonic() + 20
+        while "Traced on ranks 0-3" not in caplog.text and time.monotonic() < end:
+            gc.collect()
+            time.sleep(0.05)
+        assert "Unhandled error of fail_traced()" in caplog.text and "its class has code" in caplog.text
+        assert not TRACED
 
     def test_error_on_one_rank_wins_over_the_others_collective(self, make_group):
         group = make_group(Fragile, group_options={"error_grace": 1.0})

@@ -25,6 +25,10 @@ DEFAULTS = {
     "loss_aggregation": "token",
     "loss_constant_length": None,
     "rollout_correction": None,
+    "rollout_correction_normalize": False,
+    "rollout_rejection_low": None,
+    "rollout_rejection_high": None,
+    "opsm_delta": None,
 }
 
 # name: (level, what happens outside, low, high)
@@ -39,6 +43,8 @@ CORRECTIONS = {
     "token_rs": ("token", "reject", 1e-4, 100.0),
     "seq_rs": ("sequence", "reject", 0.5, 2.0),
     "geo_rs": ("geometric", "reject", 0.99, 1.01),
+    "error_rs": ("error", "reject", 0.0, 2.0),
+    "seq_mask_tis": ("geometric", "zero", 0.999, 1.002),
 }
 
 
@@ -102,23 +108,35 @@ def ratios(old, rollout, level):
     logs = [a - b for a, b in zip(old, rollout, strict=True)]
     if level == "token" or not logs:
         return [math.exp(log) for log in logs]
+    if level == "error":
+        return [statistics.fmean(math.exp(abs(log)) for log in logs)] * len(logs)
     return [math.exp(sum(logs) / (len(logs) if level == "geometric" else 1))] * len(logs)
 
 
-def corrections(data, name):
+def corrections(data, name, normalize=False, reject_low=None, reject_high=None):
     """(factors of the tokens' losses, a list per row; whether each row is rejected)."""
     old, rollout = counted(data, "old_log_probs"), counted(data, "rollout_log_probs" if name else "old_log_probs")
     factors, rejected = [[1.0] * len(row) for row in old], [False] * len(old)
     for part in name.split("+") if name else ():
         level, how, low, high = CORRECTIONS[part]
+        if how in ("reject", "zero"):
+            low, high = low if reject_low is None else reject_low, high if reject_high is None else reject_high
         for row in range(len(old)):
             of_tokens = ratios(old[row], rollout[row], level)
             if how == "reject":
                 rejected[row] = any(not low <= ratio <= high for ratio in of_tokens)
+            elif how == "zero":
+                inside = all(low <= ratio <= high for ratio in of_tokens)
+                factors[row] = [ratio if inside else 0.0 for ratio in ratios(old[row], rollout[row], "token")]
             elif how == "mask":
                 factors[row] = [ratio if low <= ratio <= high else 0.0 for ratio in of_tokens]
             else:
                 factors[row] = [min(max(ratio, low), high) for ratio in of_tokens]
+    if normalize:  # over tokens, or over completions, each of which has one weight
+        kept = [row for row, out in zip(factors, rejected, strict=True) if row and not out]
+        by_token = any(part in ("token_tis", "token_mis", "icepop", "seq_mask_tis") for part in name.split("+"))
+        mean = statistics.fmean([x for row in kept for x in row] if by_token else [row[0] for row in kept])
+        factors = [[factor / mean for factor in row] for row in factors]
     return factors, rejected
 
 
@@ -228,7 +246,8 @@ def loss(log_probs, data, args):
     """
     args = {**DEFAULTS, **args}
     old, of_tokens = counted(data, "old_log_probs"), advantages(data, args)
-    factors, rejected = corrections(data, args["rollout_correction"])
+    bounds = args["rollout_rejection_low"], args["rollout_rejection_high"]
+    factors, rejected = corrections(data, args["rollout_correction"], args["rollout_correction_normalize"], *bounds)
     chosen = [()] * len(old)
     if args["policy_loss_type"] in ("clip_cov", "kl_cov"):  # among the tokens of completions that are kept
         kept = [[[] if rejected[k] else row for k, row in enumerate(rows)] for rows in (log_probs, old, of_tokens)]
@@ -237,6 +256,11 @@ def loss(log_probs, data, args):
     for row in range(len(old)):
         if old[row] and not rejected[row]:
             losses = token_losses(log_probs[row], old[row], of_tokens[row], args, chosen[row])
+            if args["opsm_delta"] is not None:
+                pair = zip(counted(data, "rollout_log_probs")[row], log_probs[row], strict=True)
+                apart = statistics.fmean(sampled - float(now.detach()) for sampled, now in pair)
+                if apart > args["opsm_delta"]:
+                    losses = [0.0 * x if a < 0 else x for x, a in zip(losses, of_tokens[row], strict=True)]
             rows.append([factor * value for factor, value in zip(factors[row], losses, strict=True)])
     if args["loss_aggregation"] == "token":
         return sum(map(sum, rows)) / sum(map(len, rows))

@@ -23,9 +23,13 @@ FILE = """
 
 
     class Scorer(Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = 0.5
+
         @register(Dispatch.ONE_TO_ALL)
         def add(self, x: int) -> float:
-            return x + 0.5
+            return x + self.offset
 
 
     def calls(group: WorkerGroup) -> None:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
+from workers.algorithms.corrections import off_policy_sequences
 from workers.algorithms.policy_losses import PolicyLoss, PolicyTokens, bounded
 from workers.data.micro_batches import MicroBatch
 from workers.train.train_model import TokenLoss, TokenOutputs
@@ -124,6 +125,7 @@ def policy_loss(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     entropy_coef: float = 0.0,
+    opsm_delta: float | None = None,
 ) -> TokenLoss:
     """The policy loss + kl_coef * KL to the reference - entropy_coef * entropy.
 
@@ -142,11 +144,14 @@ def policy_loss(
         kl_coef: penalty per nat of KL divergence, in units of advantage.
         kl_estimator: see `kl_estimate`.
         entropy_coef: bonus per nat of entropy; if not 0, `TrainModel.train_step` needs ``entropy=True``.
+        opsm_delta: the policy loss of tokens that `off_policy_sequences` finds is 0; they stay in the mean's
+            denominator. ``rollout_log_probs`` are then required. None masks nothing.
 
     Returns:
-        A `TokenLoss` that reports ``policy_loss``, the metrics of ``of_tokens``, and ``kl``, ``entropy`` and
-        ``rollout_log_prob_diff`` if they are known. Each is a weighted sum over tokens, so the sum over a step is a
-        mean. It raises a ValueError if a required entry is missing, or ``of_tokens`` returns another shape.
+        A `TokenLoss` that reports ``policy_loss``, the metrics of ``of_tokens``, and ``kl``, ``entropy``,
+        ``rollout_log_prob_diff`` and ``opsm_fraction`` (the share of masked tokens) if they are known. Each is a
+        weighted sum over tokens, so the sum over a step is a mean. It raises a ValueError if a required entry is
+        missing, or ``of_tokens`` returns another shape.
 
     Raises:
         ValueError: a number is negative, or the estimator is unknown.
@@ -170,6 +175,10 @@ def policy_loss(
                     f"policy_loss: the {name} has shape {tuple(value.shape)}; expected one number per token, "
                     f"{tuple(weights.shape)}"
                 )
+        if opsm_delta is not None:
+            behaviour = entry("rollout_log_probs")
+            out = off_policy_sequences(log_probs.detach(), behaviour, tokens.advantages, tokens.mask, opsm_delta)
+            surrogate, metrics = torch.where(out, 0.0, surrogate), {**metrics, "opsm_fraction": out}
         factors = weights * entry("correction_weights") if "correction_weights" in micro_batch.others else weights
         total = (factors * surrogate).sum()
         sums = {"policy_loss": total, **{name: (weights * value).sum() for name, value in metrics.items()}}

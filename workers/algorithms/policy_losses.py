@@ -33,7 +33,7 @@ class PolicyTokens:
         mask: bool, the tokens that count.
         others: further entries of the rollout data, in the micro-batch's rows and tokens.
         candidates: (b, s, k), log-probabilities of the tokens of the entry ``candidate_ids``, with gradients; None
-            without it, and on Megatron.
+            without it.
     """
 
     log_probs: torch.Tensor

@@ -1,4 +1,4 @@
-"""The part of a Llama or Qwen2 that this rank holds, as megatron GPTModels."""
+"""The part of a Hugging Face decoder that this rank holds, as megatron GPTModels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workers.megatron.config import padded_vocab_size, rope_parameters, tied
+from workers.megatron.config import padded_vocab_size, rope_parameters, scaled_rope, tied
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -36,21 +36,20 @@ def _build_stage(hf_config: Any, config: TransformerConfig, critic: bool, stage:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    rope = rope_parameters(hf_config)
     model: GPTModel = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=config.normalization),
+        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization),
         vocab_size=padded_vocab_size(hf_config),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=tied(hf_config) and not critic,
         position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
-        rope_scaling=rope["rope_type"] == "llama3",
-        rope_scaling_factor=rope.get("factor", 8.0),
+        rotary_base=rope_parameters(hf_config)["rope_theta"],
         vp_stage=stage,
     )
+    if (scaled := scaled_rope(hf_config)) is not None:
+        model.rotary_pos_emb.inv_freq = scaled[0]  # its factor is in config.softmax_scale
     if model.pre_process:
         _freeze_padding_token(model.embedding.word_embeddings, hf_config)
     if critic and model.post_process:
@@ -75,6 +74,24 @@ class ValueHead(nn.Module):
     def forward(self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: Any = None) -> Any:
         """(tokens, rows, hidden) -> (tokens, rows, 1) float32, and None for the bias that megatron adds later."""
         return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
+
+
+def compute_output_in_float32(layer: Any) -> None:
+    """Make megatron's output layer compute in float32, whatever its dtype, from the same weights: the logits are not
+    rounded to bfloat16 (MiniMax 2025, arXiv 2506.13585).
+
+    Args:
+        layer: a ``ColumnParallelLinear``, which may get the embedding's weight in each call.
+    """
+    # Its fused gradient would be added to an attribute of the weight that the float32 copy does not have.
+    layer.gradient_accumulation_fusion = False
+    own = layer.forward
+
+    def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None) -> Any:
+        weight = layer.weight if weight is None else weight
+        return own(hidden.float(), weight.float(), runtime_gather_output)
+
+    layer.forward = forward
 
 
 def _freeze_padding_token(embedding: Any, hf_config: Any) -> None:

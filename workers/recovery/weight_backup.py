@@ -190,12 +190,12 @@ def write_snapshot(snapshot: Snapshot, live: dict[str, torch.Tensor], name: str)
     if not snapshot.fits(live):
         raise BackupError(f"snapshot {name!r} does not match the live weights: {_difference(snapshot.parts, live)}")
     written: set[_Memory] = set()
-    for key, tensor in live.items():
-        memory = _memory_of(tensor)
-        if memory not in written:
-            tensor.copy_(snapshot.parts[key], non_blocking=True)
-            written.add(memory)
-    _wait(live)
+    with _waiting(live):
+        for key, tensor in live.items():
+            memory = _memory_of(tensor)
+            if memory not in written:
+                tensor.copy_(snapshot.parts[key], non_blocking=True)
+                written.add(memory)
 
 
 @torch.no_grad()
@@ -204,12 +204,12 @@ def take_snapshot(tensors: dict[str, torch.Tensor], old: Snapshot | None) -> Sna
     if old is None or not old.fits(tensors):
         old = empty_snapshot(tensors)
     written: set[int] = set()
-    for name, tensor in tensors.items():
-        part = old.parts[name]
-        if part.data_ptr() not in written:
-            part.copy_(tensor, non_blocking=True)
-            written.add(part.data_ptr())
-    _wait(tensors)
+    with _waiting(tensors):
+        for name, tensor in tensors.items():
+            part = old.parts[name]
+            if part.data_ptr() not in written:
+                part.copy_(tensor, non_blocking=True)
+                written.add(part.data_ptr())
     return old
 
 
@@ -230,7 +230,9 @@ def empty_snapshot(tensors: dict[str, torch.Tensor]) -> Snapshot:
     for name, tensor in tensors.items():
         length = tensor.numel() * tensor.element_size()
         part = memory[begins[name] : begins[name] + length]
-        parts[name] = part.view(tensor.dtype).view(tensor.shape) if length else tensor.new_empty(tensor.shape)
+        parts[name] = (
+            part.view(tensor.dtype).view(tensor.shape) if length else torch.empty(tensor.shape, dtype=tensor.dtype)
+        )
     return Snapshot(memory, parts)
 
 
@@ -245,9 +247,15 @@ def _memory_of(tensor: torch.Tensor) -> _Memory:
     )
 
 
-def _wait(tensors: dict[str, torch.Tensor]) -> None:
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+@contextmanager
+def _waiting(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """At the end, wait for the copies that were begun inside: also after an error, because whoever handles it may free
+    the memory that they write to."""
+    try:
+        yield
+    finally:
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
 
 
 def _difference(parts: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> str:

@@ -17,6 +17,7 @@ from single_controller import WorkerFuture
 from single_controller.call.future import ComputedFuture
 from workers.background import in_thread
 from workers.data.collate import collate
+from workers.data.rollout_data import unique_groups
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams, as_integer
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
 from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
@@ -154,7 +155,8 @@ class RolloutManager:
 
         Returns:
             One row per completion, as `collate` describes, in order of the prompts; the completions for one
-            prompt are adjacent. ``group_ids`` are the prompts' indices.
+            prompt are adjacent. ``group_ids`` differ from those of all other calls; `group_numbers` of them are the
+            prompts' indices.
 
         Raises:
             PromptError: a prompt is empty, or the engine cannot generate from it.
@@ -288,10 +290,11 @@ class RolloutManager:
             for one, completion in zip(sent.samples, completions, strict=True)
         ]
         rewards = None if self.rewards is None else self.rewards.compute(samples, sent.extras)
+        first_group = unique_groups()
         return collate(
             [one.prompt_ids for one in samples],
             completions,
-            group_ids=[one.prompt for one in samples],
+            group_ids=[first_group + one.prompt for one in samples],
             weight_versions=versions,
             rewards=rewards,
             pad_token_id=self.pad_token_id,

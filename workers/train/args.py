@@ -61,6 +61,11 @@ class TrainArgs:
     )
     trust_remote_code: bool = _key(False, "whether code that comes with hf_checkpoint may run")
     param_dtype: str = _key("fp32", "dtype of the model's computation", choices=("fp32", "bf16", "fp16"))
+    fp32_lm_head: bool = _key(
+        False,
+        "with bf16 or fp16: compute the actor's output layer, and so the logits, in float32, from weights in "
+        "param_dtype; logits then take twice the memory",
+    )
     seed: int = _key(1234, "seed of random weights, of dropout, and of sampling unless rollout_seed is set")
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass instead of storing them")
 
@@ -172,6 +177,15 @@ class TrainArgs:
         "gae and reinforce_plus_plus: weight of the KL divergence (k1) that is subtracted from each token's reward",
         least=0,
     )
+    kl_target: float | None = _key(
+        None,
+        "adapt kl_coef after each rollout, so that the KL divergence (k1), in nats per token, mean over completions, "
+        "approaches this; by default kl_coef stays",
+        above=0,
+    )
+    kl_horizon: float = _key(
+        10000, "kl_target: number of completions in which kl_coef changes by at most 20 %", above=0
+    )
     entropy_coef: float = _key(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = _key(False, "report the metric entropy also if entropy_coef is 0")
     loss_aggregation: str | None = _key(
@@ -185,12 +199,21 @@ class TrainArgs:
     )
     num_steps_per_rollout: int = _key(1, "optimizer steps per rollout; each gets a part of the rows", least=1)
     ppo_epochs: int = _key(1, "passes over each rollout", least=1)
-    use_rollout_logprobs: bool = _key(False, "take old log-probabilities from the rollout instead of computing them")
+    shuffle_minibatches: bool = _key(
+        False, "in each epoch, assign each rank's rows to its optimizer steps in another random order, from seed"
+    )
+    num_critic_only_steps: int = _key(
+        0, "critic warm-up: the first rollouts of a run, in which only the critic takes optimizer steps", least=0
+    )
+    use_rollout_logprobs: bool = _key(
+        False,
+        "bypass mode: take old log-probabilities from the rollout instead of computing them; saves a forward pass",
+    )
     rollout_correction: str | None = _key(
         None,
         "correction for tokens that another policy or engine generated: token_tis, seq_tis, geo_tis, token_mis, "
-        "seq_mis, geo_mis, icepop, token_rs, seq_rs, geo_rs; one *_rs and another, joined by '+'; report for metrics "
-        "alone",
+        "seq_mis, geo_mis, icepop, seq_mask_tis, token_rs, seq_rs, geo_rs, error_rs; one *_rs and another, joined by "
+        "'+'; report for metrics alone",
     )
     rollout_correction_low: float | None = _key(
         None, "lower bound of the importance weights; by default the preset's", least=0, most=1
@@ -199,10 +222,22 @@ class TrainArgs:
         None, "upper bound of the importance weights; by default the preset's", least=1
     )
     rollout_rejection_low: float | None = _key(
-        None, "*_rs: completions with a lower ratio are rejected; by default the preset's", least=0, most=1
+        None,
+        "*_rs, seq_mask_tis: completions with a lower ratio are rejected; by default the preset's",
+        least=0,
+        most=1,
     )
     rollout_rejection_high: float | None = _key(
-        None, "*_rs: completions with a higher ratio are rejected; by default the preset's", least=1
+        None, "*_rs, seq_mask_tis: completions with a higher ratio are rejected; by default the preset's", least=1
+    )
+    rollout_correction_normalize: bool = _key(
+        False, "divide the importance weights by their mean over the rollout (self-normalized importance sampling)"
+    )
+    opsm_delta: float | None = _key(
+        None,
+        "off-policy sequence masking: no policy loss for tokens of negative advantage in completions whose mean of "
+        "log(p_rollout / p) is above this, in nats; by default none",
+        least=0,
     )
     temperature: float = _key(1.0, "sampling temperature, in training and in rollouts", above=0)
     keep_old_actor: bool = _key(

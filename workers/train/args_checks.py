@@ -123,6 +123,8 @@ def check_together(args: Any) -> None:
                 f"args.lr_decay_iters={args.lr_decay_iters} is less than {warmup}={args[warmup]}; the decay "
                 "ends at lr_decay_iters, counted from the first step of the warm-up"
             )
+    if args.fp32_lm_head and args.param_dtype == "fp32":
+        raise TrainArgsError("args.fp32_lm_head=True has no effect with param_dtype='fp32'; leave it out")
     if args.train_backend == "fsdp" and args.param_dtype == "fp16":
         raise TrainArgsError("args.param_dtype='fp16': use 'bf16' or 'fp32' with fsdp, which does not scale the loss")
     if args.on_reward_timeout is not None and args.reward_timeout is None:
@@ -153,6 +155,11 @@ def _check_lora(args: Any) -> None:
         raise TrainArgsError(
             f"args.ref_load={args.ref_load!r} does not go with lora_rank={args.lora_rank}: the reference is the base "
             "model, without a copy of its weights; leave it out"
+        )
+    if args.fp32_lm_head and "lm_head" in args.lora_target_modules:
+        raise TrainArgsError(
+            "args.fp32_lm_head=True does not go with lm_head in lora_target_modules: the adapter's part of the logits "
+            "would still be in param_dtype. Leave one of them out"
         )
     try:
         LoraSettings.from_args(args)
@@ -187,6 +194,19 @@ def check_algorithm(args: Any) -> None:
             f"args.kl_coef={args.kl_coef} needs advantage_estimator={' or '.join(map(repr, with_kl))}. To add the KL "
             "divergence to the loss, set kl_loss_coef"
         )
+    if args.kl_target is not None and not args.kl_coef:
+        raise TrainArgsError(
+            f"args.kl_target={args.kl_target} adapts kl_coef, which is 0 and would stay 0; set kl_coef to begin with"
+        )
+    if args.num_critic_only_steps and args.advantage_estimator != "gae" and "." not in args.advantage_estimator:
+        raise TrainArgsError(
+            f"args.num_critic_only_steps={args.num_critic_only_steps} needs advantage_estimator='gae': "
+            f"{args.advantage_estimator!r} has no critic"
+        )
+    if args.shuffle_minibatches and args.num_steps_per_rollout == 1:
+        raise TrainArgsError(
+            "args.shuffle_minibatches=True needs num_steps_per_rollout above 1: a single step takes all rows"
+        )
     if args.overlong_buffer_len > args.rollout_max_response_len:
         raise TrainArgsError(
             f"args.overlong_buffer_len={args.overlong_buffer_len} is more than rollout_max_response_len="
@@ -194,7 +214,7 @@ def check_algorithm(args: Any) -> None:
         )
     bounds = ("rollout_correction_low", "rollout_correction_high", "rollout_rejection_low", "rollout_rejection_high")
     if args.rollout_correction is None:
-        if given := [name for name in bounds if args[name] is not None]:
+        if given := [name for name in (*bounds, "rollout_correction_normalize") if args[name] not in (None, False)]:
             raise TrainArgsError(f"args.{given[0]} needs rollout_correction")
         return
     if args.use_rollout_logprobs:

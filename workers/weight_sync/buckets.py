@@ -80,8 +80,10 @@ def copy_into(flat: torch.Tensor, specs: Sequence[TensorSpec], bucket: Sequence[
     with torch.no_grad():
         for (_, copy), (_, tensor) in zip(copies, bucket, strict=True):
             copy.copy_(tensor, non_blocking=True)
-    for device in {tensor.device for _, tensor in bucket if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+    # The buffer's device too: pinned sources may change as soon as this returns.
+    for device in {flat.device, *(tensor.device for _, tensor in bucket)}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     return copies
 
 

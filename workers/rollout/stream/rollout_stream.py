@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dispatch.checks import check_count
 from single_controller.call.state import Closing
 from workers.data.collate import collate
+from workers.data.rollout_data import unique_groups
 from workers.rollout.rollout_errors import RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
 from workers.rollout.stream.exchange import Report
@@ -99,6 +100,7 @@ class RolloutStream(Closing):
         self.buffer = buffer
         self._manager = manager
         self._update_mode = update_mode
+        self._first_group = unique_groups()
         self._router = Router(
             manager, prompts, buffer, dynamic_sampling=dynamic_sampling, requests_per_worker=requests_per_worker
         )
@@ -158,7 +160,9 @@ class RolloutStream(Closing):
             timeout: seconds to wait, or None. After a timeout, call it again.
 
         Returns:
-            One row per completion, as `RolloutManager.generate` returns them. ``group_ids`` are the groups' numbers.
+            One row per completion, as `RolloutManager.generate` returns them. `group_numbers` of ``group_ids`` are the
+            groups' numbers. A batch that is taken again has the same ``group_ids``; a stream of another driver, also of
+            one that continues from this one's state, has others.
 
         Raises:
             TimeoutError: the batch is not complete.
@@ -196,7 +200,7 @@ class RolloutStream(Closing):
         return collate(
             [prompt for prompt, _, _ in rows],
             [completion for _, completion, _ in rows],
-            group_ids=[number for _, _, number in rows],
+            group_ids=[self._first_group + number for _, _, number in rows],
             weight_versions=[None] * len(rows),
             rewards=rewards if self._manager.reward_function is not None else None,
             pad_token_id=self._manager.pad_token_id,

@@ -1,0 +1,114 @@
+"""The simulated device itself: it shows the faults that a real one punishes with wrong numbers, or not at all."""
+
+import ctypes
+import gc
+import multiprocessing
+import signal
+
+import pytest
+import torch
+
+from workers.device import host_memory
+
+device = torch._simdevice
+
+
+def test_host_cannot_read_device_memory():
+    with pytest.raises(TypeError, match="can't convert cuda"):
+        torch.ones(2, device="cuda").numpy()
+    process = multiprocessing.get_context("spawn").Process(target=read_device_memory)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGSEGV
+
+
+def read_device_memory():
+    ctypes.string_at(torch.ones(2, device="cuda").data_ptr(), 4)
+
+
+def test_new_memory_has_no_useful_content():
+    kept = torch.ones(1000, device="cuda")
+    del kept
+    assert bool(torch.empty(1000, device="cuda").isnan().all())
+
+
+def test_tensors_of_two_devices_do_not_mix():
+    for other in ("cpu", "cuda:1"):
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.ones(2, device="cuda:0") + torch.ones(2, device=other)
+    assert (torch.ones(2, device="cuda") + torch.tensor(1.0)).tolist() == [2.0, 2.0]
+
+
+def test_source_that_changes_under_a_copy_is_seen():
+    pinned = torch.arange(4.0).pin_memory()
+    copy = pinned.to("cuda", non_blocking=True)
+    pinned.fill_(9)
+    assert copy.tolist() == [9.0] * 4
+    plain = torch.arange(4.0)  # not pinned: CUDA stages it before it returns
+    copy = plain.to("cuda", non_blocking=True)
+    plain.fill_(9)
+    assert copy.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_copy_to_the_host_is_not_there_before_it_is_waited_for():
+    target = torch.zeros(3).pin_memory()
+    target.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    assert target.tolist() == [0.0] * 3
+    torch.cuda.synchronize()
+    assert target.tolist() == [1.0] * 3
+
+
+def test_missing_wait_between_streams_is_seen():
+    ones = torch.ones(4).pin_memory()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        made = torch.empty(4, device="cuda")
+        made.copy_(ones, non_blocking=True)
+    assert made.tolist() != [1.0] * 4
+    torch.cuda.current_stream().wait_stream(side)
+    assert made.tolist() == [1.0] * 4
+
+
+def test_pinned_memory_that_is_freed_under_a_copy_is_a_fault():
+    before = len(device.faults())
+    memory = host_memory(4000, pinned=True)
+    assert memory.is_pinned()
+    torch.empty(4000, dtype=torch.uint8, device="cuda").copy_(memory, non_blocking=True)
+    del memory
+    gc.collect()
+    torch.cuda.synchronize()
+    assert len(device.faults()) == before + 1 and "freed before the copy" in device.faults()[-1]
+
+
+def test_host_reads_and_copies_are_counted():
+    device.counts(True)
+    x = torch.ones(3, device="cuda")
+    x.sum().item()
+    x.nonzero()
+    x.cpu()
+    counts = device.counts(True)
+    assert counts["host read: item()"] == 1 and counts["host read: aten::nonzero"] == 1 and counts["copy:d2h sync"] == 1
+
+
+def test_random_numbers_belong_to_the_device():
+    torch.manual_seed(0)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3, device="cuda")
+    assert not torch.equal(first, torch.rand(3, device="cuda"))
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3, device="cuda"))
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(3, device="cuda", generator=torch.Generator())
+
+
+def test_memory_is_counted_and_ends():
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, (free, total) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
+    x = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() == before + (1 << 20) and torch.cuda.mem_get_info()[0] == free - (1 << 20)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(total, dtype=torch.uint8, device="cuda")
+    del x
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] == free

@@ -1,0 +1,1050 @@
+// A simulated CUDA device for a CPU build of torch. Kernels run on the CPU by way of copies; the memory of the device
+// is not accessible at the addresses that tensors report; non-blocking copies happen when they are waited for.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <torch/extension.h>
+#include <unistd.h>
+
+#include <deque>
+#include <list>
+#include <map>
+#include <mutex>
+#include <set>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+constexpr DeviceType KIND = DeviceType::CUDA;
+
+namespace {
+std::recursive_mutex lock;  // of everything here
+using Hold = std::lock_guard<std::recursive_mutex>;
+
+size_t env(const char* name, size_t otherwise) {
+  auto* v = getenv(name);
+  return v ? strtoull(v, nullptr, 10) : otherwise;
+}
+const size_t TOTAL = env("SIMDEVICE_BYTES", size_t(8) << 30);
+const bool LAZY = env("SIMDEVICE_LAZY", 1), STRICT = env("SIMDEVICE_STRICT", 1);
+int the_count = 1;
+thread_local DeviceIndex the_device = 0;
+thread_local int inside = 0;            // a kernel: copies happen at once
+std::map<std::string, int64_t> counts;  // copies, host reads
+std::vector<std::string> faults;
+
+// ---- memory
+struct Region {
+  char *base, *shadow;
+  size_t size;
+  DeviceIndex device;
+  int fd;
+};
+std::list<Region> regions;
+
+Region* region_of(const void* p) {
+  for (auto& r : regions)
+    if ((char*)p >= r.base && (char*)p < r.base + r.size) return &r;
+  return nullptr;
+}
+char* host(const void* p) {
+  if (!p) return nullptr;
+  Hold hold(lock);
+  auto* r = region_of(p);
+  TORCH_CHECK(r, "CUDA error: an illegal memory access was encountered (no device memory at ", p, ")");
+  return r->shadow + ((char*)p - r->base);
+}
+Region& new_region(int fd, size_t begin, size_t size, DeviceIndex device) {
+  auto* base = (char*)mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  auto* shadow = (char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, begin);
+  TORCH_CHECK(base != MAP_FAILED && shadow != MAP_FAILED, "mmap: ", strerror(errno));
+  Hold hold(lock);
+  return regions.emplace_back(Region{base, shadow, size, device, fd});
+}
+
+// ---- streams
+struct Queue {
+  std::deque<std::function<void()>> todo;
+  uint64_t added = 0, done = 0;
+};
+std::map<std::pair<DeviceIndex, c10::StreamId>, Queue> queues;
+thread_local std::map<DeviceIndex, c10::StreamId> current;
+c10::StreamId next_stream = 1;
+Stream stream_of(DeviceIndex d) {
+  if (d < 0) d = the_device;
+  return Stream(Stream::UNSAFE, Device(KIND, d), current[d]);
+}
+Queue& queue_of(const Stream& s) { return queues[{s.device_index(), s.id()}]; }
+void drain(Queue& q, uint64_t until) {
+  Hold hold(lock);
+  while (q.done < until && !q.todo.empty()) {
+    auto work = std::move(q.todo.front());
+    q.todo.pop_front();
+    ++q.done;
+    work();
+  }
+}
+void drain(const Stream& s) {
+  Hold hold(lock);
+  auto& q = queue_of(s);
+  drain(q, q.added);
+}
+void drain_device(DeviceIndex d) {
+  Hold hold(lock);
+  for (auto& [key, q] : queues)
+    if (key.first == d || d < 0) drain(q, q.added);
+}
+void enqueue(const Stream& s, std::function<void()> work) {
+  Hold hold(lock);
+  auto& q = queue_of(s);
+  q.todo.push_back(std::move(work));
+  ++q.added;
+  if (!LAZY) drain(s);
+}
+struct Event {
+  Queue* queue = nullptr;
+  uint64_t until = 0;
+  double time = 0;
+};
+
+// ---- allocator: per device a region; freed blocks are kept for the stream that allocated them
+struct Block {
+  size_t size;
+  Stream stream;
+  std::vector<Event> users;
+};
+struct Pool {
+  Region* region = nullptr;
+  std::map<size_t, size_t> gaps;  // offset -> size, never allocated or given back
+  std::map<std::pair<c10::StreamId, size_t>, std::vector<size_t>> cached;
+  std::map<size_t, Block> used;
+  std::vector<std::pair<size_t, Block>> limbo;
+  size_t allocated = 0, reserved = 0, peak = 0, peak_reserved = 0;
+  pid_t owner = 0;
+};
+std::map<DeviceIndex, Pool> pools;
+size_t rounded(size_t n) { return std::max<size_t>(512, (n + 511) / 512 * 512); }
+
+Pool& pool_of(DeviceIndex d) {
+  auto& p = pools[d];
+  if (!p.region || p.owner != getpid()) {  // a forked process has a device of its own
+    p = Pool{};
+    p.owner = getpid();
+    int fd = memfd_create("simdevice", MFD_CLOEXEC);
+    TORCH_CHECK(fd >= 0 && !ftruncate(fd, TOTAL), "memfd: ", strerror(errno));
+    p.region = &new_region(fd, 0, TOTAL, d);
+    p.gaps[0] = TOTAL;
+  }
+  return p;
+}
+void give_back(Pool& p, size_t at, size_t size) {
+  const size_t end = at + size;
+  size_t begin = at, rest = size;
+  auto next = p.gaps.lower_bound(at);
+  if (next != p.gaps.end() && end == next->first) {
+    rest += next->second;
+    next = p.gaps.erase(next);
+  }
+  if (next != p.gaps.begin()) {
+    auto before = std::prev(next);
+    if (before->first + before->second == at) {
+      begin = before->first;
+      rest += before->second;
+    }
+  }
+  p.gaps[begin] = rest;
+  // madvise clears whole pages, and a page may have other blocks: only pages that are all free
+  auto down = [](size_t n) { return n / 4096 * 4096; };
+  auto up = [&](size_t n) { return down(n + 4095); };
+  const size_t from = std::max(down(at), up(begin)), to = std::min(up(end), down(begin + rest));
+  if (from < to) madvise(p.region->shadow + from, to - from, MADV_REMOVE);
+}
+void release(void* ptr) {
+  if (!ptr) return;
+  Hold hold(lock);
+  auto* r = region_of(ptr);
+  if (!r) return;
+  auto& p = pools[r->device];
+  size_t at = (char*)ptr - r->base;
+  auto it = p.used.find(at);
+  if (it == p.used.end()) return;
+  p.allocated -= it->second.size;
+  auto block = std::move(it->second);
+  p.used.erase(it);
+  if (block.users.empty())
+    p.cached[{block.stream.id(), block.size}].push_back(at);
+  else
+    p.limbo.emplace_back(at, std::move(block));
+}
+void settle(Pool& p, bool wait) {
+  auto limbo = std::move(p.limbo);
+  p.limbo.clear();
+  for (auto& [at, block] : limbo) {
+    bool over = true;
+    for (auto& e : block.users) {
+      if (wait) drain(*e.queue, e.until);
+      over = over && e.queue->done >= e.until;
+    }
+    if (over)
+      p.cached[{block.stream.id(), block.size}].push_back(at);
+    else
+      p.limbo.emplace_back(at, block);
+  }
+}
+void empty_cache(DeviceIndex d) {
+  Hold hold(lock);
+  drain_device(d);
+  auto& p = pool_of(d);
+  settle(p, true);
+  for (auto& [key, list] : p.cached)
+    for (auto at : list) {
+      give_back(p, at, key.second);
+      p.reserved -= key.second;
+    }
+  p.cached.clear();
+}
+void* take(size_t n, DeviceIndex d) {
+  if (!n) return nullptr;
+  Hold hold(lock);
+  auto& p = pool_of(d);
+  size_t size = rounded(n);
+  auto s = stream_of(d);
+  size_t at = SIZE_MAX;
+  settle(p, false);
+  for (int attempt = 0; attempt < 2 && at == SIZE_MAX; ++attempt) {
+    auto& list = p.cached[{s.id(), size}];
+    if (!list.empty()) {
+      at = list.back();
+      list.pop_back();
+      break;
+    }
+    for (auto& [begin, room] : p.gaps)
+      if (room >= size) {
+        at = begin;
+        auto rest = room - size;
+        p.gaps.erase(begin);
+        if (rest) p.gaps[at + size] = rest;
+        p.reserved += size;
+        p.peak_reserved = std::max(p.peak_reserved, p.reserved);
+        break;
+      }
+    if (at == SIZE_MAX && !attempt) empty_cache(d);
+  }
+  if (at == SIZE_MAX)
+    C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory (simulated): tried to allocate " + std::to_string(n));
+  p.used.emplace(at, Block{size, s, {}});
+  p.allocated += size;
+  p.peak = std::max(p.peak, p.allocated);
+  char* shadow = p.region->shadow + at;
+  if (inside)
+    memset(shadow, 0xFF, size);
+  else
+    enqueue(s, [shadow, size] { memset(shadow, 0xFF, size); });  // NaN: what nobody wrote is noticed
+  return p.region->base + at;
+}
+struct SimAllocator final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t n) override {
+    auto* p = take(n, the_device);
+    return {p, p, &release, Device(KIND, the_device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t n) const override { memcpy(host(to), host(from), n); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override { empty_cache(the_device); }
+  void recordStream(const c10::DataPtr& p, Stream s) override {
+    Hold hold(lock);
+    auto* r = region_of(p.get());
+    if (!r) return;
+    auto& pool = pools[r->device];
+    auto it = pool.used.find((char*)p.get() - r->base);
+    if (it != pool.used.end() && it->second.stream.id() != s.id()) {
+      auto& q = queue_of(s);
+      it->second.users.push_back({&q, UINT64_MAX});
+      it->second.users.back().until = q.added;
+    }
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex d) override {
+    auto& p = pool_of(d);
+    p.peak = p.allocated;
+    p.peak_reserved = p.reserved;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex d) override { return {TOTAL - pool_of(d).reserved, TOTAL}; }
+} allocator;
+
+// ---- pinned memory
+std::map<char*, size_t> pinned;
+std::set<char*> registered;
+bool is_pinned(const void* p) {
+  Hold hold(lock);
+  auto it = pinned.upper_bound((char*)p);
+  if (it == pinned.begin()) return false;
+  --it;
+  return (char*)p < it->first + it->second;
+}
+bool is_registered(const void* p) {
+  Hold hold(lock);
+  auto it = pinned.upper_bound((char*)p);
+  if (it == pinned.begin()) return false;
+  --it;
+  return (char*)p < it->first + it->second && registered.count(it->first);
+}
+void unpin(void* p) {
+  {
+    Hold hold(lock);
+    pinned.erase((char*)p);
+  }
+  free(p);
+}
+struct SimHostAllocator final : at::HostAllocator {
+  c10::DataPtr allocate(size_t n) override {
+    if (!n) return {nullptr, nullptr, &c10::detail::deleteNothing, Device(DeviceType::CPU)};
+    void* p = nullptr;
+    TORCH_CHECK(!posix_memalign(&p, 4096, n));
+    memset(p, 0xFF, n);
+    Hold hold(lock);
+    pinned[(char*)p] = n;
+    return {p, p, &unpin, Device(DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
+  bool record_event(void*, void*, Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+} host_allocator;
+
+// ---- random numbers
+struct SimGenerator final : c10::GeneratorImpl {
+  at::Generator inner;
+  SimGenerator(DeviceIndex d, at::Generator g)
+      : c10::GeneratorImpl(Device(KIND, d), c10::DispatchKeySet(c10::DispatchKey::CUDA)), inner(std::move(g)) {}
+  void set_current_seed(uint64_t s) override { inner.set_current_seed(s); }
+  void set_offset(uint64_t o) override { inner.set_offset(o); }
+  uint64_t get_offset() const override { return 0; }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.seed(); }
+  void set_state(const c10::TensorImpl& s) override { inner.unsafeGetGeneratorImpl()->set_state(s); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
+  SimGenerator* clone_impl() const override { return new SimGenerator(device().index(), inner.clone()); }
+  static DeviceType device_type() { return KIND; }
+};
+at::Generator new_generator(DeviceIndex d) {
+  return at::make_generator<SimGenerator>(d, at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val));
+}
+const at::Generator& default_generator(DeviceIndex d) {
+  static std::map<DeviceIndex, at::Generator> all;
+  Hold hold(lock);
+  if (d < 0) d = the_device;
+  auto it = all.find(d);
+  if (it == all.end()) it = all.emplace(d, new_generator(d)).first;
+  return it->second;
+}
+
+// ---- torch's view of the device
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return the_count; }
+  int getNumGPUs() const override { return the_count; }
+  DeviceIndex current_device() const override { return the_device; }
+  DeviceIndex getCurrentDevice() const override { return the_device; }
+  void setCurrentDevice(DeviceIndex d) const override { the_device = d; }
+  DeviceIndex exchangeDevice(DeviceIndex d) const override {
+    auto old = the_device;
+    if (d >= 0) the_device = d;
+    return old;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return exchangeDevice(d); }
+  bool isPinnedPtr(const void* p) const override { return is_pinned(p); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator; }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
+  Device getDeviceFromPtr(void* p) const override {
+    auto* r = region_of(p);
+    return r ? Device(KIND, r->device) : Device(DeviceType::CPU);
+  }
+  const at::Generator& getDefaultGenerator(DeviceIndex d) const override { return default_generator(d); }
+  at::Generator getNewGenerator(DeviceIndex d) const override { return new_generator(d < 0 ? the_device : d); }
+  void deviceSynchronize(DeviceIndex d) const override { drain_device(d); }
+  std::string showConfig() const override { return "simulated"; }
+};
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return KIND; }
+  Device exchangeDevice(Device d) const override {
+    auto old = the_device;
+    if (d.index() >= 0) the_device = d.index();
+    return Device(KIND, old);
+  }
+  Device getDevice() const override { return Device(KIND, the_device); }
+  void setDevice(Device d) const override {
+    TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
+    if (d.index() >= 0) the_device = d.index();
+  }
+  void uncheckedSetDevice(Device d) const noexcept override {
+    if (d.index() >= 0) the_device = d.index();
+  }
+  Stream getStream(Device d) const override { return stream_of(d.index()); }
+  Stream getDefaultStream(Device d) const override {
+    return Stream(Stream::UNSAFE, Device(KIND, d.index() < 0 ? the_device : d.index()), 0);
+  }
+  Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
+  Stream getNewStream(Device d, int) const override {
+    Hold hold(lock);
+    return Stream(Stream::UNSAFE, Device(KIND, d.index() < 0 ? the_device : d.index()), next_stream++);
+  }
+  Stream exchangeStream(Stream s) const override {
+    auto old = stream_of(s.device_index());
+    current[s.device_index()] = s.id();
+    return old;
+  }
+  void* getStreamNativeHandle(const Stream s) const override { return (void*)s.id(); }
+  void destroyEvent(void* e, const DeviceIndex) const noexcept override { delete (Event*)e; }
+  void record(void** e, const Stream& s, const DeviceIndex, const c10::EventFlag) const override {
+    Hold hold(lock);
+    auto& q = queue_of(s);
+    if (!*e) *e = new Event;
+    *(Event*)*e = {&q, q.added, (double)clock() / CLOCKS_PER_SEC * 1e3};
+  }
+  void block(void* e, const Stream& s) const override {
+    if (!e) return;
+    Event copy = *(Event*)e;
+    if (!copy.queue || copy.queue == &queue_of(s)) return;
+    enqueue(s, [copy] { drain(*copy.queue, copy.until); });
+  }
+  bool queryEvent(void* e) const override {
+    if (!e) return true;
+    Hold hold(lock);
+    auto* v = (Event*)e;
+    return v->queue->done >= v->until;
+  }
+  DeviceIndex deviceCount() const noexcept override { return the_count; }
+  bool queryStream(const Stream& s) const override {
+    Hold hold(lock);
+    auto& q = queue_of(s);
+    return q.done >= q.added;
+  }
+  void synchronizeStream(const Stream& s) const override {
+    counts["sync:stream"]++;
+    drain(s);
+  }
+  void synchronizeEvent(void* e) const override {
+    if (!e) return;
+    counts["sync:event"]++;
+    auto v = *(Event*)e;
+    drain(*v.queue, v.until);
+  }
+  void synchronizeDevice(const DeviceIndex d) const override {
+    counts["sync:device"]++;
+    drain_device(d);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override { allocator.recordStream(p, s); }
+  double elapsedTime(void* a, void* b, const DeviceIndex) const override {
+    return ((Event*)b)->time - ((Event*)a)->time;
+  }
+};
+
+const bool installed = [] {  // when the file is loaded: torch asks for the hooks once, while it is imported
+  at::CUDAHooksRegistry()->Register("CUDAHooks", [](at::CUDAHooksArgs a) -> std::unique_ptr<at::CUDAHooksInterface> {
+    return std::make_unique<Hooks>(a);
+  });
+  c10::impl::DeviceGuardImplRegistrar registrar(KIND, new Guard);
+  c10::SetAllocator(KIND, &allocator, 1);
+  at::setHostAllocator(KIND, &host_allocator, 1);
+  return true;
+}();
+
+// ---- operators
+struct Below {  // plain CPU operators, whatever modes the caller is in
+  c10::impl::ExcludeDispatchKeyGuard python{c10::DispatchKeySet(
+      {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize})};
+  at::AutoDispatchBelowADInplaceOrView autograd;
+};
+at::Tensor seen(const at::Tensor& t) {  // the same memory as a CPU tensor
+  if (!t.defined() || t.device().type() != KIND) return t;
+  auto a = at::from_blob(host(t.const_data_ptr()), t.sizes(), t.strides(),
+                         t.options().device(at::kCPU).pinned_memory(false).requires_grad(false));
+  if (t.is_conj()) a._set_conj(true);
+  if (t.is_neg()) a._set_neg(true);
+  return a;
+}
+const c10::Storage& storage_of(const at::Tensor& t) { return t.storage(); }
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+  if (self.is_same(src) || !self.numel()) return self;
+  const bool to = self.device().type() == KIND, from = src.device().type() == KIND;
+  if (src.device().type() == DeviceType::Meta) return self;
+  TORCH_CHECK(self.device().type() != DeviceType::Meta, "copy_ to meta");
+  auto s = stream_of(to ? self.device().index() : src.device().index());
+  Below below;
+  if (inside) {
+    seen(self).copy_(seen(src));
+    return self;
+  }
+  if (to && from) {
+    if (src.device() != self.device()) {
+      drain(stream_of(src.device().index()));
+      counts["copy:p2p"]++;
+    }
+    drain(s);
+    seen(self).copy_(seen(src));
+    return self;
+  }
+  const bool plain = self.dtype() == src.dtype() && self.sizes() == src.sizes() && self.strides() == src.strides() &&
+                     self.is_non_overlapping_and_dense() && !src.is_conj() && !src.is_neg();
+  const auto& there = to ? src : self;
+  const bool pin = is_pinned(there.const_data_ptr());
+  if (to) {
+    if (non_blocking && plain && pin) {
+      counts["copy:h2d async"]++;
+      char* d = host(self.data_ptr());
+      const void* p = src.const_data_ptr();
+      size_t n = src.numel() * src.itemsize();
+      if (is_registered(p)) {  // torch does not know this memory: nothing keeps it until the copy is done
+        auto weak = c10::weak_intrusive_ptr<c10::StorageImpl>(src.storage().getWeakStorageImpl());
+        enqueue(s, [d, p, n] {
+          if (!is_pinned(p)) {
+            faults.push_back("h2d copy from host memory that was freed before the copy was done");
+            return;
+          }
+          memcpy(d, p, n);
+        });
+      } else {
+        auto keep = src.storage();
+        enqueue(s, [d, p, n, keep] { memcpy(d, p, n); });
+      }
+    } else {
+      counts[non_blocking ? "copy:h2d staged" : "copy:h2d sync"]++;
+      auto tmp =
+          at::empty_strided(self.sizes(), self.strides(), src.options().dtype(self.dtype()).pinned_memory(false));
+      tmp.copy_(src.expand_as(self));
+      auto a = seen(self);
+      enqueue(s, [a, tmp]() mutable {
+        Below b;
+        a.copy_(tmp);
+      });
+      if (!non_blocking) drain(s);
+    }
+    return self;
+  }
+  if (non_blocking && plain && pin) {
+    counts["copy:d2h async"]++;
+    void* p = self.data_ptr();
+    char* d = host(src.const_data_ptr());
+    size_t n = src.numel() * src.itemsize();
+    if (is_registered(p))
+      enqueue(s, [d, p, n] {
+        if (!is_pinned(p)) {
+          faults.push_back("d2h copy to host memory that was freed before the copy was done");
+          return;
+        }
+        memcpy(p, d, n);
+      });
+    else {
+      auto keep = self.storage();
+      enqueue(s, [d, p, n, keep] { memcpy(p, d, n); });
+    }
+    return self;
+  }
+  counts[non_blocking ? "copy:d2h non_blocking but waits" : "copy:d2h sync"]++;
+  drain(s);
+  self.copy_(seen(src));
+  return self;
+}
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
+  auto d = dst;
+  copy_(d, self, non_blocking);
+  return dst;
+}
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
+  if (dst.sizes() != self.sizes()) dst.resize_(self.sizes());
+  auto d = dst;
+  copy_(d, self, false);
+  return dst;
+}
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  auto d = c10::device_or_default(device);
+  c10::DeviceGuard guard(d);
+  TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
+  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   c10::dtype_or_default(dtype), format);
+}
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<Device> device, std::optional<bool> pin) {
+  auto d = c10::device_or_default(device);
+  c10::DeviceGuard guard(d);
+  TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                           c10::dtype_or_default(dtype));
+}
+void resize_storage(c10::StorageImpl* s, size_t n) {
+  c10::DeviceGuard guard(s->device());
+  auto old = s->nbytes();
+  auto data = allocator.allocate(n);
+  if (auto size = std::min(old, n)) {
+    auto st = stream_of(s->device().index());
+    drain(st);
+    memcpy(host(data.get()), host(s->data()), size);
+  }
+  s->set_data_ptr_noswap(std::move(data));
+  s->set_nbytes(n);
+}
+const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  if (impl->sizes() == size) return self;
+  impl->set_sizes_contiguous(size);
+  size_t need = self.numel() ? (self.numel() + self.storage_offset()) * self.itemsize() : 0;
+  if (self.storage().nbytes() < need) resize_storage(self.storage().unsafeGetStorageImpl(), need);
+  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  return self;
+}
+at::Scalar local_scalar(const at::Tensor& self) {
+  if (!inside) counts["host read: item()"]++;
+  drain(stream_of(self.device().index()));
+  Below below;
+  return seen(self).item();
+}
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size,
+                        at::IntArrayRef stride) {
+  return at::native::set_storage_cpu_(self, source, offset, size, stride);
+}
+at::Tensor& set_source(at::Tensor& self, at::Storage source) {
+  int64_t n = source.nbytes() / self.itemsize();
+  return at::native::set_storage_cpu_(self, source, 0, n, {});
+}
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return at::native::set_storage_cpu_(self, source.storage(), source.storage_offset(), source.sizes(),
+                                      source.strides());
+}
+at::Tensor& set_none(at::Tensor& self) {
+  c10::Storage s(c10::Storage::use_byte_size_t(), 0, &allocator, true);
+  return at::native::set_storage_cpu_(self, s, 0, {0}, {});
+}
+
+const std::set<std::string> MIXED = {"aten::index.Tensor",        "aten::index_put_", "aten::_index_put_impl_",
+                                     "aten::_index_put_impl.out", "aten::index_put",  "aten::_unsafe_index.Tensor",
+                                     "aten::index.Tensor_out"};
+const std::set<std::string> WAITS = {
+    "aten::nonzero",    "aten::masked_select", "aten::_unique2", "aten::unique_consecutive",
+    "aten::unique_dim", "aten::equal",         "aten::bincount", "aten::repeat_interleave.Tensor",
+    "aten::is_nonzero"};
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto n = schema.arguments().size();
+  auto args = torch::jit::last(stack, n);
+  std::string name = op.operator_name().name;
+  if (!op.operator_name().overload_name.empty()) name += "." + op.operator_name().overload_name;
+  std::optional<Device> first;
+  auto look = [&](const at::Tensor& t) {
+    if (t.defined() && t.device().type() == KIND && !first) first = t.device();
+  };
+  auto check = [&](const at::Tensor& t) {
+    if (!t.defined() || !first || t.device() == *first || t.dim() == 0) return;
+    if (t.device().type() == DeviceType::CPU && (MIXED.count(name) || MIXED.count(op.operator_name().name))) return;
+    TORCH_CHECK(!STRICT, "Expected all tensors to be on the same device, but found at least two devices, ", *first,
+                " and ", t.device(), "! (", name, ")");
+  };
+  auto each = [&](auto f) {
+    for (const auto& v : args) {
+      if (v.isTensor())
+        f(v.toTensor());
+      else if (v.isTensorList())
+        for (const at::Tensor& t : v.toTensorList()) f(t);
+      else if (v.isOptionalTensorList())
+        for (std::optional<at::Tensor> t : v.toOptionalTensorList()) {
+          if (t) f(*t);
+        }
+    }
+  };
+  each(look);
+  if (!inside) each(check);
+  auto s = stream_of(first ? first->index() : the_device);
+  if (!inside) {
+    drain(s);
+    Hold hold(lock);
+    counts["kernels"]++;
+    if (WAITS.count(name)) counts["host read: " + name]++;
+  }
+  const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
+  bool given = false;
+  const auto begin = stack->size() - n;
+  for (size_t i = 0; random && i < n; ++i) {
+    auto& v = (*stack)[begin + i];
+    if (v.isGenerator()) {
+      auto g = v.toGenerator();
+      given = true;
+      TORCH_CHECK(g.device().type() == KIND, "Expected a 'cuda' device type for generator but found '",
+                  g.device().type(), "'");
+      v = c10::IValue(static_cast<SimGenerator*>(g.unsafeGetGeneratorImpl())->inner);
+    }
+  }
+  struct In {
+    In() { ++inside; }
+    ~In() { --inside; }
+  } in;
+  if (random && !given) {
+    auto mine = static_cast<SimGenerator*>(default_generator(s.device_index()).unsafeGetGeneratorImpl())->inner;
+    auto cpu = at::detail::getDefaultCPUGenerator();
+    auto saved = cpu.get_state();
+    cpu.set_state(mine.get_state());
+    at::native::cpu_fallback(op, stack, false);
+    mine.set_state(cpu.get_state());
+    cpu.set_state(saved);
+  } else
+    at::native::cpu_fallback(op, stack, false);
+}
+
+// ---- nccl: gloo on the memory of the device
+struct Done : c10d::Work {
+  c10::intrusive_ptr<c10d::Work> inner;
+  std::vector<at::Tensor> keep, outputs;
+  Device device;
+  Done(std::vector<at::Tensor> outputs, c10::intrusive_ptr<c10d::Work> inner = {}, std::vector<at::Tensor> keep = {})
+      : inner(std::move(inner)), keep(std::move(keep)), outputs(std::move(outputs)), device(KIND, the_device) {}
+  bool isCompleted() override { return inner ? inner->isCompleted() : true; }
+  bool isSuccess() const override { return inner ? inner->isSuccess() : true; }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (inner) inner->wait(timeout);
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    wait(kNoTimeout);
+    auto f = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                      std::vector<Device>{device});
+    f->markCompleted(c10::IValue(outputs));
+    return f;
+  }
+};
+struct SimNccl : c10d::Backend {
+  struct Opts : c10d::Backend::Options {
+    explicit Opts() : Options("nccl") {}
+    bool is_high_priority_stream = false;
+  };
+  c10::intrusive_ptr<c10d::Backend> gloo;
+  c10::intrusive_ptr<Opts> opts;
+  uint64_t number = 0;
+  bool aborted = false;
+  SimNccl(c10::intrusive_ptr<c10d::Backend> g, int rank, int size, c10::intrusive_ptr<Opts> o)
+      : Backend(rank, size), gloo(std::move(g)), opts(std::move(o)) {}
+  using W = c10::intrusive_ptr<c10d::Work>;
+  using T = at::Tensor;
+  using Ts = std::vector<T>;
+  using Tss = std::vector<Ts>;
+  const std::string getBackendName() const override { return "nccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return opts; }
+  void setTimeout(std::chrono::milliseconds t) override { opts->timeout = t; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return number; }
+  T in(const T& t) {
+    TORCH_CHECK(!aborted, "NCCL communicator was aborted");
+    TORCH_CHECK(t.device().type() == KIND, "No backend type associated with device type ", t.device().type());
+    TORCH_CHECK(t.is_contiguous(), "Tensors must be contiguous");
+    drain(stream_of(t.device().index()));
+    Below below;
+    return seen(t);
+  }
+  Ts in(const Ts& ts) {
+    Ts r;
+    for (auto& t : ts) r.push_back(in(t));
+    return r;
+  }
+  W done(W work, Ts outputs) {
+    ++number;
+    work->wait(kNoTimeout);
+    return c10::make_intrusive<Done>(std::move(outputs));
+  }
+  template <class O>
+  void reduced(const T& t, const O& o, bool scale) {  // what gloo lacks: averages
+    Below below;
+    if (scale) t.div_(size_);
+  }
+  template <class O>
+  bool average(O& o) {
+    if (o.reduceOp == c10d::ReduceOp::AVG) {
+      o.reduceOp = c10d::ReduceOp::SUM;
+      return true;
+    }
+    TORCH_CHECK(!(o.reduceOp == c10d::ReduceOp::PREMUL_SUM), "premul");
+    return false;
+  }
+  W broadcast(Ts& t, const c10d::BroadcastOptions& o) override {
+    auto x = in(t);
+    return done(gloo->broadcast(x, o), t);
+  }
+  W allreduce(Ts& t, const c10d::AllreduceOptions& given) override {
+    auto o = given;
+    bool avg = average(o);
+    auto x = in(t);
+    auto w = done(gloo->allreduce(x, o), t);
+    for (auto& y : x) reduced(y, o, avg);
+    return w;
+  }
+  W allreduce_coalesced(Ts& t, const c10d::AllreduceCoalescedOptions& o) override {
+    for (auto& x : t) {
+      Ts one{x};
+      allreduce(one, o);
+    }
+    return c10::make_intrusive<Done>(t);
+  }
+  W reduce(Ts& t, const c10d::ReduceOptions& given) override {
+    auto o = given;
+    bool avg = average(o);
+    auto x = in(t);
+    auto w = done(gloo->reduce(x, o), t);
+    for (auto& y : x) reduced(y, o, avg);
+    return w;
+  }
+  W allgather(Tss& out, Ts& t, const c10d::AllgatherOptions& o) override {
+    auto x = in(t);
+    Tss y;
+    for (auto& l : out) y.push_back(in(l));
+    return done(gloo->allgather(y, x, o), out.empty() ? Ts{} : out[0]);
+  }
+  W _allgather_base(T& out, T& t, const c10d::AllgatherOptions& o) override {
+    auto x = in(t), y = in(out);
+    if (x.numel() * size_ == 0) return c10::make_intrusive<Done>(Ts{out});
+    if (y.data_ptr() <= x.data_ptr() && (char*)x.data_ptr() < (char*)y.data_ptr() + y.nbytes()) {
+      Below below;
+      x = x.clone();
+    }
+    return done(gloo->_allgather_base(y, x, o), {out});
+  }
+  W allgather_into_tensor_coalesced(Ts& out, Ts& t, const c10d::AllgatherOptions& o) override {
+    for (size_t i = 0; i < t.size(); ++i) _allgather_base(out[i], t[i], o);
+    return c10::make_intrusive<Done>(out);
+  }
+  W gather(Tss& out, Ts& t, const c10d::GatherOptions& o) override {
+    auto x = in(t);
+    Tss y;
+    for (auto& l : out) y.push_back(in(l));
+    return done(gloo->gather(y, x, o), out.empty() ? Ts{} : out[0]);
+  }
+  W scatter(Ts& out, Tss& t, const c10d::ScatterOptions& o) override {
+    auto y = in(out);
+    Tss x;
+    for (auto& l : t) x.push_back(in(l));
+    return done(gloo->scatter(y, x, o), out);
+  }
+  W _reduce_scatter_base(T& out, T& t, const c10d::ReduceScatterOptions& given) override {
+    c10d::AllreduceOptions o;
+    o.reduceOp = given.reduceOp;
+    bool avg = average(o);
+    auto y = in(out);
+    T x;
+    {
+      auto a = in(t);
+      Below below;
+      x = a.clone();
+    }
+    Ts one{x};
+    auto w = done(gloo->allreduce(one, o), {out});
+    Below below;
+    y.view(-1).copy_(x.view(-1).narrow(0, y.numel() * rank_, y.numel()));
+    reduced(y, o, avg);
+    return w;
+  }
+  W reduce_scatter(Ts& out, Tss& t, const c10d::ReduceScatterOptions& o) override {
+    Ts flat;
+    for (auto& x : t[0]) flat.push_back(x.reshape({-1}));
+    auto all = at::cat(flat);
+    auto y = out[0];
+    return _reduce_scatter_base(y, all, o);
+  }
+  W reduce_scatter_tensor_coalesced(Ts& out, Ts& t, const c10d::ReduceScatterOptions& o) override {
+    for (size_t i = 0; i < t.size(); ++i) _reduce_scatter_base(out[i], t[i], o);
+    return c10::make_intrusive<Done>(out);
+  }
+  W alltoall_base(T& out, T& t, std::vector<int64_t>& a, std::vector<int64_t>& b,
+                  const c10d::AllToAllOptions& o) override {
+    auto y = in(out), x = in(t);
+    return done(gloo->alltoall_base(y, x, a, b, o), {out});
+  }
+  W alltoall(Ts& out, Ts& t, const c10d::AllToAllOptions& o) override {
+    Ts flat;
+    std::vector<int64_t> a, b;
+    for (auto& x : t) {
+      flat.push_back(x.reshape({-1}));
+      b.push_back(x.numel());
+    }
+    int64_t n = 0;
+    for (auto& y : out) {
+      a.push_back(y.numel());
+      n += y.numel();
+    }
+    auto all = at::cat(flat);
+    auto to = at::empty({n}, all.options());
+    alltoall_base(to, all, a, b, o);
+    n = 0;
+    for (auto& y : out) {
+      y.view(-1).copy_(to.narrow(0, n, y.numel()));
+      n += y.numel();
+    }
+    return c10::make_intrusive<Done>(out);
+  }
+  W send(Ts& t, int to, int tag) override {
+    auto x = in(t);
+    ++number;
+    return c10::make_intrusive<Done>(t, gloo->send(x, to, tag), x);
+  }
+  W recv(Ts& t, int from, int tag) override {
+    auto x = in(t);
+    ++number;
+    return c10::make_intrusive<Done>(t, gloo->recv(x, from, tag), x);
+  }
+  W barrier(const c10d::BarrierOptions& o) override {
+    drain_device(the_device);
+    return done(gloo->barrier(o), {});
+  }
+};
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("copy_", copy_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar);
+  m.impl("resize_", resize_);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("unfold", at::native::unfold);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_source);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_none);
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("install", [](int count) {
+    the_count = count;
+    return at::globalContext().hasCUDA();
+  });
+  m.def("device", [] { return (int)the_device; });
+  m.def("set_device", [](int d) {
+    TORCH_CHECK(d < the_count, "CUDA error: invalid device ordinal");
+    if (d >= 0) the_device = d;
+  });
+  m.def("exchange_device", [](int d) {
+    int old = the_device;
+    if (d >= 0) the_device = d;
+    return old;
+  });
+  m.def("stream", [](int d) {
+    auto s = stream_of(d);
+    return std::make_tuple((int64_t)s.id(), (int)s.device_index());
+  });
+  m.def("set_stream", [](int64_t id, int d) { current[d] = id; });
+  m.def("synchronize", [](int d) {
+    counts["sync:device"]++;
+    drain_device(d);
+  });
+  m.def("empty_cache", [] { empty_cache(the_device); });
+  m.def("memory", [](int d) {
+    Hold hold(lock);
+    auto& p = pool_of(d);
+    return std::map<std::string, size_t>{{"allocated", p.allocated}, {"reserved", p.reserved},
+                                         {"peak", p.peak},           {"peak_reserved", p.peak_reserved},
+                                         {"total", TOTAL},           {"free", TOTAL - p.reserved}};
+  });
+  m.def("reset_peak", [](int d) { allocator.resetPeakStats(d); });
+  m.def("generator", [](int d) { return default_generator(d); });
+  m.def("resize_storage", [](const c10::Storage& s, size_t n) { resize_storage(s.unsafeGetStorageImpl(), n); });
+  m.def("counts", [](bool reset) {
+    Hold hold(lock);
+    auto c = counts;
+    if (reset) counts.clear();
+    return c;
+  });
+  m.def("faults", [] { return faults; });
+  m.def("pin", [](size_t p, size_t n) {
+    Hold hold(lock);
+    if (pinned.count((char*)p)) return 712;
+    pinned[(char*)p] = n;
+    registered.insert((char*)p);
+    return 0;
+  });
+  m.def("unpin", [](size_t p) {
+    Hold hold(lock);
+    registered.erase((char*)p);
+    return pinned.erase((char*)p) ? 0 : 713;
+  });
+  m.def("is_device_pointer", [](size_t p) { return region_of((void*)p) != nullptr; });
+  m.def("share", [](const c10::Storage& s) {
+    auto* r = region_of(s.data());
+    TORCH_CHECK(r, "no device memory");
+    auto& p = pools[r->device];
+    TORCH_CHECK(p.region == r, "memory of another process cannot be shared again");
+    drain(stream_of(r->device));  // the real one records an event
+    return std::make_tuple((int)r->device, (int)getpid(), r->fd, (size_t)((char*)s.data() - r->base), s.nbytes());
+  });
+  m.def("open", [](int pid, int fd, size_t at, size_t n, int device, py::object tensor_dtype) {
+    auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+    size_t begin = at / 4096 * 4096;
+    int mine = ::open(path.c_str(), O_RDWR);
+    TORCH_CHECK(mine >= 0, path, ": ", strerror(errno));
+    auto* r = &new_region(mine, begin, std::max<size_t>(at - begin + n, 1), device);
+    c10::DataPtr data(
+        r->base + (at - begin), r,
+        [](void* v) {
+          Hold hold(lock);
+          auto* r = (Region*)v;
+          munmap(r->base, r->size);
+          munmap(r->shadow, r->size);
+          close(r->fd);
+          regions.remove_if([&](Region& x) { return &x == r; });
+        },
+        Device(KIND, device));
+    c10::Storage s(c10::Storage::use_byte_size_t(), n, std::move(data), &allocator, false);
+    auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(s), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                                      caffe2::TypeMeta::Make<uint8_t>());
+    t.unsafeGetTensorImpl()->set_sizes_contiguous({(int64_t)n});
+    return t;
+  });
+  py::class_<SimNccl::Opts, c10::intrusive_ptr<SimNccl::Opts>, c10d::Backend::Options>(m, "Options")
+      .def(py::init([](bool high) {
+             auto o = c10::make_intrusive<SimNccl::Opts>();
+             o->is_high_priority_stream = high;
+             return o;
+           }),
+           py::arg("is_high_priority_stream") = false)
+      .def_readwrite("is_high_priority_stream", &SimNccl::Opts::is_high_priority_stream);
+  py::class_<SimNccl, c10::intrusive_ptr<SimNccl>, c10d::Backend>(m, "ProcessGroupNCCL", py::dynamic_attr())
+      .def(py::init([](py::object store, int rank, int size, py::object options) {
+        auto dist = py::module::import("torch.distributed");
+        auto gloo = dist.attr("ProcessGroupGloo")(store, rank, size, options.attr("_timeout"));
+        return c10::make_intrusive<SimNccl>(gloo.cast<c10::intrusive_ptr<c10d::Backend>>(), rank, size,
+                                            options.cast<c10::intrusive_ptr<SimNccl::Opts>>());
+      }))
+      .def_property_readonly("options", [](SimNccl& s) { return s.opts; })
+      .def("_abort", [](SimNccl& s) { s.aborted = true; })
+      .def("_shutdown", [](SimNccl& s) { s.aborted = true; });
+}
