@@ -75,7 +75,6 @@ def test_defaults_and_given_values():
         ({"save_keep_every": 5}, "save_keep_every needs save_keep"),
         ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: expected a number above 0"),
         ({"param_dtype": "fp16"}, "use 'bf16' or 'fp32' with fsdp"),
-        ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae' or 'reinforce_plus_plus'"),
         ({"advantage_estimator": "grop"}, "'grpo', 'rloo', .* or the dotted path of a function; did you mean 'grpo'?"),
         ({"policy_loss_type": "ppo"}, "policy_loss_type='ppo': expected one of 'ppo_clip', 'gspo', 'cispo'"),
         ({"policy_loss_type": "os.path.jion"}, "policy_loss_type='os.path.jion' cannot be imported"),

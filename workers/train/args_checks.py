@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
-from workers.algorithms.registry import path_of
+from workers.algorithms.registry import NEEDS_GROUPS, path_of
 from workers.lora import LoraSettings
 
 ROLES = ("actor", "critic")
@@ -176,12 +176,7 @@ def check_algorithm(args: Any) -> None:
         if not path.startswith("workers.algorithms."):
             function_at(path, key)
             args[key] = path
-    with_kl = ("gae", "reinforce_plus_plus")
-    if args.kl_coef and args.advantage_estimator not in with_kl and "." not in args.advantage_estimator:
-        raise TrainArgsError(
-            f"args.kl_coef={args.kl_coef} needs advantage_estimator={' or '.join(map(repr, with_kl))}. To add the KL "
-            "divergence to the loss, set kl_loss_coef"
-        )
+    _check_estimator(args)
     if args.overlong_buffer_len > args.rollout_max_response_len:
         raise TrainArgsError(
             f"args.overlong_buffer_len={args.overlong_buffer_len} is more than rollout_max_response_len="
@@ -203,6 +198,38 @@ def check_algorithm(args: Any) -> None:
         correction_of(args)
     except ValueError as error:
         raise TrainArgsError(f"args.rollout_correction={args.rollout_correction!r}: {error}") from None
+
+
+def _check_estimator(args: Any) -> None:
+    estimator = args.advantage_estimator
+    if estimator in NEEDS_GROUPS and args.n_samples_per_prompt == 1:
+        raise TrainArgsError(
+            f"args.n_samples_per_prompt=1: advantage_estimator={estimator!r} compares the completions of a prompt, and "
+            "one that has no others gets the advantage 0, so nothing would be trained. Use at least 2, or "
+            "advantage_estimator='reinforce_plus_plus', 'remax' or 'gae'"
+        )
+    for name, its in (
+        ("passk_k", "grpo_passk"),
+        ("gdpo_weights", "gdpo"),
+        ("gae_lambda_value", "gae"),
+        ("gae_length_adaptive_alpha", "gae"),
+    ):
+        if args[name] not in (None, {}) and estimator != its:
+            raise TrainArgsError(f"args.{name}={args[name]} needs advantage_estimator={its!r}")
+    if args.passk_k is not None and args.passk_k > args.n_samples_per_prompt:
+        raise TrainArgsError(
+            f"args.passk_k={args.passk_k} is more than n_samples_per_prompt={args.n_samples_per_prompt}, the number of "
+            "completions to choose them from"
+        )
+    if args.overlong_buffer_len and estimator in ("maxrl", "gdpo"):
+        why = {
+            "maxrl": "divides by the mean reward, which the penalty would make negative",
+            "gdpo": "normalizes each reward by itself; return the penalty as one of the rewards",
+        }
+        raise TrainArgsError(
+            f"args.overlong_buffer_len={args.overlong_buffer_len} does not go with advantage_estimator={estimator!r}, "
+            f"which {why[estimator]}. To leave truncated completions out of the loss, set overlong_filtering=True"
+        )
 
 
 def function_at(path: str, key: str) -> Callable[..., Any]:
