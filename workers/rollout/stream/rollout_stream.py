@@ -194,15 +194,22 @@ class RolloutStream(Closing):
         rows = [
             (group.prompt, completion, one.number)
             for one, group in zip(taken, groups, strict=True)
-            for completion in group.completions
+            for completion in group.completions[: group.rows]
         ]
-        rewards = [reward for group in groups for reward in group.rewards or ()]
+        rewards = [reward for group in groups for reward in (group.rewards or ())[: group.rows]]
+        baselines = [group.rewards[-1] for group in groups if group.greedy and group.rewards for _ in range(group.rows)]
+        if self._manager.greedy_baselines and len(baselines) != len(rows):
+            raise RolloutError(
+                "the stream continues from a state with groups that were generated without greedy_baselines=True; go "
+                "on without them, or from another checkpoint"
+            )
         return collate(
             [prompt for prompt, _, _ in rows],
             [completion for _, completion, _ in rows],
             group_ids=[self._first_group + number for _, _, number in rows],
             weight_versions=[None] * len(rows),
             rewards=rewards if self._manager.reward_function is not None else None,
+            reward_baselines=baselines if self._manager.greedy_baselines else None,
             pad_token_id=self._manager.pad_token_id,
         )
 
