@@ -12,7 +12,7 @@ from demo_runs import ROOT, environment
 
 from workers import SamplingParams, read_args
 from workers.algorithms.estimators import AdvantageRows
-from workers.algorithms.losses import PolicyTokens
+from workers.algorithms.policy_losses import PolicyTokens
 
 TUTORIALS = ROOT / "tutorials"
 

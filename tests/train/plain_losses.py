@@ -19,9 +19,16 @@ DEFAULTS = {
     "eps_clip": 0.2,
     "eps_clip_high": None,
     "eps_clip_dual": None,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "dppo_kl_tau": 0.0,
     "loss_aggregation": "token",
     "loss_constant_length": None,
     "rollout_correction": None,
+    "rollout_correction_normalize": False,
+    "rollout_rejection_low": None,
+    "rollout_rejection_high": None,
+    "opsm_delta": None,
 }
 
 # name: (level, what happens outside, low, high)
@@ -36,6 +43,8 @@ CORRECTIONS = {
     "token_rs": ("token", "reject", 1e-4, 100.0),
     "seq_rs": ("sequence", "reject", 0.5, 2.0),
     "geo_rs": ("geometric", "reject", 0.99, 1.01),
+    "error_rs": ("error", "reject", 0.0, 2.0),
+    "seq_mask_tis": ("geometric", "zero", 0.999, 1.002),
 }
 
 
@@ -100,37 +109,123 @@ def ratios(old, rollout, level):
     logs = [a - b for a, b in zip(old, rollout, strict=True)]
     if level == "token" or not logs:
         return [math.exp(log) for log in logs]
+    if level == "error":
+        return [statistics.fmean(math.exp(abs(log)) for log in logs)] * len(logs)
     return [math.exp(sum(logs) / (len(logs) if level == "geometric" else 1))] * len(logs)
 
 
-def corrections(data, name):
+def corrections(data, name, normalize=False, reject_low=None, reject_high=None):
     """(factors of the tokens' losses, a list per row; whether each row is rejected)."""
     old, rollout = counted(data, "old_log_probs"), counted(data, "rollout_log_probs" if name else "old_log_probs")
     factors, rejected = [[1.0] * len(row) for row in old], [False] * len(old)
     for part in name.split("+") if name else ():
         level, how, low, high = CORRECTIONS[part]
+        if how in ("reject", "zero"):
+            low, high = low if reject_low is None else reject_low, high if reject_high is None else reject_high
         for row in range(len(old)):
             of_tokens = ratios(old[row], rollout[row], level)
             if how == "reject":
                 rejected[row] = any(not low <= ratio <= high for ratio in of_tokens)
+            elif how == "zero":
+                inside = all(low <= ratio <= high for ratio in of_tokens)
+                factors[row] = [ratio if inside else 0.0 for ratio in ratios(old[row], rollout[row], "token")]
             elif how == "mask":
                 factors[row] = [ratio if low <= ratio <= high else 0.0 for ratio in of_tokens]
             else:
                 factors[row] = [min(max(ratio, low), high) for ratio in of_tokens]
+    if normalize:  # over tokens, or over completions, each of which has one weight
+        kept = [row for row, out in zip(factors, rejected, strict=True) if row and not out]
+        by_token = any(part in ("token_tis", "token_mis", "icepop", "seq_mask_tis") for part in name.split("+"))
+        mean = statistics.fmean([x for row in kept for x in row] if by_token else [row[0] for row in kept])
+        factors = [[factor / mean for factor in row] for row in factors]
     return factors, rejected
 
 
-def token_losses(log_probs, old, of_tokens, args):
+def chosen_tokens(log_probs, old, of_tokens, args):
+    """Which tokens Clip-Cov drops (all within the bounds: the random choice is left out) or KL-Cov penalizes.
+
+    Args:
+        log_probs, old, of_tokens: floats, a list per row.
+
+    Returns:
+        A list of bools per row.
+    """
+    every = [(row, t) for row in range(len(old)) for t in range(len(old[row]))]
+    mean = sum(float(log_probs[row][t]) for row, t in every) / len(every)
+    mean_advantage = sum(of_tokens[row][t] for row, t in every) / len(every)
+    parts = {(row, t): (float(log_probs[row][t]) - mean) * (of_tokens[row][t] - mean_advantage) for row, t in every}
+    if args["policy_loss_type"] == "kl_cov":
+        chosen = set(sorted(every, key=parts.get)[-max(int(args["kl_cov_ratio"] * len(every)), 1) :])
+    else:
+        chosen = set()
+        for row, t in every:
+            ratio = math.exp(float(log_probs[row][t]) - old[row][t])
+            high = args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"]
+            advantage = of_tokens[row][t]
+            clipped = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - args["eps_clip"])
+            if not clipped and args["clip_cov_lb"] < parts[row, t] < args["clip_cov_ub"]:
+                chosen.add((row, t))
+    return [[(row, t) in chosen for t in range(len(old[row]))] for row in range(len(old))]
+
+
+def outside_trust_region(log_prob, old, advantage, args):
+    """Whether DPPO masks a token; floats."""
+    p, q = math.exp(log_prob), math.exp(old)
+    high = args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"]
+    if args["policy_loss_type"] == "dppo_tv":
+        divergence = abs(p - q)
+    else:
+        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    return p > q and divergence > high if advantage > 0 else p < q and divergence > args["eps_clip"]
+
+
+def token_losses(log_probs, old, of_tokens, args, chosen=()):
     """Each token's loss, as tensors.
 
     Args:
         log_probs: of one row's tokens, float64 scalars with gradients.
         old, of_tokens: old log-probabilities and advantages, floats.
+        chosen: of each token, with clip_cov and kl_cov.
     """
+    kind = args["policy_loss_type"]
+    if kind == "geo_mean" and log_probs:
+        high = args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"]
+        logs = []
+        for log_prob, before, advantage in zip(log_probs, old, of_tokens, strict=True):
+            log = log_prob - before
+            if (advantage > 0 and float(log.detach()) > high) or (
+                advantage < 0 and float(log.detach()) < -args["eps_clip"]
+            ):
+                log = log.detach().clamp(-args["eps_clip"], high)
+            logs.append(log)
+        return [-statistics.fmean(of_tokens) * (sum(logs) / len(logs)).exp()] * len(logs)
     low, high = 1 - args["eps_clip"], 1 + (args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"])
     losses = []
     for t, (log_prob, advantage) in enumerate(zip(log_probs, of_tokens, strict=True)):
-        ratio = (log_prob - old[t]).exp()
+        log = log_prob - old[t]
+        ratio = log.exp()
+        if kind == "gpg":
+            losses.append(-advantage * log_prob)
+            continue
+        if kind == "dro":
+            losses.append(-advantage * log_prob + args["dro_beta"] / 2 * log**2)
+            continue
+        if kind == "sapo":
+            tau = args["tau_pos"] if advantage > 0 else args["tau_neg"]
+            losses.append(-advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp()))
+            continue
+        if kind.startswith("dppo"):
+            weight = min(float(ratio.detach()), args["eps_clip_dual"])
+            if outside_trust_region(float(log_prob.detach()), old[t], advantage, args):
+                weight = 0.0
+            losses.append(-advantage * weight * log_prob + args["dppo_kl_tau"] * log**2)
+            continue
+        if kind == "kl_cov":
+            losses.append(-advantage * ratio + (args["ppo_kl_coef"] * abs(log) if chosen[t] else 0.0))
+            continue
+        if kind == "clip_cov" and chosen[t]:
+            losses.append(0.0 * log_prob)
+            continue
         if args["policy_loss_type"] == "cispo":
             losses.append(-min(max(float(ratio.detach()), low), high) * advantage * log_prob)
             continue
@@ -151,12 +246,21 @@ def loss(log_probs, data, args):
         log_probs: a list per row of float64 scalars, of the tokens that count.
     """
     args = {**DEFAULTS, **args}
-    factors, rejected = corrections(data, args["rollout_correction"])
+    bounds = args["rollout_rejection_low"], args["rollout_rejection_high"]
+    factors, rejected = corrections(data, args["rollout_correction"], args["rollout_correction_normalize"], *bounds)
     old, of_tokens = counted(data, "old_log_probs"), advantages(data, args, rejected)
+    chosen = [()] * len(old)
+    if args["policy_loss_type"] in ("clip_cov", "kl_cov"):
+        chosen = chosen_tokens([[float(x.detach()) for x in row] for row in log_probs], old, of_tokens, args)
     rows = []
     for row in range(len(old)):
         if old[row] and not rejected[row]:
-            losses = token_losses(log_probs[row], old[row], of_tokens[row], args)
+            losses = token_losses(log_probs[row], old[row], of_tokens[row], args, chosen[row])
+            if args["opsm_delta"] is not None:
+                pair = zip(counted(data, "rollout_log_probs")[row], log_probs[row], strict=True)
+                apart = statistics.fmean(sampled - float(now.detach()) for sampled, now in pair)
+                if apart > args["opsm_delta"]:
+                    losses = [0.0 * x if a < 0 else x for x, a in zip(losses, of_tokens[row], strict=True)]
             rows.append([factor * value for factor, value in zip(factors[row], losses, strict=True)])
     if args["loss_aggregation"] == "token":
         return sum(map(sum, rows)) / sum(map(len, rows))

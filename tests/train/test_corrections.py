@@ -18,15 +18,19 @@ from workers.algorithms.corrections import (
     find_correction,
     importance_ratios,
     masked,
+    mean_weight,
+    off_policy_sequences,
+    probability_errors,
     rejected_rows,
     truncated,
 )
-from workers.algorithms.losses import policy_loss, ppo_clip_loss, token_weights
+from workers.algorithms.losses import policy_loss, token_weights
+from workers.algorithms.policy_losses import ppo_clip_loss
 from workers.data.micro_batches import cut_by_tokens
 from workers.train.train_model import TokenOutputs
 
 ROWS, TOKENS = 7, 11
-BOTH = ["geo_rs+token_tis", "seq_mis+token_rs"]
+BOTH = ["geo_rs+token_tis", "seq_mis+token_rs", "error_rs+icepop"]
 
 
 def made(seed=0, spread=0.5):
@@ -36,7 +40,7 @@ def made(seed=0, spread=0.5):
     mask[3] = 0
     old = torch.randn(ROWS, TOKENS, generator=g) - 2
     rollout = old + spread * torch.randn(ROWS, TOKENS, generator=g)
-    rollout[1] = old[1] + 0.003  # within the bounds of every preset
+    rollout[1] = old[1] + 0.0005  # within the bounds of every preset
     hidden = mask == 0
     return {
         "loss_mask": mask,
@@ -79,13 +83,15 @@ def test_metrics_match_a_loop_on_any_number_of_ranks(name, ranks):
         if old
     ]
     preset = find_correction(name)
-    level = preset.weight or preset.reject or "token"
+    level = preset.weight or ("token" if preset.reject == "error" else preset.reject) or "token"
     raw = [plain_losses.ratios(old, rollout, level) for old, rollout, *_ in full]
     used = [[0.0 if out else factor for factor in factors] for *_, factors, out in full]
+    zeroed = [preset.zero_rejected and not any(factors) for *_, factors, _ in full]
     if level != "token":  # one ratio per completion
         raw, used = [row[:1] for row in raw], [row[:1] for row in used]
     flat, weights = [x for row in raw for x in row], [x for row in used for x in row]
     kept = [not out for (*_, out), row in zip(full, raw, strict=True) for _ in row]
+    left = [weight for weight, keep in zip(weights, kept, strict=True) if keep]
     outside = [keep and not preset.low <= ratio <= preset.high for ratio, keep in zip(flat, kept, strict=True)]
     logs = [b - a for old, rollout, *_ in full for a, b in zip(old, rollout, strict=True)]
     means = [(statistics.fmean(old), statistics.fmean(rollout)) for old, rollout, *_ in full]
@@ -96,16 +102,33 @@ def test_metrics_match_a_loop_on_any_number_of_ranks(name, ranks):
         "mismatch_log_perplexity_gap": statistics.fmean(abs(rollout - old) for old, rollout in means),
         "correction_ratio": statistics.fmean(flat),
         "correction_ratio_max": max(flat),
+        "correction_weight": statistics.fmean(left) if any(left) else 1.0,
         "correction_ess": sum(weights) ** 2 / len(weights) / sum(weight**2 for weight in weights),
         "correction_outside": sum(outside) / len(outside),
-        "correction_rejected": sum(rejected) / len(full),
+        "correction_rejected": (sum(rejected) + sum(zeroed)) / len(full),
     }
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["token_tis", "seq_tis", "geo_mis", "icepop", "seq_mask_tis", *BOTH])
+def test_normalized_weights_match_a_loop_on_any_number_of_ranks(name, ranks):
+    """One of three ranks has the row without a token that counts. Completions that are left out do not count."""
+    data = made(2)
+    expected, _ = plain_losses.corrections(data, name, normalize=True)
+    shards = [{key: value[rows] for key, value in data.items()} for rows in torch.arange(ROWS).tensor_split(ranks)]
+    parts = [corrected(shard, name, normalize=True) for shard in shards]
+    mean = mean_weight(torch.stack([part.sums for part in parts]).sum(0))
+    assert mean != pytest.approx(1, abs=1e-4)
+    found = torch.cat([part.weights for part in parts]) / mean
+    for row in range(ROWS):
+        assert found[row][data["loss_mask"][row] != 0].tolist() == pytest.approx(expected[row], rel=1e-6)
 
 
 def test_metrics_without_a_token_that_counts():
     data = {**made(), "loss_mask": torch.zeros(ROWS, TOKENS)}
     found = correction_metrics(corrected(data, "token_tis").sums, [0.0])
+    assert found.pop("correction_weight") == 1.0  # what weights are divided by
     assert set(found.values()) == {0.0}
 
 
@@ -114,6 +137,7 @@ def test_loss_is_the_same_bit_for_bit_where_engine_and_trainer_agree(name):
     data = made(1)
     found = corrected({**data, "rollout_log_probs": data["old_log_probs"]}, name)
     assert not found.rejected.any() and bool((found.weights[data["loss_mask"] != 0] == 1).all())
+    assert mean_weight(found.sums) == 1.0
     weights, count = token_weights(data["loss_mask"])
     log_probs = torch.nan_to_num(data["old_log_probs"]) + 0.1  # the policy has moved in an earlier step
     results = []
@@ -179,6 +203,86 @@ def test_numbers_of_verl():
     assert correct(old, rollout, mask, find_correction("token_rs", reject_low=1e-4)).rejected.tolist() == [True, False]
 
 
+OLD = [[-1.0, -1.5, -0.5, -2.0, 0.0], [-1.2, -0.7, 0.0, 0.0, 0.0], [-0.9, -1.1, -1.3, 0.0, 0.0]]
+ROLLOUT = [[-1.5, -1.0, -1.5, -1.9, 0.0], [-1.21, -0.692, 0.0, 0.0, 0.0], [-2.0, -1.9, -2.2, 0.0, 0.0]]
+MASK = [[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+UNEVEN = torch.tensor(OLD), torch.tensor(ROLLOUT), torch.tensor(MASK)
+"""Rows of several lengths, on which the functions of other libraries were run."""
+
+
+def close_where_counted(found, expected):
+    torch.testing.assert_close(found.float() * torch.tensor(MASK), torch.tensor(expected), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "weights"),
+    [
+        ("token_tis", 1.4624635, [[1.127359, 0.414732, 1.367555, 0.618708, 0.0], [0.69065, 0.678329, 0.0, 0.0, 0.0],
+                                  [1.367555, 1.367555, 1.367555, 0.0, 0.0]]),
+        ("seq_tis", 1.6673340, [[1.19952, 1.19952, 1.19952, 1.19952, 0.0], [0.600961, 0.600961, 0.0, 0.0, 0.0],
+                                [1.19952, 1.19952, 1.19952, 0.0, 0.0]]),
+    ],
+)  # fmt: skip
+def test_normalized_weights_of_verl(name, factor, weights):
+    """volcengine/verl b178a3c, verl/trainer/ppo/rollout_corr_helper.py: compute_rollout_correction_weights with
+    rollout_is_batch_normalize."""
+    found = correct(*UNEVEN, find_correction(name, normalize=True))
+    assert mean_weight(found.sums) == pytest.approx(factor, rel=1e-6)
+    close_where_counted(found.weights / mean_weight(found.sums), weights)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "weights", "outside"),
+    [
+        ((), [[0.0] * 5, [1.01005, 0.992032, 0.0, 0.0, 0.0], [0.0] * 5], 2 / 3),
+        ((0.9, 1.3), [[1.648721, 0.606531, 2.718282, 0.904837, 0.0], [1.01005, 0.992032, 0.0, 0.0, 0.0], [0.0] * 5],
+         1 / 3),
+    ],
+)  # fmt: skip
+def test_seq_mask_tis_of_nemo_rl(bounds, weights, outside):
+    """NVIDIA-NeMo/RL 7ea279a, nemo_rl/algorithms/loss/loss_functions.py: the branch "seq-mask-tis", first with the
+    bounds of its documentation, 0.999 and 1.002. The completions that it masks stay in the mean's denominator."""
+    given = dict(zip(("reject_low", "reject_high"), bounds, strict=bool(bounds)))
+    found = correct(*UNEVEN, find_correction("seq_mask_tis", **given))
+    close_where_counted(found.weights, weights)
+    assert not found.rejected.any()
+    assert correction_metrics(found.sums, [0.0])["correction_rejected"] == pytest.approx(outside)
+
+
+def test_sequence_errors_of_nemo_rl():
+    """NVIDIA-NeMo/RL 7ea279a, nemo_rl/algorithms/grpo.py: compute_and_apply_seq_logprob_error_masking with a
+    seq_logprob_error_threshold of 2."""
+    expected = [1.7802238464355469, 1.0090410709381104, 2.563103437423706]
+    torch.testing.assert_close(probability_errors(*UNEVEN)[:, 0].float(), torch.tensor(expected), rtol=1e-6, atol=0)
+    assert correct(*UNEVEN, find_correction("error_rs")).rejected.tolist() == [False, False, True]
+    assert correct(*UNEVEN, find_correction("error_rs", reject_high=1.7)).rejected.tolist() == [True, False, True]
+    # Errors of opposite signs, which cancel in the geometric mean.
+    far = logs([-1.0, -3.0]), logs([-3.0, -1.0]), torch.ones(1, 2)
+    assert correct(*far, find_correction("error_rs")).rejected.all()
+    assert not correct(*far, find_correction("geo_rs")).rejected.any()
+
+
+@pytest.mark.parametrize(
+    ("delta", "masked_rows"), [(0.003, [True, False, False]), (0.0005, [True, True, False]), (0.3, [False] * 3)]
+)
+def test_off_policy_sequences_of_slime(delta, masked_rows):
+    """THUDM/slime 624b824, slime/utils/ppo_utils.py: compute_opsm_mask. The third completion is the farthest, but has a
+    positive advantage."""
+    log_probs, rollout, mask = torch.tensor(OLD), 2 * torch.tensor(OLD) - torch.tensor(ROLLOUT), torch.tensor(MASK)
+    advantages = torch.tensor([[-0.5], [-1.0], [0.7]]).expand(3, 5)
+    found = off_policy_sequences(log_probs, rollout, advantages, mask, delta)
+    assert torch.equal(found, torch.tensor(masked_rows)[:, None] & (mask != 0))
+
+
+def test_only_tokens_of_negative_advantage_are_masked():
+    """In a completion that is far off-policy; tokens that do not count do not take part in its mean."""
+    log_probs, rollout = logs([-3.0, -2.0, math.nan]), logs([-1.0, -2.0, math.nan])
+    advantages, mask = torch.tensor([[-1.0, 0.0, -1.0]]), torch.tensor([[1, 1, 0]])
+    found = off_policy_sequences(log_probs, rollout, advantages, mask, 0.99)
+    assert found.tolist() == [[True, False, False]]
+    assert not off_policy_sequences(log_probs, rollout, advantages, mask, 1.0).any()  # the mean itself is allowed
+
+
 def test_functions_of_ratios():
     ratios = torch.tensor([[0.25, 0.5, 1.0, 2.0, 4.0]])
     assert truncated(ratios, 0.5, 2.0).tolist() == [[0.5, 0.5, 1.0, 2.0, 2.0]]
@@ -206,6 +310,9 @@ def test_bounds_replace_those_of_the_preset():
         ("token_tis+seq_tis", {}, "only one *_rs and one weighting can be joined"),
         ("geo_rs+token_tis+icepop", {}, "only one *_rs and one weighting can be joined"),
         ("report+token_tis", {}, "only one *_rs and one weighting can be joined"),
+        ("seq_mask_tis+token_tis", {}, "only one *_rs and one weighting can be joined"),
+        ("seq_mask_tis+geo_rs", {}, "only one *_rs and one weighting can be joined"),
+        ("geo_rs", {"normalize": True}, "'geo_rs' has no weights to normalize"),
         ("geo_rs", {"high": 2.0}, "'geo_rs' has no bound 'high'"),
         ("token_tis", {"reject_low": 0.5}, "'token_tis' has no bound 'reject_low'"),
         ("token_tis", {"high": 0.5}, "high=0.5: expected 0 <= low <= 1 <= high"),

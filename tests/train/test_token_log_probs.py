@@ -173,3 +173,138 @@ def test_candidates_match_log_softmax(temperature):
     (weights * found).sum().backward()
     (weights[:, 1:].double() * expected).sum().backward()
     torch.testing.assert_close(logits.grad.double(), plain.grad, atol=1e-5, rtol=1e-4)
+
+
+# --- sampling masks ------------------------------------------------------------------------------------------
+
+
+def random_sets(rows, vocabulary, tokens, seed=0):
+    """One set of tokens for each row, as lists: some rows have the whole vocabulary, others the token alone."""
+    generator = torch.Generator().manual_seed(seed)
+    sets = []
+    for row, token in enumerate(tokens.tolist()):
+        size = (None, 1, 3, 7, vocabulary)[row % 5]
+        order = torch.randperm(vocabulary, generator=generator).tolist()
+        sets.append([] if size is None else [token, *(one for one in order if one != token)][:size])
+    return sets
+
+
+def as_mask(sets, shape):
+    ids = torch.tensor([token for one in sets for token in one], dtype=torch.int32)
+    return ids, torch.tensor([len(one) for one in sets], dtype=torch.int32).view(shape)
+
+
+def by_sets(logits, tokens, sets, temperature, vocab_size):
+    """As `by_log_softmax`, token by token: the softmax over the logits of the set, in float64."""
+    plain = logits.detach().double().requires_grad_()
+    log_probs, entropies = [], []
+    for row, (token, one) in enumerate(zip(tokens.tolist(), sets, strict=True)):
+        kept = sorted(one) or list(range(vocab_size))
+        of_set = (plain[row, kept] / temperature).log_softmax(-1)
+        log_probs.append(of_set[kept.index(token)])
+        entropies.append(-(of_set.exp() * of_set).sum())
+    (2 * torch.stack(log_probs) + 3 * torch.stack(entropies)).sum().backward()
+    return torch.stack(log_probs).detach(), torch.stack(entropies).detach(), plain.grad
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampling_mask_is_a_softmax_over_the_set(temperature):
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(11, 16, requires_grad=True), torch.randint(0, 13, (11,))
+    sets = random_sets(11, 13, tokens)
+    expected = by_sets(logits, tokens, sets, temperature, 13)
+    options = {"temperature": temperature, "vocab_size": 13, "entropy": True, "sampling_mask": as_mask(sets, (11,))}
+    log_probs, entropies = token_log_probs(logits, tokens, **options)
+    (2 * log_probs + 3 * entropies).sum().backward()
+    for found, wanted in zip((log_probs, entropies, logits.grad), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-4)
+    assert not bool(log_probs[1]) and not bool(logits.grad[1].any())  # its set is the token alone
+    assert torch.equal(log_probs, token_log_probs(logits, tokens, **{**options, "entropy": False})[0])
+    every = as_mask([list(range(13))] * 11, (11,))  # bit for bit the same as no mask
+    assert torch.equal(
+        token_log_probs(logits, tokens, temperature=temperature, vocab_size=13, sampling_mask=every)[0],
+        token_log_probs(logits, tokens, temperature=temperature, vocab_size=13)[0],
+    )
+
+
+@pytest.mark.usefixtures("chunk")
+def test_a_row_of_a_sampling_mask_does_not_depend_on_the_others():
+    torch.manual_seed(1)
+    logits, tokens = torch.randn(9, 16), torch.randint(0, 16, (9,))
+    sets = random_sets(9, 16, tokens)
+    together, _ = token_log_probs(logits, tokens, sampling_mask=as_mask(sets, (9,)))
+    for row in range(9):
+        alone = as_mask([sets[row]], (1,))
+        assert torch.equal(
+            together[row], token_log_probs(logits[row : row + 1], tokens[row : row + 1], sampling_mask=alone)[0][0]
+        )
+
+
+def test_set_far_below_the_greatest_logit():
+    """A later policy may have moved away from the set: its probability underflows, and log-probabilities do not."""
+    logits = torch.tensor([[500.0, 1.0, 2.0, 0.0]], requires_grad=True)
+    mask = as_mask([[1, 2]], (1,))
+    log_probs, entropies = token_log_probs(logits, torch.tensor([2]), entropy=True, sampling_mask=mask)
+    expected = by_sets(logits, torch.tensor([2]), [[1, 2]], 1.0, 4)
+    (2 * log_probs + 3 * entropies).sum().backward()
+    for found, wanted in zip((log_probs, entropies, logits.grad), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("vocab_size", [32, 21, 12], ids=["full", "padded", "ranks without tokens"])
+def test_sampling_mask_with_a_sharded_vocabulary(vocab_size):
+    """Of some sets, a rank has no token at all."""
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(10, 32), torch.randint(0, vocab_size, (10,))
+    sets = random_sets(10, vocab_size, tokens)
+    expected = by_sets(logits, tokens, sets, 0.7, vocab_size)
+    store, found = dist.HashStore(), {}
+
+    def rank(number):
+        group = dist.ProcessGroupGloo(store, number, 4, timedelta(seconds=20))
+        own = logits[:, 8 * number : 8 * number + 8].clone().requires_grad_()
+        options = {"temperature": 0.7, "entropy": True, "vocab_size": vocab_size, "group": group}
+        log_probs, entropies = token_log_probs(own, tokens, sampling_mask=as_mask(sets, (10,)), **options)
+        (2 * log_probs + 3 * entropies).sum().backward()
+        found[number] = log_probs.detach(), entropies.detach(), own.grad
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        for one, other in zip(found[number][:2], expected[:2], strict=True):
+            torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+    whole = torch.cat([found[number][2] for number in range(4)], -1)
+    torch.testing.assert_close(whole.double(), expected[2], atol=1e-5, rtol=1e-4)
+
+
+def test_sampling_mask_of_next_tokens():
+    torch.manual_seed(0)
+    logits, ids = torch.randn(2, 6, 16, requires_grad=True), torch.randint(0, 16, (2, 6))
+    sets = random_sets(12, 16, ids.reshape(-1))
+    sets[0] = sets[6] = []  # nothing predicts the first tokens
+    log_probs, entropies = next_token_log_probs(logits, ids, entropy=True, sampling_mask=as_mask(sets, (2, 6)))
+    for row in range(2):
+        wanted = by_sets(logits[row, :-1], ids[row, 1:], sets[6 * row + 1 : 6 * row + 6], 1.0, 16)
+        torch.testing.assert_close(log_probs[row, 1:].double(), wanted[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(entropies[row, 1:].double(), wanted[1], atol=1e-5, rtol=1e-5)
+
+
+def test_memory_of_a_sampling_mask(monkeypatch):
+    """Chunks only: no (tokens, vocabulary) mask, which would be 29 MB."""
+    monkeypatch.setattr(module, "CHUNK", 2**20)
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs the peak resident size, which Linux tells")
+    logits = torch.full((192, 152_064), 0.5, dtype=torch.bfloat16).requires_grad_()
+    tokens = torch.arange(192)
+    ids = (tokens[:, None] + torch.arange(50)).int().reshape(-1)
+    mask = ids, torch.full((192,), 50, dtype=torch.int32)
+    chunks = 4 * 4 * 2**20
+    (log_probs, _), peak = peak_of(lambda: token_log_probs(logits, tokens, entropy=True, sampling_mask=mask))
+    assert peak < chunks
+    _, peak = peak_of(log_probs.sum().backward)
+    assert peak < logits.nbytes + chunks

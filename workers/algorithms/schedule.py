@@ -1,4 +1,5 @@
-"""The learning rate of each step: linear warm-up, then constant, linear or cosine decay."""
+"""Numbers that change during a run: the learning rate of each step, by linear warm-up, then constant, linear or cosine
+decay; and the adaptive KL coefficient of each rollout."""
 
 from __future__ import annotations
 
@@ -54,3 +55,26 @@ def learning_rate(
     done = min(1.0, (step - peak) / max(decay_steps - peak, 1))
     left = 1 - done if decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
     return min_lr + (lr - min_lr) * left
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: float, completions: int) -> float:
+    """Return the KL coefficient of the next rollout (Ziegler et al. 2019, arXiv 1909.08593, section 2.2, in the form of
+    verl and OpenRLHF): it grows while the KL divergence is above the target, and shrinks while it is below.
+
+        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon)
+
+    Args:
+        coef: coefficient of this rollout.
+        kl: KL divergence of this rollout from the reference, in the same unit as ``target``.
+        target: the divergence to keep, above 0.
+        horizon: number of completions after which a divergence far from the target has changed the coefficient by 20 %.
+        completions: of this rollout. More than ``horizon`` count as ``horizon``, so that the coefficient never changes
+            its sign.
+
+    Raises:
+        ValueError: ``target`` or ``horizon`` is not above 0.
+    """
+    if not (target > 0 and horizon > 0):
+        raise ValueError(f"adaptive_kl_coef: target={target!r} and horizon={horizon!r} must be above 0")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * min(completions / horizon, 1.0))

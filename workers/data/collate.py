@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dispatch import jagged
 from workers.data.rollout_data import REWARD_PART
 from workers.rollout.engines.rollout_engine import Completion
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict
 
 
@@ -45,7 +48,8 @@ def collate(
         shape ``weight_versions`` (int64), -1 where the policy generated nothing, and ``weight_fingerprints`` (int64),
         -1 where they are not known. ``group_ids``, ``min_weight_versions``, ``max_weight_versions``,
         ``prompt_lengths``, ``completion_lengths`` (int64), ``truncated`` (bool: no stop token), ``rewards``,
-        ``rewards/NAME`` and ``reward_baselines`` (float32), each (rows,).
+        ``rewards/NAME`` and ``reward_baselines`` (float32), each (rows,). If some completion has a `SamplingMask`:
+        ``sampling_mask`` (jagged int32) and ``sampling_mask_lengths`` (int32), see `workers.data.rollout_data`.
 
     Raises:
         ValueError: an argument has not one entry per row, or a completion not one number per token; the message says
@@ -100,6 +104,8 @@ def collate(
         "completion_lengths": torch.tensor([len(one.token_ids) for one in completions], dtype=torch.int64),
         "truncated": torch.tensor([one.finish_reason == "length" for one in completions], dtype=torch.bool),
     }
+    if any(one.sampling_mask is not None for one in completions):
+        data |= _sampling_mask(completions, begin, width)
     if group_ids is not None:
         data["group_ids"] = torch.tensor(group_ids, dtype=torch.int64)
     if rewards is not None:
@@ -127,6 +133,21 @@ def reward_parts(rewards: Sequence[float]) -> dict[str, list[float]]:
     return {name: [getattr(reward, "parts", {name: reward})[name] for reward in rewards] for name in names}
 
 
+def _sampling_mask(completions: Sequence[Completion], begin: int, width: int) -> dict[str, torch.Tensor]:
+    import torch
+
+    lengths = torch.zeros(len(completions), width, dtype=torch.int32)
+    kept, offsets = array("i"), [0]
+    for row, one in enumerate(completions):
+        if one.sampling_mask is not None:
+            kept.extend(one.sampling_mask.token_ids)
+            lengths[row, begin : begin + len(one.token_ids)] = torch.tensor(one.sampling_mask.lengths)
+        offsets.append(len(kept))
+    # A copy: the memory of an array moves when it grows.
+    values = torch.frombuffer(kept, dtype=torch.int32).clone() if kept else torch.zeros(0, dtype=torch.int32)
+    return {"sampling_mask": jagged.build(values, torch.tensor(offsets), 0), "sampling_mask_lengths": lengths}
+
+
 def not_per_token(completion: Completion) -> str | None:
     """What is wrong with the lengths of a completion's fields; None if nothing is."""
     tokens, log_probs = len(completion.token_ids), len(completion.log_probs)
@@ -135,6 +156,12 @@ def not_per_token(completion: Completion) -> str | None:
     mask = completion.loss_mask
     if mask is not None and len(mask) != tokens:
         return f"{tokens} token_ids and a loss_mask of {len(mask)}"
+    kept = completion.sampling_mask
+    if kept is not None and (len(kept.lengths) != tokens or sum(kept.lengths) != len(kept.token_ids)):
+        return (
+            f"{tokens} token_ids and a sampling_mask of {len(kept.lengths)} lengths, which count {sum(kept.lengths)} "
+            f"of its {len(kept.token_ids)} tokens"
+        )
     return None
 
 

@@ -77,6 +77,24 @@ class ValueHead(nn.Module):
         return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
 
 
+def compute_output_in_float32(layer: Any) -> None:
+    """Make megatron's output layer compute in float32, whatever its dtype, from the same weights: the logits are not
+    rounded to bfloat16 (MiniMax 2025, arXiv 2506.13585).
+
+    Args:
+        layer: a ``ColumnParallelLinear``, which may get the embedding's weight in each call.
+    """
+    # Its fused gradient would be added to an attribute of the weight that the float32 copy does not have.
+    layer.gradient_accumulation_fusion = False
+    own = layer.forward
+
+    def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None) -> Any:
+        weight = layer.weight if weight is None else weight
+        return own(hidden.float(), weight.float(), runtime_gather_output)
+
+    layer.forward = forward
+
+
 def _freeze_padding_token(embedding: Any, hf_config: Any) -> None:
     """Stop gradients to the embedding of ``pad_token_id``, as ``padding_idx`` does in Hugging Face's models.
 

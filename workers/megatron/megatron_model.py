@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from workers.algorithms.token_log_probs import next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.data.rollout_data import inputs_of
 from workers.device import to_device
 from workers.extras import require
 from workers.megatron.config import transformer_config
-from workers.megatron.gpt import build_models
+from workers.megatron.gpt import build_models, compute_output_in_float32
 from workers.megatron.hf_weights import distinct_weights, load_hf, read_hf
 from workers.megatron.megatron_checkpoint import Checkpoints
 from workers.megatron.megatron_optimizer import (
@@ -49,6 +50,8 @@ class MegatronTrainModel(TrainModel):
         optimizer: `AdamOptions` or a mapping of them; None for a model that is not trained.
         max_tokens_per_micro_batch: see `cut_by_tokens`.
         overrides: fields of megatron's ``TransformerConfig`` to set, see `transformer_config`.
+        fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`. A critic's
+            value head always does.
 
     Attributes:
         config: megatron's ``TransformerConfig``.
@@ -68,6 +71,7 @@ class MegatronTrainModel(TrainModel):
         optimizer: AdamOptions | Mapping[str, Any] | None = None,
         max_tokens_per_micro_batch: int,
         overrides: Mapping[str, Any] | None = None,
+        fp32_lm_head: bool = False,
     ) -> None:
         require("megatron.core", extra="megatron")
         if role not in ("actor", "critic"):
@@ -80,6 +84,10 @@ class MegatronTrainModel(TrainModel):
         # Loss functions return their share of a sum: the schedule must not divide by the number of micro-batches.
         self.config.calculate_per_token_loss = True
         self.models = build_models(hf_config, self.config, critic=role == "critic")
+        if fp32_lm_head and role == "actor":
+            for model in self.models:
+                if model.post_process:
+                    compute_output_in_float32(model.output_layer)
         self._interleaved = len(self.models) > 1
         self.config.variable_seq_lengths = not self._interleaved
         self._chunks = self._wrapped()
@@ -159,7 +167,7 @@ class MegatronTrainModel(TrainModel):
     def _evaluate(
         self, data: Mapping[str, torch.Tensor], compute: Callable[[MicroBatch, torch.Tensor], Any]
     ) -> torch.Tensor | None:
-        micro_batches = self._cut({name: data[name] for name in ("input_ids", "attention_mask")})
+        micro_batches = self._cut(inputs_of(data))
         for chunk in self._chunks:
             chunk.eval()
 
@@ -248,6 +256,7 @@ class MegatronTrainModel(TrainModel):
             entropy=entropy,
             vocab_size=int(self.hf_config.vocab_size),
             group=parallel_state.get_tensor_model_parallel_group(),
+            sampling_mask=batch.sampling_mask,
         )
         return TokenOutputs(log_probs=log_probs, entropy=entropies)
 

@@ -74,6 +74,7 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
             },
             max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
             overrides=overrides,
+            fp32_lm_head=args.fp32_lm_head,
         )
         if args.hf_checkpoint is not None and not empty:
             model.load_hf(args.hf_checkpoint)

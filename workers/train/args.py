@@ -16,6 +16,7 @@ from typing import Any, cast, get_type_hints
 from workers.train.args_checks import (
     TrainArgsError,
     check_algorithm,
+    check_effects,
     check_rollout,
     check_together,
     check_value,
@@ -60,6 +61,11 @@ class TrainArgs:
     )
     trust_remote_code: bool = _key(False, "whether code that comes with hf_checkpoint may run")
     param_dtype: str = _key("fp32", "dtype of the model's computation", choices=("fp32", "bf16", "fp16"))
+    fp32_lm_head: bool = _key(
+        False,
+        "with bf16 or fp16: compute the actor's output layer, and so the logits, in float32, from weights in "
+        "param_dtype; logits then take twice the memory",
+    )
     seed: int = _key(1234, "seed of random weights, of dropout, and of sampling unless rollout_seed is set")
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass instead of storing them")
 
@@ -142,28 +148,72 @@ class TrainArgs:
     overlong_penalty_factor: float = _key(1.0, "reward that a completion of the maximum length loses", least=0)
     policy_loss_type: str = _key(
         "ppo_clip",
-        "ppo_clip, gspo or cispo; or a name that you have registered, or the dotted path of a function",
+        "ppo_clip, gspo, cispo, sapo, gpg, geo_mean (GMPO), dro, dppo_tv, dppo_kl, clip_cov or kl_cov; or a name that "
+        "you have registered, or the dotted path of a function",
     )
-    eps_clip: float = _key(0.2, "clip of the policy ratio below 1", least=0)
-    eps_clip_high: float | None = _key(None, "clip of the policy ratio above 1; by default eps_clip", least=0)
+    eps_clip: float | None = _key(
+        None,
+        "clip of the policy ratio below 1; geo_mean: of its logarithm below 0; dppo_*: divergence above which tokens "
+        "are masked. By default 0.2; gspo: 3e-4, geo_mean: 0.4, dppo_tv: 0.15, dppo_kl: 0.05",
+        least=0,
+    )
+    eps_clip_high: float | None = _key(
+        None,
+        "the same above 1 (or 0), or at positive advantages; by default eps_clip, gspo without eps_clip: 4e-4",
+        least=0,
+    )
     eps_clip_dual: float | None = _key(
-        None, "ppo_clip: clip of the policy ratio at negative advantages (dual clip); by default none", above=1
+        None,
+        "ppo_clip: clip of the policy ratio at negative advantages (dual clip), by default none; dppo_*: largest "
+        "ratio, by default 20",
+        above=1,
+    )
+    tau_pos: float | None = _key(None, "sapo: steepness of the gate at positive advantages; by default 1", above=0)
+    tau_neg: float | None = _key(None, "sapo: at other advantages; by default 1.05", above=0)
+    dro_beta: float | None = _key(None, "dro: weight of the squared log-ratio, halved; required", above=0)
+    dppo_kl_tau: float | None = _key(
+        None, "dppo_*: weight of the squared log-ratio; by default 0; 1e-3 in prime-rl, as kl_tau", least=0
+    )
+    clip_cov_ratio: float | None = _key(
+        None, "clip_cov: share of the tokens of a step without a loss; by default 2e-4", above=0, most=1
+    )
+    clip_cov_lb: float | None = _key(None, "clip_cov: lower bound of their covariances; by default 1")
+    clip_cov_ub: float | None = _key(None, "clip_cov: upper bound of their covariances; by default 5")
+    kl_cov_ratio: float | None = _key(
+        None, "kl_cov: share of the tokens of a step that are penalized; by default 2e-4", above=0, most=1
+    )
+    ppo_kl_coef: float | None = _key(
+        None, "kl_cov: weight of the absolute log-ratio at these tokens; by default 1", least=0
     )
     value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
     kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
-    kl_loss_type: str = _key("k3", "estimator of the KL divergence in the loss", choices=("k1", "k2", "k3"))
+    kl_loss_type: str = _key(
+        "k3",
+        "estimator of the KL divergence in the loss; k3 (low_var_kl) is bounded at 10 nats; k1+ and k3+ have the "
+        "unbiased gradient",
+        choices=("k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"),
+    )
     kl_coef: float = _key(
         0.0,
         "weight of the KL divergence from the reference (k1) that is subtracted from each token's reward, or its sum "
         "over the completion from the completion's",
         least=0,
     )
+    kl_target: float | None = _key(
+        None,
+        "adapt kl_coef after each rollout, so that the KL divergence (k1), in nats per token, mean over completions, "
+        "approaches this; by default kl_coef stays",
+        above=0,
+    )
+    kl_horizon: float = _key(
+        10000, "kl_target: number of completions in which kl_coef changes by at most 20 %", above=0
+    )
     entropy_coef: float = _key(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = _key(False, "report the metric entropy also if entropy_coef is 0")
-    loss_aggregation: str = _key(
-        "token",
+    loss_aggregation: str | None = _key(
+        None,
         "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
-        "sums over loss_constant_length (Dr. GRPO)",
+        "sums over loss_constant_length (Dr. GRPO). By default token; gspo, sapo, geo_mean: sequence",
         choices=("token", "sequence", "constant"),
     )
     loss_constant_length: int | None = _key(
@@ -171,12 +221,21 @@ class TrainArgs:
     )
     num_steps_per_rollout: int = _key(1, "optimizer steps per rollout; each gets a part of the rows", least=1)
     ppo_epochs: int = _key(1, "passes over each rollout", least=1)
-    use_rollout_logprobs: bool = _key(False, "take old log-probabilities from the rollout instead of computing them")
+    shuffle_minibatches: bool = _key(
+        False, "in each epoch, assign each rank's rows to its optimizer steps in another random order, from seed"
+    )
+    num_critic_only_steps: int = _key(
+        0, "critic warm-up: the first rollouts of a run, in which only the critic takes optimizer steps", least=0
+    )
+    use_rollout_logprobs: bool = _key(
+        False,
+        "bypass mode: take old log-probabilities from the rollout instead of computing them; saves a forward pass",
+    )
     rollout_correction: str | None = _key(
         None,
         "correction for tokens that another policy or engine generated: token_tis, seq_tis, geo_tis, token_mis, "
-        "seq_mis, geo_mis, icepop, token_rs, seq_rs, geo_rs; one *_rs and another, joined by '+'; report for metrics "
-        "alone",
+        "seq_mis, geo_mis, icepop, seq_mask_tis, token_rs, seq_rs, geo_rs, error_rs; one *_rs and another, joined by "
+        "'+'; report for metrics alone",
     )
     rollout_correction_low: float | None = _key(
         None, "lower bound of the importance weights; by default the preset's", least=0, most=1
@@ -185,10 +244,22 @@ class TrainArgs:
         None, "upper bound of the importance weights; by default the preset's", least=1
     )
     rollout_rejection_low: float | None = _key(
-        None, "*_rs: completions with a lower ratio are rejected; by default the preset's", least=0, most=1
+        None,
+        "*_rs, seq_mask_tis: completions with a lower ratio are rejected; by default the preset's",
+        least=0,
+        most=1,
     )
     rollout_rejection_high: float | None = _key(
-        None, "*_rs: completions with a higher ratio are rejected; by default the preset's", least=1
+        None, "*_rs, seq_mask_tis: completions with a higher ratio are rejected; by default the preset's", least=1
+    )
+    rollout_correction_normalize: bool = _key(
+        False, "divide the importance weights by their mean over the rollout (self-normalized importance sampling)"
+    )
+    opsm_delta: float | None = _key(
+        None,
+        "off-policy sequence masking: no policy loss for tokens of negative advantage in completions whose mean of "
+        "log(p_rollout / p) is above this, in nats; by default none",
+        least=0,
     )
     temperature: float = _key(1.0, "sampling temperature, in training and in rollouts", above=0)
     keep_old_actor: bool = _key(
@@ -417,12 +488,18 @@ def read_args(given: Any = None) -> TrainArgs:
     check_algorithm(args)
     check_rollout(args)
     check_together(args)
+    check_effects({item.name for item in known.values() if args[item.name] != _default(item)}, args)
     made = DictConfig({**{name: args._get_node(name) for name in known}}, flags={"allow_objects": True})
     for name, value in extras.items():
         made[name] = value
     OmegaConf.set_struct(made, True)
     OmegaConf.set_struct(made.user, False)
     return cast(TrainArgs, made)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    factory = item.default_factory
+    return item.default if factory is dataclasses.MISSING else factory()
 
 
 def update_seconds(args: Any) -> float:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import logging
 import math
 import operator
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
-from workers.algorithms.registry import NEEDS_GROUPS, path_of
+from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, path_of, policy_loss_keys
 from workers.lora import LoraSettings
+
+logger = logging.getLogger(__name__)
 
 ROLES = ("actor", "critic")
 
@@ -119,6 +123,8 @@ def check_together(args: Any) -> None:
                 f"args.lr_decay_iters={args.lr_decay_iters} is less than {warmup}={args[warmup]}; the decay "
                 "ends at lr_decay_iters, counted from the first step of the warm-up"
             )
+    if args.fp32_lm_head and args.param_dtype == "fp32":
+        raise TrainArgsError("args.fp32_lm_head=True has no effect with param_dtype='fp32'; leave it out")
     if args.train_backend == "fsdp" and args.param_dtype == "fp16":
         raise TrainArgsError("args.param_dtype='fp16': use 'bf16' or 'fp32' with fsdp, which does not scale the loss")
     if args.on_reward_timeout is not None and args.reward_timeout is None:
@@ -150,6 +156,11 @@ def _check_lora(args: Any) -> None:
             f"args.ref_load={args.ref_load!r} does not go with lora_rank={args.lora_rank}: the reference is the base "
             "model, without a copy of its weights; leave it out"
         )
+    if args.fp32_lm_head and "lm_head" in args.lora_target_modules:
+        raise TrainArgsError(
+            "args.fp32_lm_head=True does not go with lm_head in lora_target_modules: the adapter's part of the logits "
+            "would still be in param_dtype. Leave one of them out"
+        )
     try:
         LoraSettings.from_args(args)
     except ValueError as error:
@@ -177,6 +188,20 @@ def check_algorithm(args: Any) -> None:
             function_at(path, key)
             args[key] = path
     _check_estimator(args)
+    _complete_policy_loss(args)
+    if args.kl_target is not None and not args.kl_coef:
+        raise TrainArgsError(
+            f"args.kl_target={args.kl_target} adapts kl_coef, which is 0 and would stay 0; set kl_coef to begin with"
+        )
+    if args.num_critic_only_steps and args.advantage_estimator != "gae" and "." not in args.advantage_estimator:
+        raise TrainArgsError(
+            f"args.num_critic_only_steps={args.num_critic_only_steps} needs advantage_estimator='gae': "
+            f"{args.advantage_estimator!r} has no critic"
+        )
+    if args.shuffle_minibatches and args.num_steps_per_rollout == 1:
+        raise TrainArgsError(
+            "args.shuffle_minibatches=True needs num_steps_per_rollout above 1: a single step takes all rows"
+        )
     if args.overlong_buffer_len > args.rollout_max_response_len:
         raise TrainArgsError(
             f"args.overlong_buffer_len={args.overlong_buffer_len} is more than rollout_max_response_len="
@@ -184,7 +209,7 @@ def check_algorithm(args: Any) -> None:
         )
     bounds = ("rollout_correction_low", "rollout_correction_high", "rollout_rejection_low", "rollout_rejection_high")
     if args.rollout_correction is None:
-        if given := [name for name in bounds if args[name] is not None]:
+        if given := [name for name in (*bounds, "rollout_correction_normalize") if args[name] not in (None, False)]:
             raise TrainArgsError(f"args.{given[0]} needs rollout_correction")
         return
     if args.use_rollout_logprobs:
@@ -230,6 +255,90 @@ def _check_estimator(args: Any) -> None:
             f"args.overlong_buffer_len={args.overlong_buffer_len} does not go with advantage_estimator={estimator!r}, "
             f"which {why[estimator]}. To leave truncated completions out of the loss, set overlong_filtering=True"
         )
+
+
+def _complete_policy_loss(args: Any) -> None:
+    """Set the keys of the policy loss that are not set to its own defaults, and refuse those of other losses."""
+    name, usual = args.policy_loss_type, {"loss_aggregation": "token", **POLICY_LOSS_KEYS["ppo_clip"]}
+    own = policy_loss_keys(name)
+    if own is not None:
+        own = {"loss_aggregation": "token", **own}
+        for key in {key for keys in POLICY_LOSS_KEYS.values() for key in keys} - own.keys():
+            if args[key] is not None:
+                users = " or ".join(repr(other) for other, keys in POLICY_LOSS_KEYS.items() if key in keys)
+                raise TrainArgsError(
+                    f"args.{key}={args[key]} has no effect with policy_loss_type={name!r}; leave it out, or use {users}"
+                )
+        if "dro_beta" in own and args.dro_beta is None:
+            raise TrainArgsError(f"args.policy_loss_type={name!r} needs dro_beta; there is no usual value")
+    chosen: dict[str, Any] = {}
+    high_follows = args.eps_clip is not None  # a lower bound of the user's is also the upper one
+    for key, value in (usual if own is None else own).items():
+        if args[key] is None and value is not None and not (key == "eps_clip_high" and high_follows):
+            args[key] = chosen[key] = value
+    if unusual := {key: value for key, value in chosen.items() if key in usual and value != usual[key]}:
+        said = ", ".join(f"{key}={value!r}" for key, value in unusual.items())
+        logger.warning("policy_loss_type=%r chooses %s, as in its paper; set these keys to choose others", name, said)
+
+
+def check_effects(given: Collection[str], args: Any) -> None:
+    """Refuse or report keys that are set, but have no effect.
+
+    A key that asks for another algorithm than the one that would run is an error. A key of a feature that is off is a
+    warning, since configurations are shared between runs.
+
+    Args:
+        given: the keys whose values are not the defaults.
+        args: the configuration.
+    """
+    if args.keep_old_actor and args.use_rollout_logprobs:
+        raise TrainArgsError(
+            "args.keep_old_actor has no effect with use_rollout_logprobs=True, which takes the old log-probabilities "
+            "from the rollout; set only one of them"
+        )
+    if args.loss_constant_length is not None and args.loss_aggregation != "constant":
+        raise TrainArgsError(
+            f"args.loss_constant_length={args.loss_constant_length} has no effect with loss_aggregation="
+            f"{args.loss_aggregation!r}; it needs 'constant'"
+        )
+    if args.kl_loss_coef and args.kl_loss_type == "k1":
+        warnings.warn(
+            "args.kl_loss_type='k1': the gradient of k1 has mean 0, so kl_loss_coef adds only noise; use 'k1+' or 'k3'",
+            stacklevel=3,
+        )
+    for name, is_off, keys in _FEATURES:
+        if is_off(args[name]) and (idle := [key for key in keys if key in given]):
+            verb = "has" if len(idle) == 1 else "have"
+            warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
+
+
+_GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
+_UNNORMALIZED = (*_GROUP_BASELINES, "remax", "optimal_token_baseline")
+_UNDISCOUNTED = (*_UNNORMALIZED, "gdpo", "reinforce_plus_plus_baseline")
+_WITHOUT_CRITIC = (*_UNDISCOUNTED, "reinforce_plus_plus")
+_DIVIDES_BY_STD = ("grpo", "grpo_passk", "gdpo")
+_FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("train_backend", lambda value: value != "megatron", (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer", "megatron_overrides",
+    )),
+    ("train_backend", lambda value: value != "fsdp", ("fsdp_shard_size", "fsdp_reduce_dtype", "fsdp_cpu_offload")),
+    ("lora_rank", lambda value: not value, ("lora_alpha", "lora_dropout", "lora_target_modules")),
+    ("lr_decay_style", lambda value: value == "constant", ("min_lr", "lr_decay_iters")),
+    ("advantage_estimator", lambda value: value in _UNNORMALIZED, ("normalize_advantages",)),
+    ("advantage_estimator", lambda value: value in _UNDISCOUNTED, ("gamma",)),
+    ("advantage_estimator", lambda value: value in _WITHOUT_CRITIC, (
+        "gae_lambda", "value_clip", "critic_lr", "critic_lr_warmup_iters", "critic_load", "critic_save",
+        "critic_save_hf", "critic_num_nodes", "critic_num_gpus_per_node",
+    )),
+    ("advantage_estimator", lambda value: value in {*_WITHOUT_CRITIC, "gae"} - {*_DIVIDES_BY_STD}, (
+        "grpo_std_normalization",
+    )),
+    ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
+    ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
+    ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),
+)  # fmt: skip
+"""Keys of features that are off: the key that says so, whether its value does, and the keys without an effect then. An
+estimator that is not listed may read any key."""
 
 
 def function_at(path: str, key: str) -> Callable[..., Any]:

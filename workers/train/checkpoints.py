@@ -88,12 +88,14 @@ class Position:
         rollout_id: the last rollout that the model was trained on.
         optimizer_step: number of optimizer steps so far.
         weight_version: of the weights that the rollout workers had.
+        kl_coef: of the next rollout; None unless it is adaptive.
     """
 
     folder: Path
     rollout_id: int
     optimizer_step: int
     weight_version: int
+    kl_coef: float | None = None
 
 
 class RolloutCheckpoints:
@@ -191,6 +193,7 @@ class RolloutCheckpoints:
         *,
         optimizer_step: int,
         weight_version: int,
+        kl_coef: float | None = None,
         background: bool,
         driver_state: bytes | None = None,
     ) -> str | None:
@@ -201,6 +204,7 @@ class RolloutCheckpoints:
             step: see `Position.rollout_id`.
             optimizer_step: see `Position`.
             weight_version: see `Position`.
+            kl_coef: see `Position`.
             background: return as soon as the state is copied, and write it in a thread.
             driver_state: what to store beside the model; only rank 0's counts.
 
@@ -227,7 +231,7 @@ class RolloutCheckpoints:
             model.save(folder, background=background)
         except (Exception, CheckpointException) as error:  # not an Exception subclass; torch raises it on all ranks
             raise CheckpointError(f"{UNWRITTEN}: {type(error).__name__}: {error}") from error
-        at = Position(folder, step, optimizer_step, weight_version)
+        at = Position(folder, step, optimizer_step, weight_version, kl_coef)
         if background:
             self._writing = in_thread("checkpoint", lambda: self._finish(model, at))
         else:
@@ -281,7 +285,7 @@ class RolloutCheckpoints:
             return
         # Each step leaves a complete checkpoint that `LATEST` names: the old one is removed last.
         before = self._noted()
-        note = {**asdict(at), "folder": at.folder.name}
+        note = {name: value for name, value in asdict(at).items() if value is not None} | {"folder": at.folder.name}
         (at.folder / POSITION).write_text(json.dumps(note) + "\n")
         fresh = self._save / f"{LATEST}.new"
         fresh.write_text(json.dumps(note) + "\n")

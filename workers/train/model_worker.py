@@ -39,7 +39,7 @@ class ModelWorker(TrainWorker):
     implements training.
 
     Attributes:
-        args: the configuration as its role sees it.
+        args: the configuration as its role sees it. With ``kl_target``, its ``kl_coef`` is that of the next rollout.
         role: "actor" or "critic".
         device: of this rank.
         model: the `TrainModel`.
@@ -177,6 +177,8 @@ class ModelWorker(TrainWorker):
             self.model.load(position.folder, optimizer=not self.args.no_load_optim)
             if not self.args.no_load_optim:
                 self.optimizer_step = position.optimizer_step
+                if position.kl_coef is not None and self.args.kl_target is not None:
+                    self.args.kl_coef = position.kl_coef
             self.weight_version = position.weight_version
         self._versions = {}
         if self._keeps_versions and position is None:  # a checkpoint's weights are newer than its weight version
@@ -231,6 +233,7 @@ class ModelWorker(TrainWorker):
             "optimizer_step": self.optimizer_step,
             "weight_version": self.weight_version,
             "versions": self._versions,
+            "kl_coef": self.args.kl_coef,
             "counters": self.model.counters(),
         }
         return self._peers.take(self._state(), about)
@@ -277,6 +280,7 @@ class ModelWorker(TrainWorker):
         write_snapshot(snapshot, self._to_restore(about), f"after rollout {recovery.rollout_id}")
         self.model.set_counters(about["counters"])
         self.optimizer_step, self.weight_version = about["optimizer_step"], about["weight_version"]
+        self.args.kl_coef = about["kl_coef"]
         if self._keeps_versions and current and version > self.weight_version:
             self._keep_version(version)  # as `update_weights` did with these very weights
         self.weight_version = version
@@ -371,6 +375,7 @@ class ModelWorker(TrainWorker):
                 step,
                 optimizer_step=self.optimizer_step,
                 weight_version=self.weight_version,
+                kl_coef=None if self.args.kl_target is None else self.args.kl_coef,
                 background=self.args.async_save and not force_sync,
                 driver_state=fetch(driver_state[0]) if driver_state and not self.rank else None,
             )

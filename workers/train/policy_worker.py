@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dispatch.batch import share_rows
 from single_controller import Dispatch, register
 from workers.algorithms.advantages import overlong_penalty
-from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, rejects
+from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, mean_weight, rejects
 from workers.algorithms.estimators import (
     NEEDS,
     AdvantageRows,
@@ -26,10 +26,11 @@ from workers.algorithms.estimators import (
     missing,
     value_targets,
 )
-from workers.algorithms.losses import policy_loss, token_weights, value_loss
+from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, value_loss
+from workers.algorithms.policy_losses import SELECTIONS, StepTokens
 from workers.algorithms.registry import NEEDS_GROUPS
-from workers.algorithms.schedule import learning_rate
-from workers.data.rollout_data import REWARD_PART, RolloutDataError, check_rollout_data, token_versions
+from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
+from workers.data.rollout_data import REWARD_PART, RolloutDataError, check_rollout_data, rows_of, token_versions
 from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
@@ -46,6 +47,9 @@ STALENESS_SHARES = 4
 class PolicyTrainWorker(ModelWorker):
     """Trains a policy or its critic on rollout data. ``args`` choose the advantage estimator, the loss, and how rows
     are split into optimizer steps."""
+
+    _rollout_id = 0
+    """Of the rollout in training."""
 
     @classmethod
     def check_rows(cls, args: Any, rows: Any, role: str, computed: Collection[str]) -> None:
@@ -64,6 +68,7 @@ class PolicyTrainWorker(ModelWorker):
             return {}
         began = time.perf_counter()
         self._refuse_asleep("train")
+        self._rollout_id = rollout_id
         # A run that continues from a checkpoint also repeats the dropout of this rollout.
         self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
         with _profiled(self.args, self.role, rollout_id, self.rank):
@@ -106,15 +111,21 @@ class PolicyTrainWorker(ModelWorker):
     def _train_actor(self, data: Data) -> dict[str, float]:
         args = self.args
         metrics = {**self._about(data), **self._penalize_length(data), **self._filter_overlong(data)}
+        waits = self._rollout_id < args.num_critic_only_steps
+        if waits and args.kl_target is None:
+            return {**metrics, **_mean([])}
         if "ref_log_probs" not in data and "ref" in self.backup.names:
             with self.backup.swapped("ref"):
                 self._set(data, "ref_log_probs", self.model.log_probs(data, args.temperature))
-        given = "old_log_probs" in data or not self._old_log_probs(data)
+        computed = "old_log_probs" not in data and self._old_log_probs(data)
+        if waits:  # the critic adapts its coefficient in these rollouts too
+            return {**metrics, **self._adapt_kl_coef(data), **_mean([])}
         if "advantages" not in data and args.advantage_estimator == "optimal_token_baseline":
-            self._sum_pi_squared(data, computed=not (given or args.use_rollout_logprobs or args.keep_old_actor))
+            self._sum_pi_squared(data, computed=computed and not (args.use_rollout_logprobs or args.keep_old_actor))
         metrics |= self._correct(data)
         if "advantages" not in data:
             data["advantages"] = self._advantages(data)
+            metrics |= self._adapt_kl_coef(data)
         if data["advantages"].dim() == 1:
             data["advantages"] = data["advantages"][:, None] * (data["loss_mask"] != 0)
         data["loss_mask"] = self._trained(data)
@@ -123,6 +134,7 @@ class PolicyTrainWorker(ModelWorker):
             kl_coef=args.kl_loss_coef,
             kl_estimator=args.kl_loss_type,
             entropy_coef=args.entropy_coef,
+            opsm_delta=args.opsm_delta,
         )
         return {**metrics, **self._steps(data, loss)}
 
@@ -133,6 +145,7 @@ class PolicyTrainWorker(ModelWorker):
         if "values" not in data:
             self._set(data, "values", self.model.values(data))
         data["returns"] = value_targets(self._advantage_rows(data), self.args)
+        metrics |= self._adapt_kl_coef(data)
         data["loss_mask"] = self._trained(data)
         return {**metrics, **self._steps(data, value_loss(eps_clip=self.args.value_clip or None))}
 
@@ -142,29 +155,56 @@ class PolicyTrainWorker(ModelWorker):
         length = args.loss_constant_length or args.rollout_max_response_len
         reports: list[StepReport] = []
         lr = 0.0
-        for _ in range(args.ppo_epochs):
-            for share in share_rows(len(data["input_ids"]), args.num_steps_per_rollout, "ragged"):
-                rows = slice(*share.ranges[0])
-                part = {name: value[rows] for name, value in data.items()}
+        size = len(data["input_ids"])
+        for epoch in range(args.ppo_epochs):
+            order = self._order(size, epoch)
+            for share in share_rows(size, args.num_steps_per_rollout, "ragged"):
+                rows = slice(*share.ranges[0]) if order is None else order[slice(*share.ranges[0])].tolist()
+                part = rows_of(data, rows)
                 weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length)
                 total = sum(self._over_dp(float(count)))
                 if not total:
                     continue  # no token of any rank counts
                 part["loss_weights"] = weights / total
+                part |= self._selected(part)
                 lr = self._lr()
                 temperature = args.temperature if self.role == "actor" else 1.0
                 entropy = self.role == "actor" and bool(args.entropy_coef or args.calculate_entropy)
                 reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
                 self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # otherwise the fp16 step was skipped
-        sums: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0}  # also of a rollout without a token that counts
-        for report in reports:
-            for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
-                sums[name] = sums.get(name, 0.0) + value
-        return {**{name: value / max(len(reports), 1) for name, value in sums.items()}, "lr": lr}
+        return _mean(reports, lr)
+
+    def _order(self, rows: int, epoch: int) -> torch.Tensor | None:
+        """Return the order of this rank's rows in an epoch, (rows,) int64; None to keep it. It depends on nothing but
+        the seed, the rollout, the epoch and the dp rank, so the tensor and pipeline parallel ranks of one dp rank have
+        the same, and so has a rollout that is repeated after ranks were replaced."""
+        if not self.args.shuffle_minibatches:
+            return None
+        seed = mixed_seed(self.args.seed, self._rollout_id, self._dp_rank, epoch)
+        return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+
+    def _selected(self, part: Data) -> Data:
+        """Choose tokens among those of the whole step, if the policy loss needs that, for one more forward pass."""
+        select = SELECTIONS.get(function_of(self.args, "policy_loss_type")) if self.role == "actor" else None
+        if select is None:
+            return {}
+        log_probs = self.model.log_probs(part, self.args.temperature)
+        if log_probs is None:  # a pipeline stage that is not the last; its choice is not used
+            log_probs = torch.zeros(part["input_ids"].shape)
+        step = StepTokens(
+            log_probs,
+            part.get("old_log_probs", log_probs),
+            part["advantages"],
+            part["loss_mask"] != 0,
+            gather=self._over_dp,
+            seed=mixed_seed(self.args.seed, self.optimizer_step),
+        )
+        return {"selected_tokens": select(step, self.args)}
 
     def _lr(self) -> float:
         args = self.args
-        steps = args.num_rollout * args.num_steps_per_rollout * args.ppo_epochs
+        rollouts = args.num_rollout - (args.num_critic_only_steps if self.role == "actor" else 0)
+        steps = rollouts * args.num_steps_per_rollout * args.ppo_epochs
         return learning_rate(
             self.optimizer_step,
             lr=args.lr,
@@ -185,6 +225,28 @@ class PolicyTrainWorker(ModelWorker):
                 f"({rows},) or ({rows}, {tokens}), for this dp rank's rows"
             )
         return made
+
+    def _adapt_kl_coef(self, data: Data) -> dict[str, float]:
+        """Set the KL coefficient of the next rollout, if ``kl_target`` is set. Returns the metrics of this one.
+
+        ``args.kl_coef`` is the state, which snapshots and checkpoints contain. The actor and the critic, whose returns
+        have the penalty too, compute the same from the same rows."""
+        args = self.args
+        if args.kl_target is None:
+            return {}
+        rows = self._advantage_rows(data)
+        old, ref = self.of_last_stage((rows["old_log_probs"], rows["ref_log_probs"]))
+        counts = rows["loss_mask"] != 0  # also of completions that are left out, whose rewards have the penalty too
+        lengths = counts.sum(1)
+        of_tokens = torch.where(counts, kl_estimate(old, ref, "k1").double(), 0.0)
+        parts = self._over_dp((float((of_tokens.sum(1) / lengths.clamp(min=1)).sum()), int((lengths > 0).sum())))
+        total, completions = (sum(part[k] for part in parts) for k in range(2))
+        coef, kl = args.kl_coef, total / max(completions, 1)
+        if completions:
+            args.kl_coef = adaptive_kl_coef(
+                coef, kl, target=args.kl_target, horizon=args.kl_horizon, completions=completions
+            )
+        return {"kl_coef": coef, "reward_kl": kl}
 
     def _advantage_rows(self, data: Data) -> AdvantageRows:
         return AdvantageRows(data, self._dp_rank, self._over_dp, self.args.advantage_estimator)
@@ -244,11 +306,12 @@ class PolicyTrainWorker(ModelWorker):
         # All stages need the same loss_mask, so that they skip the same steps.
         old = self.of_last_stage(data["old_log_probs"])
         made = correct(old, data["rollout_log_probs"], self._trained(data), correction or Correction())
-        if correction is not None:
-            data["correction_weights"] = made.weights
-            data["left_out"] = data.get("left_out", False) | made.rejected
         parts = self._over_dp((made.sums, float(made.largest)))
-        return correction_metrics(torch.stack([part[0] for part in parts]).sum(0), [part[1] for part in parts])
+        sums = torch.stack([part[0] for part in parts]).sum(0)
+        if correction is not None:
+            data["correction_weights"] = made.weights / (mean_weight(sums) if correction.normalize else 1.0)
+            data["left_out"] = data.get("left_out", False) | made.rejected
+        return correction_metrics(sums, [part[1] for part in parts])
 
     def _old_log_probs(self, data: Data) -> bool:
         """Add ``old_log_probs``, unless they equal those of the first step. Returns whether they were added."""
@@ -371,6 +434,16 @@ class PolicyTrainWorker(ModelWorker):
         return Counter((self.weight_version - known).tolist())
 
 
+def _mean(reports: Sequence[StepReport], lr: float = 0.0) -> dict[str, float]:
+    """Return the metrics of a rollout from the reports of its steps. There are none if no token counts, or if the actor
+    waits for its critic."""
+    sums: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0}
+    for report in reports:
+        for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return {**{name: value / max(len(reports), 1) for name, value in sums.items()}, "lr": lr}
+
+
 def missing_rollout_log_probs() -> RolloutDataError:
     """The error of ``use_rollout_logprobs`` without them."""
     return RolloutDataError(
@@ -416,10 +489,9 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
         )
     if "rollout_log_probs" not in names and "old_log_probs" not in names and args.use_rollout_logprobs:
         raise missing_rollout_log_probs()
-    if "rollout_log_probs" not in names and args.rollout_correction:
-        raise RolloutDataError(
-            f"rollout_correction={args.rollout_correction!r} needs 'rollout_log_probs' in the rollout data"
-        )
+    for name in ("rollout_correction", "opsm_delta"):
+        if "rollout_log_probs" not in names and args[name] is not None:
+            raise RolloutDataError(f"{name}={args[name]!r} needs 'rollout_log_probs' in the rollout data")
 
 
 def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:

@@ -135,6 +135,32 @@ def test_rewards_include_the_kl_penalty(pair_of, llama_folder, data):
     assert learn(critic, 1, given)["return"] == pytest.approx(of_critic["return"], abs=1e-5)
 
 
+def test_critic_learns_alone_at_first(pair_of, llama_folder, data):
+    """In the first two rollouts the actor does not move, but the KL coefficients of both change, and stay the same. Its
+    learning rate decays over the other two rollouts."""
+    args = {"hf_checkpoint": llama_folder, **PPO, "num_critic_only_steps": 2, "num_rollout": 4, "kl_coef": 0.2,
+            "kl_target": 0.01, "kl_horizon": 100, "lr_decay_style": "linear"}  # fmt: skip
+    actor, critic = pair_of(2, args, with_ref=True)
+    before, values = whole_weights(actor), [critic.worker_group.compute_values(data)]
+    found = []
+    for step in range(4):
+        refs = critic.async_train(step, data)
+        metrics = learn(actor, step, data)
+        found.append((metrics, ray.get(refs)[0]))
+        values.append(critic.worker_group.compute_values(data))
+        assert (distance(whole_weights(actor), before) == 0.0) == (step < 2)
+        assert (values[-1] - values[-2]).abs().max() > 1e-4
+    of_actor, of_critic = zip(*found, strict=True)
+    assert [metrics["lr"] for metrics in of_actor] == pytest.approx([0.0, 0.0, 3e-3, 1.5e-3])
+    assert [metrics["grad_norm"] > 0 for metrics in of_actor] == [False, False, True, True]
+    # No divergence until the actor has moved: 15 completions lower the coefficient by 3 % each time.
+    coefs = [0.2 * 0.97**step for step in range(4)]
+    assert [metrics["kl_coef"] for metrics in of_actor] == pytest.approx(coefs)
+    for name in ("kl_coef", "reward_kl", "reward"):
+        assert [metrics[name] for metrics in of_actor] == [metrics[name] for metrics in of_critic]
+    assert of_actor[3]["reward_kl"] != 0 == of_actor[2]["reward_kl"]
+
+
 def test_entries_in_the_data_are_not_recomputed(pair_of, llama_folder, data):
     actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO})
     zeros = data.clone().set("values", torch.zeros(data["input_ids"].shape))

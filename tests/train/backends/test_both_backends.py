@@ -125,6 +125,33 @@ def test_three_grpo_steps_match_a_plain_loop(start, way, options):
     assert distance(whole_weights(group), plain.weights()) < 1e-4
 
 
+def half_of_them(log_probs):
+    """The most likely tokens that together have half of the probability, at least three."""
+    order = log_probs.argsort(descending=True).tolist()
+    return order[: max(3, int((log_probs[order].exp().cumsum(0) < 0.5).sum()) + 1)]
+
+
+@pytest.mark.parametrize("way", [FSDP2, TP2, pytest.param(TP2_PP2, marks=rare)], ids=called)
+def test_steps_with_a_sampling_mask_match_a_plain_loop(start, way):
+    """Policy, old policy, reference and entropy over the sets that the tokens were drawn from, through all that cuts
+    rows: several ranks, balancing, micro-batches and several steps."""
+    group = start(way, with_ref=True, **GRPO, balance_data=True, ppo_epochs=2)
+    plain = ReferenceGRPO(small_llama(), kl_coef=0.01, entropy_coef=0.003)
+    for step in range(2):
+        rows = rollout(plain.model, prompts=5, samples=3, seed=step, left=half_of_them)
+        log_probs = group.compute_log_prob(rows)
+        torch.testing.assert_close(log_probs, plain.log_probs(rows), atol=1e-4, rtol=0)
+        counts = rows["loss_mask"].bool()
+        off = (log_probs - rows["rollout_log_probs"])[counts].abs()
+        assert float(off.max()) < 1e-4
+        without = group.compute_log_prob(rows.exclude("sampling_mask", "sampling_mask_lengths"))
+        gap = (rows["rollout_log_probs"] - without)[counts]  # minus the log of the kept mass
+        assert 0.3 < float(gap.mean()) < 0.7
+        plain.step(rows, epochs=2)
+        learn(group, step, rows)
+    assert distance(whole_weights(group), plain.weights()) < 1e-4
+
+
 @ways(FSDP2, PP2, rarely=[TP2])
 def test_tied_embeddings_and_biases(start, way, tmp_path):
     """A Qwen2; in a pipeline its first and last stage share a tensor and its gradient."""
@@ -154,6 +181,103 @@ def test_several_epochs_over_one_rollout(start, way, data):
     assert metrics["clip_fraction"] > 0
     assert "entropy" not in metrics  # it is neither in the loss nor requested
     assert distance(whole_weights(group), plain.weights()) < 1e-4
+
+
+@ways(FSDP2, PP2, rarely=[TP2, FSDP1])
+def test_kl_coef_approaches_the_target(start, way, data, tmp_path):
+    """Against a loop over tokens; then from a checkpoint."""
+    args = {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.3, "kl_target": 0.004, "kl_horizon": 60,
+            "num_steps_per_rollout": 2, "save": str(tmp_path), "load": str(tmp_path)}  # fmt: skip
+    group = start(way, with_ref=True, **args)
+    ref = group.worker_group.compute_ref_log_prob(data)
+    counts = data["loss_mask"] != 0
+    expected, kls, found = [0.3], [], []
+    for step in range(4):
+        now = group.worker_group.compute_log_prob(data)
+        means = [(now - ref)[row][counts[row]].double().mean().item() for row in range(len(data)) if counts[row].any()]
+        kls.append(sum(means) / len(means))
+        error = min(max(kls[-1] / 0.004 - 1, -0.2), 0.2)
+        expected.append(expected[-1] * (1 + error * len(means) / 60))
+        found.append(learn(group, step, data))
+    assert [metrics["kl_coef"] for metrics in found] == pytest.approx(expected[:-1], rel=1e-4)
+    assert [metrics["reward_kl"] for metrics in found] == pytest.approx(kls, abs=1e-6)
+    assert min(kls) < 0.004 < max(kls), "the coefficient went one way only"
+    group.save_model(3)
+    assert json.loads((tmp_path / "latest.json").read_text())["kl_coef"] == pytest.approx(expected[-1], rel=1e-4)
+    again = learn(group, 4, data)
+    group = start(way, begins=4, with_ref=True, **args, ref_load=group.args.hf_checkpoint)
+    assert learn(group, 4, data)["kl_coef"] == again["kl_coef"]
+    group = start(way, begins=4, with_ref=True, **args, no_load_optim=True)
+    assert learn(group, 4, data)["kl_coef"] == 0.3
+
+
+@ways(FSDP1, TP2)
+def test_shuffled_steps_are_those_of_rows_in_that_order(start, way, data):
+    """Both tensor parallel ranks have the same order, as their result is that of one rank."""
+    args = {"num_steps_per_rollout": 3, "advantage_estimator": "grpo"}
+    group = start(way, **args, ppo_epochs=2, shuffle_minibatches=True)
+    learn(group, 5, data)
+    shuffled = whole_weights(group)
+    orders = group.worker_group.execute_with_func_generator(orders_of, 5, len(data))
+    assert all(order == orders[0] for order in orders)
+    first, second = orders[0]
+    assert first != second and sorted(first) == sorted(second) == list(range(len(data)))
+    # By hand, with advantages and old log-probabilities of the whole rollout.
+    group = start(way, **args)
+    given = data.clone().set("old_log_probs", group.worker_group.compute_log_prob(data))
+    for step, order in enumerate((first, second)):
+        learn(group, step, given[order])
+    assert distance(whole_weights(group), shuffled) < 1e-6
+    group = start(way, **args, ppo_epochs=2)
+    learn(group, 5, data)
+    assert distance(whole_weights(group), shuffled) > 1e-5
+
+
+def orders_of(worker, rollout_id, rows):
+    worker._rollout_id = rollout_id
+    return [worker._order(rows, epoch).tolist() for epoch in range(2)]
+
+
+@ways(FSDP2, rarely=[DP2])
+def test_order_depends_on_rollout_and_dp_rank_alone(start, way, data):
+    """Uneven rows: eight and seven."""
+    group = start(way, num_steps_per_rollout=2, shuffle_minibatches=True, ppo_epochs=2)
+    orders = group.worker_group.execute_with_func_generator(orders_of, 3, 15)
+    assert orders[0][0] != orders[1][0]
+    assert orders != group.worker_group.execute_with_func_generator(orders_of, 4, 15)
+    losses = [learn(group, step, data[:15]) for step in (3, 4)]
+    group = start(way, num_steps_per_rollout=2, shuffle_minibatches=True, ppo_epochs=2)
+    torch.manual_seed(99)  # whatever random numbers were drawn before
+    assert orders == group.worker_group.execute_with_func_generator(orders_of, 3, 15)
+    for step, expected in zip((3, 4), losses, strict=True):
+        assert {**learn(group, step, data[:15]), "seconds": 0} == {**expected, "seconds": 0}
+
+
+@ways(FSDP2)
+def test_bypass_mode_saves_a_forward_pass(start, way, data):
+    """With log-probabilities of the trainer's own, it changes nothing else."""
+    found, weights = [], []
+    for bypass in (False, True):
+        group = start(way, use_rollout_logprobs=bypass, ppo_epochs=2)
+        same = data.clone().set("rollout_log_probs", group.worker_group.compute_log_prob(data))
+        group.worker_group.execute_with_func_generator(count_forward_passes)
+        metrics = learn(group, 0, same)
+        found.append(group.worker_group.execute_with_func_generator(lambda worker: worker.model.passes))
+        weights.append(whole_weights(group))
+        assert metrics["clip_fraction"] > 0
+    assert found == [[1, 1], [0, 0]]
+    assert distance(*weights) < 1e-6
+
+
+def count_forward_passes(worker):
+    model, whole = worker.model, worker.model.log_probs
+    model.passes = 0
+
+    def counting(*args):
+        model.passes += 1
+        return whole(*args)
+
+    model.log_probs = counting
 
 
 @ways(FSDP2, TP2, rarely=[PP2])
@@ -194,6 +318,54 @@ def test_bfloat16_is_close(start, way, data):
     group.offload()
     group.onload()
     assert distance(whole_weights(group), before) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("way", "tied"),
+    [(FSDP2, False), (FSDP2, True), (TP2, False), (PP2, True), *(pytest.param(way, tied, marks=rare) for way, tied in
+     ((FSDP1, False), (TP2, True), (TP2_PP2, False), (HSDP, True)))],
+    ids=called,
+)  # fmt: skip
+def test_output_layer_in_float32_under_bfloat16(start, way, tied, data, tmp_path):
+    """The logits are those of the layer's own input and weights in float32, and training follows their gradient."""
+    config = small_llama().config
+    config.tie_word_embeddings = tied
+    torch.manual_seed(3)
+    folder = saved(AutoModelForCausalLM.from_config(config), tmp_path)
+    errors, weights = {}, {}
+    for exact in (False, True):
+        group = start(way, hf_checkpoint=folder, param_dtype="bf16", fp32_lm_head=exact, num_steps_per_rollout=2)
+        group.worker_group.execute_with_func_generator(watch_the_output_layer)
+        learn(group, 0, data)
+        (*_, seen) = group.worker_group.execute_with_func_generator(lambda worker: worker.seen)
+        errors[exact], dtypes = seen
+        assert dtypes == {("bfloat16", "bfloat16", "float32" if exact else "bfloat16")}
+        weights[exact] = whole_weights(group)
+        assert {tensor.dtype for tensor in weights[exact].values()} == {torch.bfloat16}
+    assert errors[True] < 1e-6 < 1e-4 < errors[False]
+    assert ("lm_head.weight" in weights[True]) != tied
+    assert 0 < distance(weights[True], weights[False]) < 0.02
+
+
+def watch_the_output_layer(worker):
+    """Keep in ``worker.seen``: the largest error of the logits, and the dtypes of input, weight and output."""
+    model = worker.model
+    worker.seen = (0.0, set())
+    layers = [model.module.get_output_embeddings()] if worker.args.train_backend == "fsdp" else [
+        part.output_layer for part in model.models if part.post_process
+    ]  # fmt: skip
+
+    def check(layer, args, kwargs, output):
+        weight = kwargs.get("weight")
+        weight = layer.weight if weight is None else weight
+        logits = output[0] if isinstance(output, tuple) else output
+        exact = args[0].detach().double() @ weight.detach().double().T
+        error = float((logits.detach().double() - exact).abs().max())
+        dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (args[0], weight, logits))
+        worker.seen = (max(worker.seen[0], error), worker.seen[1] | {dtypes})
+
+    for layer in layers:
+        layer.register_forward_hook(check, with_kwargs=True)
 
 
 @ways(FSDP2, TP2)

@@ -35,8 +35,22 @@ CASES = {
     },
     "seq_mis": {"rollout_correction": "seq_mis"},
     "geo_mis": {"rollout_correction": "geo_mis"},
+    "normalized": {"rollout_correction": "seq_tis", "rollout_correction_normalize": True},
+    "normalized_rest": {
+        "rollout_correction": "error_rs+token_tis",
+        "rollout_correction_normalize": True,
+        "rollout_rejection_high": 1.35,
+    },
+    "seq_mask_tis": {"rollout_correction": "seq_mask_tis", "rollout_rejection_low": 0.9, "rollout_rejection_high": 1.2},
+    "off_policy_sequences": {"opsm_delta": 0.02, "rollout_correction": "icepop", "loss_aggregation": "sequence"},
 }
 """Each loss, advantage, aggregation, and level and kind of correction is in one of them."""
+
+MASKS = {
+    "normalized_rest": ["correction_rejected"],
+    "seq_mask_tis": ["correction_rejected"],
+    "off_policy_sequences": ["opsm_fraction"],
+}
 
 # An Adam step of lr / eps * gradient, to one part in a million: whole weights show the gradient on any backend.
 EXPOSED = {"lr": 1e6, "adam_eps": 1e6, "adam_beta1": 0.0, "clip_grad": 0.0, "rollout_max_response_len": 16}
@@ -112,6 +126,8 @@ def test_gradients_match_plain_loops(fsdp_groups, megatron_groups, llama_folder,
         found = assembled([part[name][1] for part in parts])
         assert distance(found, of_parameters) < 1e-5, name
         assert max(value.abs().max() for value in of_parameters.values()) > 1e-2  # so that 1e-5 says something
+        for metric in MASKS.get(name, ()):
+            assert 0 < metrics[0][metric] < 1, "the case masks nothing, or everything"
 
 
 @pytest.mark.parametrize("way", [FSDP2, PP2], ids=called)

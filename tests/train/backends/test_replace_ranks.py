@@ -49,6 +49,12 @@ def states(group):
     return group.worker_group.execute_with_func_generator(state)
 
 
+def learning(group, step, rows):
+    """All metrics of a step, except of what it took."""
+    metrics = learn(group, step, rows)
+    return {name: value for name, value in metrics.items() if "seconds" not in name and "snapshot" not in name}
+
+
 def same(ones, others):
     return all(
         one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -61,18 +67,23 @@ rare = pytest.mark.full("rare ways to recover")
 
 @pytest.mark.parametrize("way", [name if name in FAST else pytest.param(name, marks=rare) for name in WAYS])
 def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama_folder):
+    """Every metric and the whole state, with what else changes from rollout to rollout: the order of the rows, the KL
+    coefficient, the learning rate."""
     ranks, replicas, args = WAYS[way]
     group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
     args = {**args, "hf_checkpoint": llama_folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
-            "lr_decay_style": "linear", "num_rollout": 8}  # fmt: skip
+            "lr_decay_style": "linear", "num_rollout": 8, "num_steps_per_rollout": 2, "shuffle_minibatches": True,
+            "advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "kl_target": 1e-3,
+            "kl_horizon": 20}  # fmt: skip
     rollouts = [rollout(small_llama(), prompts=5, samples=3, seed=seed) for seed in range(5)]
     begin(group, args, with_ref=True)
-    expected = [learn(group, step, rows)["loss"] for step, rows in enumerate(rollouts)]
+    expected = [learning(group, step, rows) for step, rows in enumerate(rollouts)]
+    assert len({metrics["kl_coef"] for metrics in expected}) == 5
     weights = states(group)
     begin(group, {**args, "peer_snapshot_interval": 1}, with_ref=True)
     step, found, victims = 0, {}, {2: ranks - 1, 4: 0}
     while step < 5:
-        found[step] = learn(group, step, rollouts[step])["loss"]
+        found[step] = learning(group, step, rollouts[step])
         step += 1
         if step in victims:
             kill(group, victims.pop(step))
