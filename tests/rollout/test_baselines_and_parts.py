@@ -58,7 +58,8 @@ def test_baselines_are_the_rewards_of_greedy_completions(group):
     assert data["reward_baselines"].tolist() == pytest.approx([expected[row // 3] for row in range(9)])
     # The rows themselves are those without baselines.
     for name in plain.keys() - {"group_ids"}:
-        assert data[name].equal(plain[name]), name
+        found, expected_rows = (of[name].values() if of[name].is_nested else of[name] for of in (data, plain))
+        assert found.equal(expected_rows), name
     later = manager.generate_async(PROMPTS, rollout_id=2, samples_per_prompt=1).result()
     assert later["reward_baselines"].tolist() == pytest.approx(expected)
     assert "reward_baselines" not in plain.keys()  # noqa: SIM118
@@ -115,6 +116,26 @@ def test_stream_has_the_same_baselines(group):
         update(stream, manager, 6)
         with pytest.raises(RolloutError, match="generated without greedy_baselines=True"):
             stream.take(30)
+    group.set_weight_version(0)
+
+
+def test_batch_that_is_taken_again_has_groups_of_its_own(group):
+    """After the trainer has gone back, some groups are generated anew. Joined with those before, they stay apart."""
+    manager = RolloutManager(group, HOW, reward, samples_per_prompt=2, seed=1)
+    buffer = SampleBuffer(groups_per_batch=3, max_staleness=2, keep_batches=2)
+    with RolloutStream(manager, lambda rollout_id: PROMPTS, buffer) as stream:
+        found = []
+        for version in (1, 2, 3):
+            with stream.updating():
+                group.set_weight_version(version)
+                manager.weight_version = version
+            if version == 3:
+                buffer.rewind(1)
+            found.append(stream.take(30))
+    assert [group_numbers(data["group_ids"]).tolist()[0] for data in found] == [0, 3, 3]
+    assert found[2]["input_ids"].equal(found[1]["input_ids"])
+    groups, sizes = torch.cat([data["group_ids"] for data in found]).unique(return_counts=True)
+    assert len(groups) == 9 and sizes.tolist() == [2] * 9
     group.set_weight_version(0)
 
 
