@@ -20,6 +20,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.distributed import all_or_none
+from workers.exact import ExactError, exact_logits, probe
 from workers.fsdp.fsdp_build import build, mesh_of, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
@@ -43,6 +45,7 @@ class FSDPOptions:
         seed: seed of random weights.
         trust_remote_code: whether code that comes with the weights may run.
         lora: the adapter to train instead of all weights; None for none.
+        exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
 
     Raises:
         ValueError: ``param_dtype`` is float16.
@@ -61,6 +64,7 @@ class FSDPOptions:
     seed: int = 1234
     trust_remote_code: bool = False
     lora: LoraSettings | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.param_dtype is torch.float16:
@@ -106,7 +110,12 @@ class FSDPTrainModel(TrainModel):
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
         trust = options.trust_remote_code
         seed = None if empty else options.seed
-        self.module: Any = build(hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora)
+        if options.exact:
+            with all_or_none(ExactError, "the ranks cannot train exactly"):
+                self.exact_digest = probe(hf_config, options.param_dtype, device, trust_remote_code=trust)
+        self.module: Any = build(
+            hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora, exact=options.exact
+        )
         if options.lora is not None:
             self.adapter_config = adapter_config(self.module, folder)
         if options.gradient_checkpointing:
@@ -173,7 +182,10 @@ class FSDPTrainModel(TrainModel):
 
     def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
         # Padding is on the right, so the model's own causal mask hides it from real tokens.
-        logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
+        if self.options.exact:
+            logits = exact_logits(self.module, part.input_ids, part.position_ids)
+        else:
+            logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
         if self.role == "critic":
             return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
         log_probs, entropies = next_token_log_probs(logits, part.input_ids, temperature=temperature, entropy=entropy)

@@ -45,6 +45,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
             lora=LoraSettings.from_args(args),
+            exact=args.exact,
         )
         return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
 

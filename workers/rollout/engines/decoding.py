@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from workers.algorithms.token_log_probs import token_log_probs
 from workers.rollout.engines.request_engine import Request
 from workers.rollout.engines.rollout_engine import SamplingParams
 
@@ -292,8 +293,9 @@ def sample(
         if temperature:
             noisy = _with_noise(truncated(of_model, top_k, top_p), [generators[row] for row in rows])
         chosen = noisy.argmax(dim=-1)
+        # The trainer's own function, so that both round alike.
         tokens[where] = chosen
-        log_probs[where] = of_model.gather(1, chosen[:, None])[:, 0]
+        log_probs[where], _ = token_log_probs(logits[where], chosen, temperature=temperature)
     return tokens.tolist(), log_probs.tolist()
 
 

@@ -172,11 +172,13 @@ class RolloutEngine(ABC):
             the others go on, and starts a worker with another rank. Otherwise it restarts the worker at its rank, and
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
+        exact_digest: what `workers.exact.probe` returned, in exact mode; None otherwise.
     """
 
     weight_version: int | None = 0
     any_rank = False
     partial_updates = False
+    exact_digest: str | None = None
 
     @property
     def keeps_weights(self) -> bool:
