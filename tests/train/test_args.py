@@ -258,3 +258,17 @@ def test_function_path_is_imported():
     ):
         with pytest.raises(TrainArgsError, match=message):
             function_at(path, "key")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"train_backend": "megatron"}, r"args.exact=True needs train_backend='fsdp': megatron has a model of its own"),
+        ({"lora_rank": 4, "lora_dropout": 0.1}, r"args.exact=True does not go with lora_dropout=0.1"),
+    ],
+)
+def test_what_exact_mode_cannot_hold_is_refused(given, why):
+    read_args(given)
+    read_args({"exact": True})
+    with pytest.raises(TrainArgsError, match=why):
+        read_args({**given, "exact": True})

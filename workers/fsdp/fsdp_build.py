@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from workers.distributed import all_or_none, new_rows
+from workers.exact import make_exact
 from workers.extras import require
 from workers.hf_files import ModelFilesError
 from workers.lora import LoraSettings
@@ -36,7 +37,7 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> De
 
 def build(
     hf_config: Any, role: str, *, seed: int | None, folder: str | None, trust_remote_code: bool,
-    lora: LoraSettings | None = None,
+    lora: LoraSettings | None = None, exact: bool = False,
 ) -> Any:  # fmt: skip
     """Build the whole model in float32: with its weights on rank 0's CPU, on the meta device of the other ranks.
 
@@ -48,6 +49,7 @@ def build(
             none.
         trust_remote_code: whether code in that folder may run.
         lora: the adapter to put into the model; None for none.
+        exact: whether to compute exactly; see `workers.exact`.
 
     Raises:
         ModelFilesError: on all ranks, if transformers has no such model with that head, or if the folder has another
@@ -65,12 +67,16 @@ def build(
             )
         hf_config = copy.deepcopy(hf_config)
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
+    if exact:
+        hf_config = copy.deepcopy(hf_config)  # the model changes it
     with all_or_none(ModelFilesError, "the model could not be built"):
         if dist.get_rank() or seed is None:
             with torch.device("meta"):
                 model = kind.from_config(hf_config, **options)
                 if lora is not None:
                     lora.inject(model)
+            if exact:
+                make_exact(model)
             return model.train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -87,6 +93,8 @@ def build(
                     )
             if lora is not None:
                 lora.inject(model)
+        if exact:
+            make_exact(model)
     return model.train()
 
 

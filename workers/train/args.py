@@ -68,6 +68,11 @@ class TrainArgs:
     )
     seed: int = _key(1234, "seed of random weights, of dropout, and of sampling unless rollout_seed is set")
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass instead of storing them")
+    exact: bool = _key(
+        False,
+        "fsdp: log-probabilities equal those of an HFEngine with exact=True, bit for bit; a probe at the start refuses "
+        "where they do not",
+    )
 
     # backend and parallelism
     train_backend: str = _key("fsdp", "training backend", choices=("fsdp", "megatron"))

@@ -110,6 +110,7 @@ def check_together(args: Any) -> None:
             ) from None
     _check_exports(args)
     _check_lora(args)
+    _check_exact(args)
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
     if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
@@ -165,6 +166,21 @@ def _check_lora(args: Any) -> None:
         LoraSettings.from_args(args)
     except ValueError as error:
         raise TrainArgsError(f"args.lora_target_modules={list(args.lora_target_modules)}: {error}") from None
+
+
+def _check_exact(args: Any) -> None:
+    if not args.exact:
+        return
+    if args.train_backend != "fsdp":
+        raise TrainArgsError(
+            f"args.exact=True needs train_backend='fsdp': {args.train_backend} has a model of its own, whose norms and "
+            "attention round differently from HFEngine's, and tensor parallel ranks add partial sums"
+        )
+    if args.lora_rank and args.lora_dropout:
+        raise TrainArgsError(
+            f"args.exact=True does not go with lora_dropout={args.lora_dropout}: training would compute other "
+            "log-probabilities than the rollout did"
+        )
 
 
 def _check_exports(args: Any) -> None:

@@ -264,12 +264,14 @@ class RolloutEngine(ABC):
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if ``top_p`` or ``top_k`` truncate.
+        exact_digest: what `workers.exact.probe` returned, in exact mode; None otherwise.
     """
 
     weight_version: int | None = 0
     any_rank = False
     partial_updates = False
     sampling_masks = False
+    exact_digest: str | None = None
 
     @property
     def keeps_weights(self) -> bool:
