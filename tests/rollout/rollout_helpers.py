@@ -184,8 +184,8 @@ class Bigram(torch.nn.Module):
         last = [prompt[-1], *completion[:-1]]
         return ((self.following[last] + self.bias).detach().double() / temperature).log_softmax(-1)
 
-    def log_probs(self, prompt, completion, temperature=1.0):
-        return chosen_log_probs(self.distributions(prompt, completion, temperature), completion)
+    def log_probs(self, prompt, completion, temperature=1.0, sampling_mask=None):
+        return chosen_log_probs(self.distributions(prompt, completion, temperature), completion, sampling_mask)
 
 
 def die_in(moment):
@@ -201,6 +201,7 @@ class BigramEngine(RequestEngine):
 
     max_positions = 512
     any_rank = True
+    sampling_masks = True
 
     def __init__(self, seed=0, vocabulary=32, delay=0.0):
         super().__init__()
@@ -229,11 +230,12 @@ class BigramEngine(RequestEngine):
         if not logits.isfinite().all():
             raise RolloutError("the logits are not finite")
         log_probs = logits.log_softmax(-1)
-        left = truncated(log_probs[None], how.top_k, how.top_p)[0].exp()
+        left = truncated(log_probs[None], how.top_k if how.temperature else 0, how.top_p if how.temperature else 1)[0]
         draw = torch.Generator().manual_seed((1_000_003 * request.seed + place) % 2**63)  # the same, however it came
-        token = int(log_probs.argmax() if how.temperature == 0 else torch.multinomial(left, 1, generator=draw))
+        token = int(log_probs.argmax() if how.temperature == 0 else torch.multinomial(left.exp(), 1, generator=draw))
         ended = "stop" if token in how.stop_token_ids else "length" if request.remaining == 1 else None
-        return [token], [float(log_probs[token])], ended
+        kept = left.isfinite().nonzero()[:, 0].tolist() if left.isinf().any() else []
+        return [token], [float(left[token] - left.logsumexp(0))], ended, [kept]
 
     def load_weights(self, weights):
         own = self.model.state_dict()

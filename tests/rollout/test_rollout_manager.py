@@ -222,6 +222,21 @@ def test_tokens_of_an_environment_do_not_count():
     assert half["loss_mask"].tolist() == [[0, 1, 0.5]] and half["weight_versions"].tolist() == [[-1] * 3]
 
 
+def test_engine_that_does_not_tell_what_was_left_is_reported_once(caplog):
+    how = SamplingParams(1, top_p=0.9)
+    with local(1, EchoEngine) as group:
+        RolloutManager(group, SamplingParams(1, temperature=0, top_k=5)).generate(PROMPTS)
+        assert "does not return" not in caplog.text
+        for _ in range(2):
+            RolloutManager(group, how).generate(PROMPTS)
+    told = [record.message for record in caplog.records if "does not return the tokens" in record.message]
+    assert len(told) == 1 and "EchoEngine" in told[0] and "top_p=0.9" in told[0] and "up to 0.11 nats" in told[0]
+    caplog.clear()
+    with local(1) as group:
+        data = RolloutManager(group, how).generate(PROMPTS)
+    assert "does not return" not in caplog.text and bool(data["sampling_mask_lengths"].any())
+
+
 @pytest.mark.parametrize(
     ("message", "wrong", "options"),
     [

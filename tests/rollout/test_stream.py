@@ -28,7 +28,7 @@ from workers.weight_sync import WeightSyncError
 
 B, SAMPLES = 4, 3
 HOW = SamplingParams(12, temperature=0.8, stop_token_ids=(0, 1, 2))
-LONG = SamplingParams(60, temperature=0.8)
+LONG = SamplingParams(60, temperature=0.8, top_k=9)
 
 
 def prompts(rollout_id):
@@ -97,7 +97,7 @@ def streaming(manager, source=prompts, *, buffer=None, mode="wait", **options):
 
 
 def check_log_probs(data):
-    return check_versions(data, lambda version, *generated: Bigram(version).log_probs(*generated, 0.8))
+    return check_versions(data, lambda version, *made, **mask: Bigram(version).log_probs(*made, 0.8, **mask))
 
 
 class BigramWithTool(BigramEngine):

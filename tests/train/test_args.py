@@ -184,6 +184,8 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
         ({"update_weights_disk_dir": "x"}, "update_weights_disk_dir has no effect with .*='store'"),
         ({"update_weights_full_every": 3}, "update_weights_full_every has no effect"),
         ({"kl_loss_coef": 0.1, "kl_loss_type": "k1"}, "the gradient of k1 has mean 0"),
+        ({"rollout_top_p": 0.9}, "rollout_top_p=0.9 and rollout_top_k=0 may leave any .* rollout_top_k to at most 512"),
+        ({"rollout_top_k": 513}, "may leave any number of tokens"),
     ],
 )
 def test_key_without_an_effect_is_reported(given, message):
@@ -196,6 +198,7 @@ def test_keys_with_an_effect_are_not_reported():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for given in (
+            {"rollout_top_p": 0.9, "rollout_top_k": 512},
             {"advantage_estimator": "gae", "gamma": 0.9, "gae_lambda": 1.0, "critic_lr": 1e-3, "value_clip": 0.5},
             {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "normalize_advantages": False},
             {"advantage_estimator": "os.path.join", "gamma": 0.9, "gae_lambda": 1.0, "grpo_std_normalization": False},

@@ -70,6 +70,8 @@ REWARD_PART = "rewards/"
 
 CANDIDATES = frozenset({"candidate_ids", "candidate_log_probs"})
 """Entries with k numbers per token."""
+LARGEST_SET = 512
+"""Up to how many tokens a set has that is read from the top log-probabilities of vLLM or a server."""
 SAMPLING_MASK = ("sampling_mask", "sampling_mask_lengths")
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
 

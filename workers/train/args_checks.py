@@ -15,6 +15,7 @@ from typing import Any
 
 from single_controller import SingleControllerError
 from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, path_of, policy_loss_keys
+from workers.data.rollout_data import LARGEST_SET
 from workers.lora import LoraSettings
 
 logger = logging.getLogger(__name__)
@@ -320,6 +321,17 @@ def check_effects(given: Collection[str], args: Any) -> None:
     if args.kl_loss_coef and args.kl_loss_type == "k1":
         warnings.warn(
             "args.kl_loss_type='k1': the gradient of k1 has mean 0, so kl_loss_coef adds only noise; use 'k1+' or 'k3'",
+            stacklevel=3,
+        )
+    if (
+        args.temperature
+        and (args.rollout_top_p < 1 or args.rollout_top_k)
+        and not 0 < args.rollout_top_k <= LARGEST_SET
+    ):
+        warnings.warn(
+            f"args.rollout_top_p={args.rollout_top_p} and rollout_top_k={args.rollout_top_k} may leave any number of "
+            "tokens to choose from. The rollout data has 4 bytes for each of them, and VLLMEngine and HTTPEngine "
+            f"return no sets of more than {LARGEST_SET}. Set rollout_top_k to at most {LARGEST_SET}",
             stacklevel=3,
         )
     for name, is_off, keys in _FEATURES:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from workers.data.rollout_data import LARGEST_SET
 from workers.rollout.rollout_errors import RolloutError, WeightsError
 
 if TYPE_CHECKING:
@@ -157,9 +158,6 @@ class SamplingMask:
         """A mask that grows by itself."""
         return SamplingMask(self.token_ids[:], self.lengths[:])
 
-
-LARGEST_SET = 512
-"""Up to how many tokens a set has that is read from a server's or vLLM's top log-probabilities."""
 
 TIES = 16
 """How many equal logits at the end of ``top_k`` may be kept besides. bfloat16 has few digits."""

@@ -19,8 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from workers.data.rollout_data import LARGEST_SET
 from workers.device import has_cuda
-from workers.rollout.engines.rollout_engine import LARGEST_SET, TIES
+from workers.rollout.engines.rollout_engine import TIES
 from workers.rollout.rollout_errors import RolloutError
 
 ENVIRONMENT = {
