@@ -249,8 +249,9 @@ def loss(log_probs, data, args):
     bounds = args["rollout_rejection_low"], args["rollout_rejection_high"]
     factors, rejected = corrections(data, args["rollout_correction"], args["rollout_correction_normalize"], *bounds)
     chosen = [()] * len(old)
-    if args["policy_loss_type"] in ("clip_cov", "kl_cov"):
-        chosen = chosen_tokens([[float(x.detach()) for x in row] for row in log_probs], old, of_tokens, args)
+    if args["policy_loss_type"] in ("clip_cov", "kl_cov"):  # among the tokens of completions that are kept
+        kept = [[[] if rejected[k] else row for k, row in enumerate(rows)] for rows in (log_probs, old, of_tokens)]
+        chosen = chosen_tokens([[float(x.detach()) for x in row] for row in kept[0]], *kept[1:], args)
     rows = []
     for row in range(len(old)):
         if old[row] and not rejected[row]:

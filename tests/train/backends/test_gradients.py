@@ -34,6 +34,21 @@ CASES = {
     },
     "seq_mis": {"rollout_correction": "seq_mis"},
     "geo_mis": {"rollout_correction": "geo_mis"},
+    "geo_mean": {
+        "policy_loss_type": "geo_mean",
+        "eps_clip": 0.2,
+        "loss_aggregation": "sequence",
+        "rollout_correction": "token_tis",
+    },
+    "dppo_kl": {"policy_loss_type": "dppo_kl", "eps_clip": 1e-3, "eps_clip_dual": 1.4, "dppo_kl_tau": 0.1},
+    "clip_cov": {
+        "policy_loss_type": "clip_cov",
+        "clip_cov_ratio": 1.0,
+        "clip_cov_lb": 0.05,
+        "clip_cov_ub": 0.5,
+        "loss_aggregation": "sequence",
+    },
+    "kl_cov": {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.8, "rollout_correction": "seq_rs"},
     "normalized": {"rollout_correction": "seq_tis", "rollout_correction_normalize": True},
     "normalized_rest": {
         "rollout_correction": "error_rs+token_tis",
