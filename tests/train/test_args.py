@@ -84,6 +84,7 @@ def test_defaults_and_given_values():
         ({"loss_constant_length": 5}, "loss_constant_length=5 has no effect with loss_aggregation='token'.*'constant'"),
         ({"loss_constant_length": 5, "policy_loss_type": "gspo"}, "no effect with loss_aggregation='sequence'"),
         ({"policy_loss_type": "sapo", "eps_clip": 0.2}, "eps_clip=0.2 has no effect with policy_loss_type='sapo'"),
+        ({"use_unbiased_kl": True}, "use_unbiased_kl=True has no effect with kl_loss_coef=0"),
         ({"policy_loss_type": "dro"}, "policy_loss_type='dro' needs dro_beta"),
         ({"tau_pos": 1.5}, "tau_pos=1.5 has no effect with policy_loss_type='ppo_clip'; .* use 'sapo'"),
         ({"policy_loss_type": "clip_cov", "kl_cov_ratio": 0.1}, "kl_cov_ratio=0.1 has no effect .* use 'kl_cov'"),

@@ -274,7 +274,9 @@ def check_effects(given: Collection[str], args: Any) -> None:
             f"args.loss_constant_length={args.loss_constant_length} has no effect with loss_aggregation="
             f"{args.loss_aggregation!r}; it needs 'constant'"
         )
-    if args.kl_loss_coef and args.kl_loss_type == "k1":
+    if args.use_unbiased_kl and not args.kl_loss_coef:
+        raise TrainArgsError("args.use_unbiased_kl=True has no effect with kl_loss_coef=0; set kl_loss_coef")
+    if args.kl_loss_coef and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
         warnings.warn(
             "args.kl_loss_type='k1': the gradient of k1 has mean 0, so kl_loss_coef adds only noise; use 'k1+' or 'k3'",
             stacklevel=3,
