@@ -93,7 +93,6 @@ def test_defaults_and_given_values():
             "kl_cov_ratio=0.0: expected a number above 0 and at most 1",
         ),
         ({"kl_loss_type": "k4"}, "kl_loss_type='k4': expected one of 'k1', 'k2', 'k3', 'low_var_kl', 'k1\\+'"),
-        ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae' or 'reinforce_plus_plus'"),
         ({"advantage_estimator": "grop"}, "'grpo', 'rloo', .* or the dotted path of a function; did you mean 'grpo'?"),
         ({"policy_loss_type": "ppo"}, "policy_loss_type='ppo': expected one of 'ppo_clip', 'gspo', 'cispo'"),
         ({"policy_loss_type": "os.path.jion"}, "policy_loss_type='os.path.jion' cannot be imported"),

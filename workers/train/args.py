@@ -112,15 +112,36 @@ class TrainArgs:
     # algorithm
     advantage_estimator: str = _key(
         "grpo",
-        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline or gae (PPO with a critic); or a name that you "
-        "have registered, or the dotted path of a function",
+        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO with a critic), opo, remax, "
+        "grpo_passk, maxrl, gdpo or optimal_token_baseline; or a name that you have registered, or the dotted path of "
+        "a function",
     )
-    grpo_std_normalization: bool = _key(True, "grpo: divide advantages by the group's standard deviation")
+    grpo_std_normalization: bool = _key(
+        True, "grpo, grpo_passk and gdpo: divide advantages by the group's standard deviation"
+    )
+    passk_k: int | None = _key(
+        None,
+        "grpo_passk: number of completions of which the best counts; by default all of a group",
+        least=2,
+    )
+    gdpo_weights: dict[str, float] = _key({}, "gdpo: weights of the normalized rewards, by name; by default 1")
     normalize_advantages: bool = _key(
-        True, "gae and reinforce_plus_plus(_baseline): whiten advantages over all tokens of a rollout"
+        True, "gae, reinforce_plus_plus(_baseline) and gdpo: whiten advantages over all tokens of a rollout"
     )
     gamma: float = _key(1.0, "gae and reinforce_plus_plus: discount per token", least=0, most=1)
     gae_lambda: float = _key(0.95, "gae: lambda", least=0, most=1)
+    gae_lambda_value: float | None = _key(
+        None, "gae: lambda of the critic's targets (decoupled GAE; 1 in VAPO); by default gae_lambda", least=0, most=1
+    )
+    gae_length_adaptive_alpha: float | None = _key(
+        None,
+        "gae: lambda of the policy's advantages is 1 - 1 / (alpha * length), instead of gae_lambda (0.05 in VAPO); by "
+        "default it does not depend on the length",
+        above=0,
+    )
+    overlong_filtering: bool = _key(
+        False, "leave completions that rollout_max_response_len cut off (truncated) out of the loss"
+    )
     overlong_buffer_len: int = _key(
         0, "last tokens before rollout_max_response_len in which the overlong penalty grows; 0 for no penalty", least=0
     )
@@ -179,7 +200,8 @@ class TrainArgs:
     )
     kl_coef: float = _key(
         0.0,
-        "gae and reinforce_plus_plus: weight of the KL divergence (k1) that is subtracted from each token's reward",
+        "weight of the KL divergence from the reference (k1) that is subtracted from each token's reward, or its sum "
+        "over the completion from the completion's",
         least=0,
     )
     kl_target: float | None = _key(
@@ -458,6 +480,8 @@ def read_args(given: Any = None) -> TrainArgs:
     for name, value in values.items():
         wanted = hints[name]
         is_number = isinstance(value, int) and not isinstance(value, bool)
+        if wanted == dict[str, float] and isinstance(value, Mapping):
+            value = {key: float(one) if type(one) is int else one for key, one in value.items()}
         try:
             args[name] = float(value) if is_number and wanted in (float, float | None) else value
         except OmegaConfBaseException as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
-from workers.algorithms.registry import POLICY_LOSS_KEYS, path_of, policy_loss_keys
+from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, path_of, policy_loss_keys
 from workers.lora import LoraSettings
 
 logger = logging.getLogger(__name__)
@@ -187,13 +187,8 @@ def check_algorithm(args: Any) -> None:
         if not path.startswith("workers.algorithms."):
             function_at(path, key)
             args[key] = path
+    _check_estimator(args)
     _complete_policy_loss(args)
-    with_kl = ("gae", "reinforce_plus_plus")
-    if args.kl_coef and args.advantage_estimator not in with_kl and "." not in args.advantage_estimator:
-        raise TrainArgsError(
-            f"args.kl_coef={args.kl_coef} needs advantage_estimator={' or '.join(map(repr, with_kl))}. To add the KL "
-            "divergence to the loss, set kl_loss_coef"
-        )
     if args.kl_target is not None and not args.kl_coef:
         raise TrainArgsError(
             f"args.kl_target={args.kl_target} adapts kl_coef, which is 0 and would stay 0; set kl_coef to begin with"
@@ -228,6 +223,38 @@ def check_algorithm(args: Any) -> None:
         correction_of(args)
     except ValueError as error:
         raise TrainArgsError(f"args.rollout_correction={args.rollout_correction!r}: {error}") from None
+
+
+def _check_estimator(args: Any) -> None:
+    estimator = args.advantage_estimator
+    if estimator in NEEDS_GROUPS and args.n_samples_per_prompt == 1:
+        raise TrainArgsError(
+            f"args.n_samples_per_prompt=1: advantage_estimator={estimator!r} compares the completions of a prompt, and "
+            "one that has no others gets the advantage 0, so nothing would be trained. Use at least 2, or "
+            "advantage_estimator='reinforce_plus_plus', 'remax' or 'gae'"
+        )
+    for name, its in (
+        ("passk_k", "grpo_passk"),
+        ("gdpo_weights", "gdpo"),
+        ("gae_lambda_value", "gae"),
+        ("gae_length_adaptive_alpha", "gae"),
+    ):
+        if args[name] not in (None, {}) and estimator != its:
+            raise TrainArgsError(f"args.{name}={args[name]} needs advantage_estimator={its!r}")
+    if args.passk_k is not None and args.passk_k > args.n_samples_per_prompt:
+        raise TrainArgsError(
+            f"args.passk_k={args.passk_k} is more than n_samples_per_prompt={args.n_samples_per_prompt}, the number of "
+            "completions to choose them from"
+        )
+    if args.overlong_buffer_len and estimator in ("maxrl", "gdpo"):
+        why = {
+            "maxrl": "divides by the mean reward, which the penalty would make negative",
+            "gdpo": "normalizes each reward by itself; return the penalty as one of the rewards",
+        }
+        raise TrainArgsError(
+            f"args.overlong_buffer_len={args.overlong_buffer_len} does not go with advantage_estimator={estimator!r}, "
+            f"which {why[estimator]}. To leave truncated completions out of the loss, set overlong_filtering=True"
+        )
 
 
 def _complete_policy_loss(args: Any) -> None:
@@ -287,8 +314,11 @@ def check_effects(given: Collection[str], args: Any) -> None:
             warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
 
 
-_GROUP_BASELINES = ("grpo", "rloo")
-_WITHOUT_CRITIC = (*_GROUP_BASELINES, "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
+_UNNORMALIZED = (*_GROUP_BASELINES, "remax", "optimal_token_baseline")
+_UNDISCOUNTED = (*_UNNORMALIZED, "gdpo", "reinforce_plus_plus_baseline")
+_WITHOUT_CRITIC = (*_UNDISCOUNTED, "reinforce_plus_plus")
+_DIVIDES_BY_STD = ("grpo", "grpo_passk", "gdpo")
 _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("train_backend", lambda value: value != "megatron", (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer", "megatron_overrides",
@@ -296,13 +326,15 @@ _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("train_backend", lambda value: value != "fsdp", ("fsdp_shard_size", "fsdp_reduce_dtype", "fsdp_cpu_offload")),
     ("lora_rank", lambda value: not value, ("lora_alpha", "lora_dropout", "lora_target_modules")),
     ("lr_decay_style", lambda value: value == "constant", ("min_lr", "lr_decay_iters")),
-    ("advantage_estimator", lambda value: value in _GROUP_BASELINES, ("normalize_advantages",)),
-    ("advantage_estimator", lambda value: value in (*_GROUP_BASELINES, "reinforce_plus_plus_baseline"), ("gamma",)),
+    ("advantage_estimator", lambda value: value in _UNNORMALIZED, ("normalize_advantages",)),
+    ("advantage_estimator", lambda value: value in _UNDISCOUNTED, ("gamma",)),
     ("advantage_estimator", lambda value: value in _WITHOUT_CRITIC, (
         "gae_lambda", "value_clip", "critic_lr", "critic_lr_warmup_iters", "critic_load", "critic_save",
         "critic_save_hf", "critic_num_nodes", "critic_num_gpus_per_node",
     )),
-    ("advantage_estimator", lambda value: value in (*_WITHOUT_CRITIC[1:], "gae"), ("grpo_std_normalization",)),
+    ("advantage_estimator", lambda value: value in {*_WITHOUT_CRITIC, "gae"} - {*_DIVIDES_BY_STD}, (
+        "grpo_std_normalization",
+    )),
     ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
     ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
     ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),

@@ -57,6 +57,10 @@ class SamplingParams:
         ok = all(token is not None and token >= 0 for token in stops)
         take("stop_token_ids", stops, ok, "a sequence of token ids, integers from 0 on")
 
+    def greedy(self) -> SamplingParams:
+        """Return parameters that take the most likely token each time."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0)
+
     @property
     def truncates(self) -> bool:
         """Whether tokens are left out before one is drawn. Taking the most likely one draws nothing."""
