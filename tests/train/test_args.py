@@ -185,6 +185,11 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
         ({"update_weights_disk_dir": "x"}, "update_weights_disk_dir has no effect with .*='store'"),
         ({"update_weights_full_every": 3}, "update_weights_full_every has no effect"),
         ({"kl_loss_coef": 0.1, "kl_loss_type": "k1"}, "the gradient of k1 has mean 0"),
+        ({"policy_loss_type": "kl_cov"}, r"'kl_cov': the penalty \|log\(p / p_old\)\| is 0 in the first step"),
+        (
+            {"policy_loss_type": "dro", "dro_beta": 0.1},
+            r"'dro': the penalty log\(p / p_old\)\^2 is 0 in the first step",
+        ),
     ],
 )
 def test_key_without_an_effect_is_reported(given, message):
@@ -203,6 +208,9 @@ def test_keys_with_an_effect_are_not_reported():
             {"train_backend": "megatron", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
             {"lora_rank": 4, "lora_alpha": 32, "lr_decay_style": "cosine", "min_lr": 1e-7},
             {"kl_loss_coef": 0.1, "kl_loss_type": "k1+", "keep_old_actor": True},
+            {"kl_loss_coef": 0.1, "kl_loss_type": "k1", "use_unbiased_kl": True},
+            {"policy_loss_type": "kl_cov", "num_steps_per_rollout": 4},
+            {"policy_loss_type": "dro", "dro_beta": 0.1, "use_rollout_logprobs": True},
         ):
             read_args(given)
 

@@ -16,6 +16,7 @@ from workers.algorithms.advantages import gae, group_advantages, leave_one_out_a
 from workers.algorithms.estimators import AdvantageRows
 from workers.algorithms.losses import policy_loss, token_weights
 from workers.algorithms.policy_losses import SELECTIONS, PolicyTokens, StepTokens
+from workers.algorithms.registry import POLICY_LOSS_KEYS
 from workers.data.micro_batches import cut_by_tokens
 from workers.data.rollout_data import RolloutDataError
 from workers.train.args import read_args
@@ -48,11 +49,11 @@ LOSSES = {
     "sapo": {"policy_loss_type": "sapo", "tau_pos": 1.3, "tau_neg": 2.0},
     "gpg": {"policy_loss_type": "gpg"},
     "geo_mean": {"policy_loss_type": "geo_mean", "eps_clip": 0.2, "eps_clip_high": 0.1},
-    "dro": {"policy_loss_type": "dro", "dro_beta": 0.7},
+    "dro": {"policy_loss_type": "dro", "dro_beta": 0.7, "ppo_epochs": 2},
     "dppo_tv": {"policy_loss_type": "dppo_tv", "eps_clip": 0.02, "eps_clip_high": 0.03, "eps_clip_dual": 1.4},
     "dppo_kl": {"policy_loss_type": "dppo_kl", "eps_clip": 2e-3, "eps_clip_dual": 1.4, "dppo_kl_tau": 0.1},
     "clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 0.5},
-    "kl_cov": {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.8},
+    "kl_cov": {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.8, "ppo_epochs": 2},
 }
 
 
@@ -94,7 +95,7 @@ def test_loss_and_gradient_match_a_loop(name, aggregation, max_tokens):
 
 def selected(data, advantages, args, ranks=1):
     """The entry of the tokens that the loss chooses over the whole step, on that many dp ranks."""
-    loss = function_of(args, "policy_loss_type")
+    loss = function_of({"policy_loss_type": args.policy_loss_type}, "policy_loss_type")
     if loss not in SELECTIONS:
         return {}
     rows = {**data, "advantages": advantages}
@@ -228,8 +229,29 @@ def test_no_token_is_chosen_of_rows_without_any(name):
         assert not selected(data, torch.ones(ROWS, TOKENS), read_args(LOSSES[name]), ranks)["selected_tokens"].any()
 
 
+@pytest.mark.parametrize("name", POLICY_LOSS_KEYS)
+def test_the_table_has_the_keys_that_a_loss_reads(name):
+    """`read_args` refuses all others, and completes these."""
+    read = set()
+
+    class Args:
+        policy_loss_type = name
+
+        def __getattr__(self, key):
+            read.add(key)
+            return given[key]
+
+    given = read_args({"policy_loss_type": name, "ppo_epochs": 2, **({"dro_beta": 0.1} if name == "dro" else {})})
+    log_probs, old, advantages = torch.tensor([[[-1.0, -2.0]], [[-1.5, -1.0]], [[1.0, -1.0]]])
+    data = {"log_probs": log_probs, "old_log_probs": old, "loss_mask": torch.ones(1, 2)}
+    others = selected(data, advantages, Args())
+    tokens = PolicyTokens(log_probs, old, advantages, torch.ones(1, 2, dtype=torch.bool), others)
+    function_of(given, "policy_loss_type")(tokens, Args())
+    assert read == POLICY_LOSS_KEYS[name].keys() - {"loss_aggregation"}
+
+
 def test_a_loss_without_its_choice_of_tokens_names_what_is_missing():
-    args = read_args({"policy_loss_type": "kl_cov"})
+    args = read_args({"policy_loss_type": "kl_cov", "ppo_epochs": 2})
     tokens = PolicyTokens(*(torch.zeros(1, 2) for _ in range(3)), torch.ones(1, 2, dtype=torch.bool), {})
     with pytest.raises(ValueError, match="no 'selected_tokens'"):
         function_of(args, "policy_loss_type")(tokens, args)
