@@ -84,6 +84,7 @@ def test_defaults_and_given_values():
         ({"loss_constant_length": 5}, "loss_constant_length=5 has no effect with loss_aggregation='token'.*'constant'"),
         ({"loss_constant_length": 5, "policy_loss_type": "gspo"}, "no effect with loss_aggregation='sequence'"),
         ({"policy_loss_type": "sapo", "eps_clip": 0.2}, "eps_clip=0.2 has no effect with policy_loss_type='sapo'"),
+        ({"use_unbiased_kl": True}, "use_unbiased_kl=True has no effect with kl_loss_coef=0"),
         ({"policy_loss_type": "dro"}, "policy_loss_type='dro' needs dro_beta"),
         ({"tau_pos": 1.5}, "tau_pos=1.5 has no effect with policy_loss_type='ppo_clip'; .* use 'sapo'"),
         ({"policy_loss_type": "clip_cov", "kl_cov_ratio": 0.1}, "kl_cov_ratio=0.1 has no effect .* use 'kl_cov'"),
@@ -186,6 +187,11 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
         ({"kl_loss_coef": 0.1, "kl_loss_type": "k1"}, "the gradient of k1 has mean 0"),
         ({"rollout_top_p": 0.9}, "rollout_top_p=0.9 and rollout_top_k=0 may leave any .* rollout_top_k to at most 512"),
         ({"rollout_top_k": 513}, "may leave any number of tokens"),
+        ({"policy_loss_type": "kl_cov"}, r"'kl_cov': the penalty \|log\(p / p_old\)\| is 0 in the first step"),
+        (
+            {"policy_loss_type": "dro", "dro_beta": 0.1},
+            r"'dro': the penalty log\(p / p_old\)\^2 is 0 in the first step",
+        ),
     ],
 )
 def test_key_without_an_effect_is_reported(given, message):
@@ -205,6 +211,9 @@ def test_keys_with_an_effect_are_not_reported():
             {"train_backend": "megatron", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
             {"lora_rank": 4, "lora_alpha": 32, "lr_decay_style": "cosine", "min_lr": 1e-7},
             {"kl_loss_coef": 0.1, "kl_loss_type": "k1+", "keep_old_actor": True},
+            {"kl_loss_coef": 0.1, "kl_loss_type": "k1", "use_unbiased_kl": True},
+            {"policy_loss_type": "kl_cov", "num_steps_per_rollout": 4},
+            {"policy_loss_type": "dro", "dro_beta": 0.1, "use_rollout_logprobs": True},
         ):
             read_args(given)
 

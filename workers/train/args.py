@@ -198,6 +198,11 @@ class TrainArgs:
         "unbiased gradient",
         choices=("k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"),
     )
+    use_unbiased_kl: bool = _key(
+        False,
+        "multiply each token's KL term in the loss by p / p_old, and use the unbiased gradient: for several steps per "
+        "rollout, or stale tokens",
+    )
     kl_coef: float = _key(
         0.0,
         "weight of the KL divergence from the reference (k1) that is subtracted from each token's reward, or its sum "

@@ -280,7 +280,7 @@ def _complete_policy_loss(args: Any) -> None:
     own = policy_loss_keys(name)
     if own is not None:
         own = {"loss_aggregation": "token", **own}
-        for key in {key for keys in POLICY_LOSS_KEYS.values() for key in keys} - own.keys():
+        for key in sorted({key for keys in POLICY_LOSS_KEYS.values() for key in keys} - own.keys()):
             if args[key] is not None:
                 users = " or ".join(repr(other) for other, keys in POLICY_LOSS_KEYS.items() if key in keys)
                 raise TrainArgsError(
@@ -318,7 +318,9 @@ def check_effects(given: Collection[str], args: Any) -> None:
             f"args.loss_constant_length={args.loss_constant_length} has no effect with loss_aggregation="
             f"{args.loss_aggregation!r}; it needs 'constant'"
         )
-    if args.kl_loss_coef and args.kl_loss_type == "k1":
+    if args.use_unbiased_kl and not args.kl_loss_coef:
+        raise TrainArgsError("args.use_unbiased_kl=True has no effect with kl_loss_coef=0; set kl_loss_coef")
+    if args.kl_loss_coef and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
         warnings.warn(
             "args.kl_loss_type='k1': the gradient of k1 has mean 0, so kl_loss_coef adds only noise; use 'k1+' or 'k3'",
             stacklevel=3,
@@ -334,12 +336,23 @@ def check_effects(given: Collection[str], args: Any) -> None:
             f"return no sets of more than {LARGEST_SET}. Set rollout_top_k to at most {LARGEST_SET}",
             stacklevel=3,
         )
+    on_policy = args.num_steps_per_rollout * args.ppo_epochs == 1 and not (
+        args.use_rollout_logprobs or args.keep_old_actor
+    )
+    if on_policy and args.policy_loss_type in _HOLDS_NEAR_OLD:
+        warnings.warn(
+            f"args.policy_loss_type={args.policy_loss_type!r}: {_HOLDS_NEAR_OLD[args.policy_loss_type]} is 0 in the "
+            "first step of a rollout, where the policy is the old one, and there is no other step. Set "
+            "num_steps_per_rollout or ppo_epochs above 1, or use_rollout_logprobs",
+            stacklevel=3,
+        )
     for name, is_off, keys in _FEATURES:
         if is_off(args[name]) and (idle := [key for key in keys if key in given]):
             verb = "has" if len(idle) == 1 else "have"
             warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
 
 
+_HOLDS_NEAR_OLD = {"kl_cov": "the penalty |log(p / p_old)|", "dro": "the penalty log(p / p_old)^2"}
 _GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
 _UNNORMALIZED = (*_GROUP_BASELINES, "remax", "optimal_token_baseline")
 _UNDISCOUNTED = (*_UNNORMALIZED, "gdpo", "reinforce_plus_plus_baseline")

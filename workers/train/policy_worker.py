@@ -133,6 +133,7 @@ class PolicyTrainWorker(ModelWorker):
             partial(function_of(args, "policy_loss_type"), args=args),
             kl_coef=args.kl_loss_coef,
             kl_estimator=args.kl_loss_type,
+            unbiased_kl=args.use_unbiased_kl,
             entropy_coef=args.entropy_coef,
             opsm_delta=args.opsm_delta,
         )
