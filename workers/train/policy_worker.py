@@ -200,8 +200,9 @@ class PolicyTrainWorker(ModelWorker):
             return {}
         rows = self._advantage_rows(data)
         old, ref = self.of_last_stage((rows["old_log_probs"], rows["ref_log_probs"]))
-        lengths = rows.counts.sum(1)
-        of_tokens = torch.where(rows.counts, kl_estimate(old, ref, "k1").double(), 0.0)
+        counts = data["loss_mask"] != 0  # with completions that the loss leaves out, which may differ between the two
+        lengths = counts.sum(1)
+        of_tokens = torch.where(counts, kl_estimate(old, ref, "k1").double(), 0.0)
         parts = self._over_dp((float((of_tokens.sum(1) / lengths.clamp(min=1)).sum()), int((lengths > 0).sum())))
         total, completions = (sum(part[k] for part in parts) for k in range(2))
         coef, kl = args.kl_coef, total / max(completions, 1)
