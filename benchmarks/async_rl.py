@@ -27,7 +27,7 @@ from single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, R
 from workers import RolloutManager, RolloutWorker, SamplingParams
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.corrections import PRESETS, correct
-from workers.algorithms.losses import ppo_clip
+from workers.algorithms.policy_losses import ppo_clip
 from workers.rollout.engines.request_engine import Request, RequestEngine
 from workers.rollout.stream.rollout_stream import RolloutStream
 from workers.rollout.stream.sample_buffer import SampleBuffer

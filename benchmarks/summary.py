@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,15 +26,15 @@ PANELS = {
 """Case in the table -> title of its panel."""
 
 BARS = {
-    "this library": ("ours", ("this library: private copies", "this library: private copies, joined")),
-    "this library, views": ("ours", ("this library: views", "this library: views, joined")),
-    "plain Ray": ("other", ("plain Ray: tensors",)),
-    "plain Ray, NumPy by hand": ("other", ("plain Ray: numpy",)),
-    "verl": ("other", ("verl 0.9.1", "verl 0.9.1: a DataProto")),
-    "verl, NumPy mode": ("other", ("verl 0.9.1, numpy mode", "verl 0.9.1, numpy mode: a DataProto")),
-    "Monarch": ("other", ("torchmonarch 0.7.0: tensors",)),
+    "this library": ("ours", "this library: private copies"),
+    "this library, views": ("ours", "this library: views"),
+    "plain Ray": ("other", "plain Ray: tensors"),
+    "plain Ray, NumPy by hand": ("other", "plain Ray: numpy"),
+    "verl": ("other", "verl 0.9.1"),
+    "verl, NumPy mode": ("other", "verl 0.9.1, numpy mode"),
+    "Monarch": ("other", "torchmonarch 0.7.0: tensors"),
 }
-"""Label of a bar -> its CSS class, and its possible names in the table."""
+"""Label of a bar -> its CSS class, and its name in the table."""
 
 LEAST, MOST = 10.0, 10_000.0  # milliseconds
 WIDTH, BAR, LABEL, SPAN = 860, 15, 160, 190
@@ -49,22 +50,21 @@ _STYLE = """
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One cell of the table."""
 
     median: str
     n: str
 
 
 def read_table(text: str) -> dict[str, dict[str, Row]]:
-    """Parse the table into case -> variant -> row."""
-    cases: dict[str, dict[str, Row]] = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) < 5 or not re.match(r"[\d.]+ m?s$", cells[2]):
-            continue
-        if cells[0]:
-            cases[cells[0].strip("*")] = case = {}
-        case[cells[1]] = Row(cells[2], cells[4])
+    """Parse the table, with a column for each case, into case -> variant -> row."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    start = next(place for place, cells in enumerate(lines) if set(PANELS) <= set(cells))
+    cases: dict[str, dict[str, Row]] = {title: {} for title in lines[start][1:]}
+    for name, *cells in takewhile(lambda cells: len(cells) > 1, lines[start + 2 :]):
+        for case, cell in zip(cases.values(), cells, strict=True):
+            if found := re.fullmatch(r"([\d.]+ m?s)(?: \(n = (\d+)\))?", cell):
+                case[name] = Row(found[1], found[2] or "10")
     return cases
 
 
@@ -85,9 +85,9 @@ def draw(cases: dict[str, dict[str, Row]]) -> str:
         for power in range(round(math.log10(LEAST)), round(math.log10(MOST)) + 1):
             x = left + LABEL + _length(10.0**power)
             lines.append(f'<line class="grid" x1="{x:g}" x2="{x:g}" y1="{top + 24}" y2="{bottom}"/>')
-        for place, (label, (colour, names)) in enumerate(BARS.items()):
+        for place, (label, (colour, name)) in enumerate(BARS.items()):
             y = top + 26 + place * BAR
-            row = next(cases[case][name] for name in names if name in cases[case])
+            row = cases[case][name]
             length = _length(milliseconds(row.median))
             n = "" if row.n == "10" else f" (n = {row.n})"
             lines.append(f'<text x="{left + LABEL - 6}" y="{y + 11}" text-anchor="end">{label}</text>')

@@ -12,7 +12,7 @@ from demo_runs import ROOT, environment
 
 from workers import SamplingParams, read_args
 from workers.algorithms.estimators import AdvantageRows
-from workers.algorithms.losses import PolicyTokens
+from workers.algorithms.policy_losses import PolicyTokens
 
 TUTORIALS = ROOT / "tutorials"
 
@@ -95,10 +95,25 @@ def test_top_k_loss_against_a_loop(tutorials, k):
         for token in range(4):
             p, q = teacher[row, token].exp().tolist(), student[row, token].exp().tolist()
             chosen = sorted(range(7), key=lambda v: -p[v])[:k]
-            expected = max(0.0, sum(p[v] * (math.log(p[v]) - math.log(q[v])) for v in chosen))
+            expected = sum(p[v] * (math.log(p[v]) - math.log(q[v])) - p[v] + q[v] for v in chosen)
             expected *= bool(mask[row, token])
             assert float(found[row, token]) == pytest.approx(expected, abs=1e-6)
             assert float(metrics["student_mass"][row, token]) == pytest.approx(sum(q[v] for v in chosen), abs=1e-6)
     if k == 7:  # the whole divergence
         whole = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
         torch.testing.assert_close(found.double(), torch.where(mask, whole, 0.0), atol=1e-6, rtol=0)
+
+
+def test_top_k_loss_pulls_a_student_that_gives_the_candidates_too_much_back(tutorials):
+    """The sum of p_teacher (log p_teacher - log p_student) alone is negative here: it would push the student further,
+    and bounded at 0 it would have no gradient."""
+    teacher = torch.tensor([0.3, 0.2]).log().view(1, 1, 2)
+    student = torch.tensor([0.5, 0.4]).log().view(1, 1, 2).requires_grad_()
+    own, mask = student.detach()[..., 0], torch.ones(1, 1, dtype=torch.bool)
+    loss, _ = tutorials.teacher.top_k(
+        PolicyTokens(own, own, own, mask, {"candidate_log_probs": teacher}, student), None
+    )
+    loss.sum().backward()
+    assert float(loss) == pytest.approx(0.3 * math.log(0.3 / 0.5) + 0.2 * math.log(0.2 / 0.4) - 0.5 + 0.9)
+    assert float(loss) > 0
+    torch.testing.assert_close(student.grad, torch.tensor([[[0.2, 0.2]]]))  # p_student - p_teacher, each

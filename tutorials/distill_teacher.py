@@ -51,10 +51,12 @@ def sampled_token(rows, args):
 
 @register_policy_loss("teacher_top_k")
 def top_k(tokens, args):
-    """The sum over the teacher's k likeliest tokens of p_teacher (log p_teacher - log p_student): with k = vocabulary,
-    KL(teacher || student)."""
+    """The generalized KL divergence (Csiszar 1991) over the teacher's k likeliest tokens: the sum of
+    p_teacher (log p_teacher - log p_student) - p_teacher + p_student. No term is negative, and the minimum is at
+    p_student = p_teacher. With k = vocabulary the last two add up to 0: it is KL(teacher || student). Without them, the
+    sum is below 0 where the student gives the k tokens more than the teacher does, and pushes it further there."""
     teacher = tokens.others["candidate_log_probs"].float().clamp(min=LOWEST)
     student = tokens.candidates  # not clamped: where it is lowest, the gradient matters most
-    divergence = (teacher.exp() * (teacher - student)).sum(-1).clamp(min=0)
+    divergence = (teacher.exp() * (teacher - student) - teacher.exp() + student.exp()).sum(-1)
     masses = {"teacher_mass": teacher.exp().sum(-1), "student_mass": student.exp().sum(-1)}
     return torch.where(tokens.mask, divergence, 0.0), {name: mass.detach() for name, mass in masses.items()}

@@ -130,6 +130,7 @@ def main():
             reward_workers=args.reward_workers,
             reward_timeout=args.reward_timeout,
             on_reward_timeout=args.on_reward_timeout,
+            greedy_baselines=args.advantage_estimator == "remax",
         )
         actor.set_rollout_manager(manager)
 

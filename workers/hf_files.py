@@ -111,14 +111,21 @@ def tokens_of(config: Any) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def known_vocab_size(args: Any) -> int | None:
-    """Return the vocabulary size of the model that ``args`` name, from files on this host; None if there are none."""
+def known_config(args: Any) -> Any:
+    """Return the config of the model that ``args`` name, as `read_config` does, from files on this host; None if there
+    are none, or no transformers."""
     if args.hf_config is None and not (args.hf_checkpoint and Path(args.hf_checkpoint, "config.json").is_file()):
         return None
     try:
-        return tokens_of(read_config(args))
+        return read_config(args)
     except ImportError:  # only the ranks need transformers
         return None
+
+
+def known_vocab_size(args: Any) -> int | None:
+    """Return the vocabulary size of `known_config`; None if it is not known."""
+    config = known_config(args)
+    return None if config is None else tokens_of(config)
 
 
 def end_tokens(args: Any) -> list[int]:

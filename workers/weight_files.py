@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from workers.weight_sync.weight_plan import Box
@@ -147,7 +148,8 @@ def _write_box(file: int, begin: int, shape: tuple[int, ...], box: Box, values: 
     while split and box[split - 1] == (0, shape[split - 1]):
         split -= 1
     split = max(split - 1, 0)  # a range of this dim is contiguous, too
-    flat: Any = host.view(-1).view(torch.uint8).numpy()  # memory that `os.pwrite` takes
+    # Memory that `os.pwrite` takes. Not `Tensor.numpy`, after which torch resizes the storage no more.
+    flat: Any = np.from_dlpack(host.view(-1).view(torch.uint8))
     strides = [math.prod(shape[dim + 1 :]) * host.itemsize for dim in range(len(shape))]
     nbytes = math.prod(end - first for first, end in box[split:]) * host.itemsize
     offset = begin + sum(box[dim][0] * strides[dim] for dim in range(split, len(shape)))

@@ -238,6 +238,8 @@ def _reduce_array(numpy: Any, array: numpy.ndarray) -> tuple[Any, ...]:
 def _reduce_tensor(torch: Any, tensor: Any, seen: dict[Any, Any]) -> tuple[Any, ...] | None:
     """Reduce a tensor of which bytes, dtype, shape and attributes are all, also one of a subclass that adds only
     methods; None for any other."""
+    import numpy
+
     base, cls = torch.Tensor, type(tensor)
     if (
         tensor.layout is not torch.strided
@@ -260,7 +262,8 @@ def _reduce_tensor(torch: Any, tensor: Any, seen: dict[Any, Any]) -> tuple[Any, 
     # numpy takes no tensor with a gradient, on another device, or whose conjugation or sign is still to be applied.
     # contiguous() copies a view alone, not the storage behind it.
     plain = tensor.detach().as_subclass(base).cpu().resolve_conj().resolve_neg().contiguous()
-    data = plain.reshape(-1).view(torch.uint8).numpy()
+    # Not `Tensor.numpy`, after which torch resizes the storage no more: the tensor may be a weight that is offloaded.
+    data: Any = numpy.from_dlpack(plain.reshape(-1).view(torch.uint8))
     kind = None if cls is base else cls
     made = (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, kind)
     return _make_tensor, made, attributes, None, None, _set_attributes

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from lm_configs import LLAMA, SIZES
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from workers import MegatronLMWorker, transformer_config
+from workers import MegatronLMWorker, read_args, transformer_config
 from workers.data.micro_batches import cut_by_tokens
 from workers.megatron.hf_weights import check_state_dict, hf_shapes
 from workers.megatron.lm_worker import checked_batch
 from workers.megatron.megatron_optimizer import AdamOptions
+from workers.megatron.megatron_train_worker import MegatronTrainWorker
+from workers.train.args_checks import TrainArgsError
 
 
 @pytest.mark.parametrize(
@@ -20,8 +22,10 @@ from workers.megatron.megatron_optimizer import AdamOptions
         LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True),
         Qwen2Config(**SIZES),
         Qwen2Config(**SIZES, tie_word_embeddings=True),
+        Qwen3Config(**SIZES, head_dim=32),
+        MistralConfig(**SIZES, head_dim=32),
     ],
-    ids=["Llama", "biases", "tied", "Qwen2", "Qwen2 tied"],
+    ids=["Llama", "biases", "tied", "Qwen2", "Qwen2 tied", "Qwen3", "Mistral"],
 )
 def test_names_and_shapes_match_the_hugging_face_model(config):
     model = AutoModelForCausalLM.from_config(config)
@@ -115,16 +119,59 @@ def test_wrong_state_dict(change, message):
         pytest.param(LlamaConfig(**SIZES, mlp_bias=True), {}, "biases to all linear layers or to none", id="bias"),
         pytest.param(LlamaConfig(**SIZES, hidden_act="silo"), {}, "did you mean 'silu'", id="activation"),
         pytest.param(
-            LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             {},
-            "rope_type 'linear' is not supported",
+            "rope_type 'dynamic' is not supported",
             id="rope",
+        ),
+        pytest.param(
+            MistralConfig(**SIZES, sliding_window=8),
+            {"overrides": {"masked_softmax_fusion": True}},
+            "which megatron-core's fused softmax ignores",
+            id="fused window",
+        ),
+        pytest.param(
+            MistralConfig(**SIZES, sliding_window=8),
+            {"overrides": {"window_size": (8, 0)}},
+            r"window_size=\(8, 0\) contradicts the Hugging Face config, which has \(7, 0\)",
+            id="other window",
+        ),
+        pytest.param(
+            Qwen3Config(**SIZES, head_dim=16, layer_types=["full_attention", "chunked_attention"] * 2),
+            {},
+            "layer_types has 'chunked_attention'",
+            id="layer types",
+        ),
+        pytest.param(
+            Qwen3Config(**SIZES, attention_bias=True), {}, "attention_bias and mlp_bias differ", id="Qwen3 bias"
         ),
     ],
 )
 def test_unsupported_models(config, options, message):
     with pytest.raises(ValueError, match=message):
         transformer_config(config, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    [
+        ({"model_type": "gpt2"}, {}, "model_type 'gpt2' is not supported on Megatron; use one of llama, mistral"),
+        ({"model_type": "mistral", **SIZES, "num_key_value_heads": 1}, {"tensor_model_parallel_size": 2},
+         "num_key_value_heads=1 is not divisible"),
+        ({"model_type": "qwen3", **SIZES}, {"pipeline_model_parallel_size": 3}, "not divisible by 3 pipeline stages"),
+        ({"model_type": "qwen3", **SIZES, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
+          "short_factor": [1.0] * 64, "long_factor": [1.0] * 64}}, {}, "rope_type 'longrope' is not supported"),
+    ],
+    ids=["model", "tp", "pp", "rope"],
+)  # fmt: skip
+def test_group_refuses_a_model_before_anything_is_sent(model, sizes, message):
+    """On the driver: no rank exists yet."""
+    args = {"train_backend": "megatron", "hf_config": model, **sizes}
+    with pytest.raises(TrainArgsError, match=message):
+        MegatronTrainWorker.check_args(read_args(args), 6, False)
+    args["hf_config"] = {"model_type": "qwen3", **SIZES}
+    args["pipeline_model_parallel_size"] = 1
+    MegatronTrainWorker.check_args(read_args(args), 6, False)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,38 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     LlamaConfig,
+    MistralConfig,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from single_controller import WorkerError
+from workers.megatron.config import SUPPORTED_MODELS
+from workers.megatron.hf_weights import read_folder
 
 TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
 HEADS = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4}  # two key-value heads per rank at tp2
 QWEN2 = Qwen2Config(**HEADS)
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+MODELS = {
+    "llama": LlamaConfig(**HEADS),
+    "mistral": MistralConfig(**HEADS, head_dim=16, sliding_window=5),
+    "qwen2": Qwen2Config(**HEADS, use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    "qwen3": Qwen3Config(**HEADS, head_dim=16, tie_word_embeddings=True),
+    "qwen3, yarn": Qwen3Config(**HEADS, head_dim=16, rope_parameters={"rope_type": "yarn", **ROPE}),
+    "mistral, yarn": MistralConfig(
+        **HEADS, sliding_window=None,
+        rope_parameters={"rope_type": "yarn", **ROPE, "attention_factor": 1.3, "beta_fast": 2.0, "truncate": False},
+    ),
+    "qwen2, yarn": Qwen2Config(
+        **HEADS, rope_parameters={"rope_type": "yarn", **ROPE, "mscale": 0.7, "mscale_all_dim": 0.2}
+    ),
+    "llama, llama3": LlamaConfig(
+        **HEADS, rope_parameters={"rope_type": "llama3", **ROPE, "low_freq_factor": 1.0, "high_freq_factor": 3.0}
+    ),
+    "llama, linear": LlamaConfig(**HEADS, rope_parameters={"rope_type": "linear", **ROPE}),
+}  # fmt: skip
+"""Each model type, with each kind of rotary embedding and a sliding window that is shorter than the rows."""
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
@@ -43,9 +67,8 @@ def saved(folders):
     """(Hugging Face model with random weights, norms and biases included; the folder that it is saved in)."""
     made, home = folders
 
-    def of(config, kind=AutoModelForCausalLM, seed=0):
-        heads = config.num_key_value_heads, config.vocab_size
-        key = config.model_type, config.tie_word_embeddings, *heads, kind.__name__, seed
+    def of(config, kind=AutoModelForCausalLM, seed=0, sharp=False):
+        key = config.to_json_string(), kind.__name__, seed, sharp
         if key not in made:
             torch.manual_seed(seed)
             model = kind.from_config(config).float().eval()
@@ -53,7 +76,9 @@ def saved(folders):
                 for parameter in model.parameters():
                     if parameter.dim() == 1:
                         parameter.add_(torch.randn_like(parameter) * 0.1)
-            made[key] = home / "-".join(map(str, key))
+                    elif sharp:  # without it, attention is nearly uniform, and positions hardly matter
+                        parameter.mul_(8)
+            made[key] = home / str(len(made))
             model.save_pretrained(made[key])
         return kind.from_pretrained(made[key]).float().eval(), str(made[key])
 
@@ -87,10 +112,11 @@ class Reference:
 
     def __init__(self, model, data, temperature=1.0):
         self.log_probs, self.entropy, self.values = (torch.zeros(data["input_ids"].shape) for _ in range(3))
+        self.candidates = torch.zeros(data["candidate_ids"].shape) if "candidate_ids" in data else None
         for row, mask in enumerate(data["attention_mask"].bool()):
             ids = data["input_ids"][row, mask][None]
             at = mask.nonzero()[1:, 0]
-            logits = model(ids).logits[0, :-1] / temperature
+            logits = model(input_ids=ids).logits[0, :-1] / temperature
             if logits.shape[-1] == 1:
                 self.values = self.values.index_put((torch.tensor(row), at), logits[:, 0])
                 continue
@@ -98,6 +124,9 @@ class Reference:
             picked = of_all.gather(-1, ids[0, 1:, None])[:, 0]
             self.log_probs = self.log_probs.index_put((torch.tensor(row), at), picked)
             self.entropy = self.entropy.index_put((torch.tensor(row), at), -(of_all.exp() * of_all).sum(-1))
+            if self.candidates is not None:
+                others = of_all.gather(-1, data["candidate_ids"][row, at])
+                self.candidates = self.candidates.index_put((torch.tensor(row), at), others)
 
 
 class Whole:
@@ -124,11 +153,12 @@ def whole_weights(four):
     return assembled(four.run(on_ranks.hf_shards))
 
 
-def steps(four, model, loss, count=3, rows=7, lr=1e-3, within=1e-5, first=0):
+def steps(four, model, loss, count=3, rows=7, lr=1e-3, within=1e-5, first=0, make=None):
     """Take the same steps on both sides, and compare the reports."""
+    make = make or batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     for step in range(first, first + count):
-        data = batch(rows, seed=10 + step)
+        data = make(rows, seed=10 + step)
         rate = lr * (step + 1)
         reports = four.run(on_ranks.train_step, data, loss, 9.0, rate, 0.7)
         total, sums = loss(Reference(model, data, 1.0 if loss is on_ranks.value_loss else 0.7), Whole(data), 9.0)
@@ -173,6 +203,75 @@ def test_log_probs_entropy_and_three_steps_match_hugging_face(four, saved, confi
     found = joined(four.run(on_ranks.log_probs, data, 0.7), 7)
     assert (found - Reference(model, data, 0.7).log_probs).abs().max() < 1e-4
     steps(four, model, on_ranks.policy_loss)
+    check_weights(four, model)
+
+
+def test_every_model_type_is_among_these():
+    assert {config.model_type for config in MODELS.values()} == set(SUPPORTED_MODELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        *((name, {}) for name in MODELS),  # tp1 pp1
+        ("mistral", TP2),
+        ("qwen3, yarn", TP2),
+        ("mistral", {**TP2, **PP2}),
+        ("qwen2", {**TP2, **PP2}),
+        ("qwen3", {**TP2, **PP2}),
+        pytest.param("qwen3", PP4, marks=rare),
+        pytest.param("llama, llama3", PP4, marks=rare),
+        pytest.param("mistral, yarn", PP4, marks=rare),
+    ],
+)
+def test_model_type_gives_transformers_log_probs(four, saved, name, parallel):
+    model, folder = saved(MODELS[name], sharp=True)
+    four.run(on_ranks.make, MODELS[name], parallel)
+    four.run(on_ranks.load_hf, folder)
+    data = batch()
+    expected = Reference(model, data).log_probs
+    difference = (joined(four.run(on_ranks.log_probs, data), 7) - expected).abs().max().item()
+    plain = MODELS[name].to_diff_dict()
+    plain |= {"sliding_window": None, "layer_types": None, "rope_parameters": None, "use_sliding_window": False}
+    without = AutoModelForCausalLM.from_config(type(MODELS[name])(**plain)).eval()
+    without.load_state_dict(model.state_dict())
+    effect = (Reference(without, data).log_probs - expected).abs().max().item()
+    print(f"{name}, {parallel}: difference of log-probabilities {difference:.1e}, effect of the options {effect:.1e}")
+    assert difference < 2e-5
+    assert effect > 0.05 or name in ("llama", "qwen3"), "a window or a scaling that is ignored would not be noticed"
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"), [("mistral", {**TP2, **PP2}), ("qwen3", {**TP2, **PP2}), ("qwen3, yarn", {**TP2, **PP2})]
+)
+def test_export_has_the_same_tensors_and_training_matches(four, saved, tmp_path, name, parallel):
+    model, folder = saved(MODELS[name])
+    four.run(on_ranks.make, MODELS[name], parallel, optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.export, str(tmp_path))
+    assert_same(read_folder(tmp_path), read_folder(folder))
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert (type(again), again.to_diff_dict()) == (type(model.config), model.config.to_diff_dict())
+    steps(four, model, on_ranks.policy_loss)
+    check_weights(four, model)
+
+
+@pytest.mark.parametrize("parallel", [TP2, {**TP2, **PP2}, VPP], ids=["dp2 tp2", "tp2 pp2", "interleaved pipeline"])
+def test_candidates_with_a_split_vocabulary(four, saved, parallel):
+    """Log-probabilities of other tokens, and their gradients, from 131 tokens over two ranks."""
+
+    def make(rows, seed):
+        data = batch(rows, seed)
+        drawn = torch.Generator().manual_seed(seed)
+        data["candidate_ids"] = torch.randint(0, SIZES["vocab_size"], (rows, TOKENS, 3), generator=drawn)
+        data["candidate_ids"][..., 0] = SIZES["vocab_size"] - 1  # the last one before the padding
+        return data
+
+    model, folder = saved(LLAMA, sharp=True)
+    p2p = {"overrides": {"overlap_p2p_comm": True, "batch_p2p_comm": False}} if parallel is VPP else {}
+    four.run(on_ranks.make, LLAMA, parallel, optimizer=ADAM, **p2p)
+    four.run(on_ranks.load_hf, folder)
+    steps(four, model, on_ranks.candidate_loss, make=make)
     check_weights(four, model)
 
 

@@ -65,6 +65,13 @@ def value_loss(outputs, part, normalizer):
     return ((outputs.values - part.others["returns"]) ** 2 * counts).sum() / normalizer, {"tokens": counts.sum()}
 
 
+def candidate_loss(outputs, part, normalizer):
+    """Cross-entropy with weights of other tokens."""
+    counts = part.others["loss_mask"]
+    of_token = -(outputs.candidates * torch.tensor([0.5, 0.3, 0.2])).sum(-1) * part.others["weights"]
+    return (of_token * counts).sum() / normalizer, {"tokens": counts.sum()}
+
+
 def no_loss(outputs, part, normalizer):
     """A loss without a gradient."""
     return torch.zeros([]), {}

@@ -23,6 +23,7 @@ import torch
 
 from single_controller import Dispatch, Worker, register
 from workers import HFEngine, blocks
+from workers.data.rollout_data import group_numbers
 from workers.fsdp.fsdp_worker import FSDPTrainWorker
 from workers.recovery.weight_backup import live_tensors
 from workers.rollout.engines.rollout_engine import RolloutEngine
@@ -137,7 +138,7 @@ class Trainer(FSDPTrainWorker):
             number_of(ids[mask.bool()][:length].tolist())
             for ids, mask, length in zip(rows["input_ids"], rows["attention_mask"], rows["prompt_lengths"], strict=True)
         ]
-        assert self.prompts == rows["group_ids"].tolist(), (self.prompts, rows["group_ids"])
+        assert self.prompts == group_numbers(rows["group_ids"]).tolist(), (self.prompts, rows["group_ids"])
         self.before = self.digest()
         seconds = asked(self.folder, "a snapshot", self.rank)
         if seconds is not None:

@@ -40,6 +40,7 @@ from workers import (
     place,
     read_args,
 )
+from workers.data.rollout_data import group_numbers
 from workers.fsdp.fsdp_worker import FSDPTrainWorker
 
 VOCABULARY = 32
@@ -141,7 +142,7 @@ class Witness(FSDPTrainWorker):
             self.folder / "witness.jsonl",
             rollout_id=rollout_id,
             prompts=prompts,
-            group_ids=rows["group_ids"].tolist(),
+            group_ids=group_numbers(rows["group_ids"]).tolist(),
             staleness=self.weight_version - oldest,
             before=before,
             after=self.digest(),

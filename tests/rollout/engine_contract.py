@@ -4,16 +4,22 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollout_helpers import plain_log_probs, plain_model
+from rollout_helpers import chosen_log_probs, kept_sets, left_to_choose, plain_distributions, plain_model
 
-from workers.rollout.engines.rollout_engine import Completion, EngineLoad, RolloutEngine, SamplingParams
+from workers.rollout.engines.rollout_engine import (
+    Completion,
+    EngineLoad,
+    RolloutEngine,
+    SamplingMask,
+    SamplingParams,
+)
 from workers.rollout.rollout_errors import PromptError, RolloutError
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4], [6, 6], [2, 9, 17], [31]]
@@ -62,6 +68,7 @@ BAD: dict[str, Callable[[RolloutEngine], object]] = {
             Completion([1.5], [0.0], "abort"),  # type: ignore[list-item]
             Completion([1, 2], [0.0], "abort"),
             Completion([1, 2], [0.0, 0.0], "abort", [1]),
+            Completion([1, 2], [0.0, 0.0], "abort", sampling_mask=SamplingMask.whole(1)),
         )
     },
     **{f"temperature {value!r}": bad_params(temperature=value) for value in (1e-9, -1, math.nan, math.inf, "1", None)},
@@ -81,7 +88,8 @@ class Subject:
         engine: the engine, shared by the tests of a module.
         model_of: seed -> the reference model with the weights of this seed; transformers' by default.
         config: of the reference model, for `plain_model`.
-        log_probs: (model, prompt, completion, temperature) -> float64 log-probabilities of the reference.
+        distributions: (model, prompt, completion, temperature) -> float64 log-probabilities of the reference, of all
+            tokens at each place.
         positions: prompts and completions together have at most so many tokens; at least 256.
         atol: how far the log-probabilities may be from those of the reference.
     """
@@ -89,7 +97,7 @@ class Subject:
     engine: RolloutEngine
     config: Any = None
     model_of: Callable[[int], torch.nn.Module] | None = None
-    log_probs: Callable[..., torch.Tensor] = plain_log_probs
+    distributions: Callable[..., torch.Tensor] = plain_distributions
     positions: int = 512
     atol: float = 1e-4
 
@@ -124,7 +132,8 @@ class Subject:
         versions = completion.weight_versions or [self.engine.weight_version] * len(completion.token_ids)
         assert len(completion.token_ids) == len(completion.log_probs) == len(versions)
         for version in set(versions):
-            expected = self.log_probs(models[version], prompt, completion.token_ids, temperature or 1.0)
+            of_all = self.distributions(models[version], prompt, completion.token_ids, temperature or 1.0)
+            expected = chosen_log_probs(of_all, completion.token_ids, completion.sampling_mask)
             chosen = [k for k, of in enumerate(versions) if of == version]
             found = torch.tensor(completion.log_probs, dtype=torch.float64)[chosen]
             torch.testing.assert_close(found, expected[chosen].double(), atol=self.atol, rtol=0)
@@ -191,6 +200,41 @@ class EngineContract:
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             assert len(completion.token_ids) == 12 and completion.finish_reason == "length"
             subject.check(completion, prompt, {1: first, None: first}, how.temperature)
+
+    @pytest.mark.parametrize("how", HOW, ids=str)
+    def test_sampling_mask_has_the_tokens_that_were_left(self, subject, first, how):
+        subject.update(first, 1)
+        for prompt, completion in zip(PROMPTS, subject.engine.generate(PROMPTS, how, SEEDS), strict=True):
+            if not (subject.engine.sampling_masks and how.truncates):
+                assert completion.sampling_mask is None
+                continue
+            of_all = subject.distributions(first, prompt, completion.token_ids, how.temperature)
+            expected = [left_to_choose(log_probs, how) for log_probs in of_all]
+            assert [sorted(kept) for kept in kept_sets(completion.sampling_mask)] == expected
+
+    def test_continued_request_keeps_its_sampling_mask(self, subject, first):
+        """Also if sampling parameters change: some tokens are from a set, and others from the whole vocabulary."""
+        if not subject.engine.sampling_masks:
+            pytest.skip("the engine does not tell the tokens that were left")
+        (future,) = subject.run(self.long, [[5, 9, 2]], [77], top_k=5)
+        subject.engine.abort()
+        partial = future.result(SECONDS)
+        count = len(partial.token_ids)
+        for length, options in ((count + 3, {"top_k": 5}), (count + 6, {}), (count + 9, {"top_p": 0.8})):
+            before = list(partial.sampling_mask.lengths), list(partial.sampling_mask.token_ids)
+            again = subject.engine.submit(
+                [5, 9, 2], SamplingParams(length, **options), "again", seed=77, partial=partial
+            ).result(SECONDS)
+            assert (list(partial.sampling_mask.lengths), list(partial.sampling_mask.token_ids)) == before
+            subject.check(again, [5, 9, 2], {1: first})
+            partial = again
+        lengths = list(partial.sampling_mask.lengths)
+        assert lengths[: count + 3] == [5] * (count + 3) and lengths[count + 3 : count + 6] == [0] * 3
+        assert min(lengths[count + 6 :]) >= 1
+        plain = replace(subject.engine.generate([[7]], SamplingParams(3), [1])[0], finish_reason="abort")
+        later = subject.engine.submit([7], SamplingParams(5, top_k=4), "later", seed=1, partial=plain).result(SECONDS)
+        assert list(later.sampling_mask.lengths) == [0, 0, 0, 4, 4]
+        subject.check(later, [7], {1: first})
 
     def test_completion_does_not_depend_on_the_batch(self, subject, first):
         how = SamplingParams(10)

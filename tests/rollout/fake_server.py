@@ -106,11 +106,13 @@ def log_softmax(logits):
 
 def truncated(log_probs, top_p, top_k):
     order = sorted(range(len(log_probs)), key=lambda token: -log_probs[token])
+    order = order[: top_k if top_k > 0 else None]
+    whole = sum(math.exp(log_probs[token]) for token in order)
     kept, mass = [], 0.0
-    for token in order[: top_k if top_k > 0 else None]:
+    for token in order:
         if mass < top_p:
             kept.append(token)
-            mass += math.exp(log_probs[token])
+            mass += math.exp(log_probs[token]) / whole
     total = math.log(sum(math.exp(log_probs[token]) for token in kept))
     return [log_probs[token] - total if token in kept else NEVER for token in range(len(log_probs))]
 

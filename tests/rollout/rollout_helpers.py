@@ -1,6 +1,7 @@
 """Shared by the rollout tests: small models, and a second engine that has no model at all."""
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Con
 from single_controller import Dispatch, register
 from workers.rollout.engines.decoding import truncated
 from workers.rollout.engines.request_engine import RequestEngine
-from workers.rollout.engines.rollout_engine import Completion, RolloutEngine
+from workers.rollout.engines.rollout_engine import Completion, RolloutEngine, SamplingMask
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.weight_sync import WeightSender
@@ -48,16 +49,52 @@ def plain_model(config, seed):
 
 
 @torch.no_grad()
-def plain_log_probs(model, prompt, completion, temperature=1.0):
-    """Log-probabilities of a completion from one forward pass, without padding or cache."""
+def plain_distributions(model, prompt, completion, temperature=1.0):
+    """Log-probabilities of all tokens at each place of a completion, from one forward pass, without padding or
+    cache."""
     logits = model(torch.tensor([prompt + completion])).logits[0].double() / temperature
-    return logits.log_softmax(-1)[range(len(prompt) - 1, len(prompt) + len(completion) - 1), completion]
+    return logits.log_softmax(-1)[len(prompt) - 1 : len(prompt) + len(completion) - 1]
+
+
+def plain_log_probs(model, prompt, completion, temperature=1.0, sampling_mask=None):
+    return chosen_log_probs(plain_distributions(model, prompt, completion, temperature), completion, sampling_mask)
+
+
+def kept_sets(sampling_mask):
+    """The set of each token."""
+    left = iter(sampling_mask.token_ids)
+    return [[next(left) for _ in range(length)] for length in sampling_mask.lengths]
+
+
+def chosen_log_probs(distributions, completion, sampling_mask=None):
+    """Log-probabilities of a completion. With a mask, each token's is its share of the tokens that were left."""
+    found = distributions[range(len(completion)), completion].clone()
+    for place, kept in enumerate([] if sampling_mask is None else kept_sets(sampling_mask)):
+        if kept:
+            found[place] -= distributions[place, kept].exp().sum().log()
+    return found
+
+
+def left_to_choose(log_probs, how):
+    """The tokens that `how` leaves, from the definition: the most likely `top_k`, and of these the most likely ones
+    until they reach `top_p` of their probability. Empty if nothing is left out."""
+    ranked = sorted(range(len(log_probs)), key=lambda token: -float(log_probs[token]))
+    ranked = ranked[: how.top_k or None]
+    total = sum(math.exp(float(log_probs[token])) for token in ranked)
+    kept, mass = [], 0.0
+    for token in ranked:
+        kept.append(token)
+        mass += math.exp(float(log_probs[token])) / total
+        if mass >= how.top_p:
+            break
+    return sorted(kept) if how.temperature and (how.top_k or how.top_p < 1) else []
 
 
 def check_versions(data, log_probs_of, atol=1e-5):
     """Each token's log-prob in a batch of a stream is that of the weights which its version says.
 
-    `log_probs_of` is (version, prompt, completion) -> log-probs of the reference. Returns the versions of each row.
+    `log_probs_of` is (version, prompt, completion) -> log-probs of the reference; if the data has sampling masks, it
+    gets the completion's as `sampling_mask`. Returns the versions of each row.
     """
     begin = int(data["prompt_lengths"].max())
     versions = []
@@ -66,7 +103,11 @@ def check_versions(data, log_probs_of, atol=1e-5):
         prompt = data["input_ids"][row, begin - int(data["prompt_lengths"][row]) : begin].tolist()
         completion = data["input_ids"][row, begin:end].tolist()
         of = data["weight_versions"][row, begin:end].tolist()
-        expected = {version: log_probs_of(version, prompt, completion) for version in set(of)}
+        mask = {}
+        if "sampling_mask" in data.keys():  # noqa: SIM118
+            lengths = data["sampling_mask_lengths"][row, begin:end].tolist()
+            mask = {"sampling_mask": SamplingMask(data["sampling_mask"].unbind()[row].tolist(), lengths)}
+        expected = {version: log_probs_of(version, prompt, completion, **mask) for version in set(of)}
         plain = torch.stack([expected[version][place] for place, version in enumerate(of)])
         torch.testing.assert_close(data["rollout_log_probs"][row, begin:end].double(), plain, atol=atol, rtol=0)
         versions.append(of)
@@ -139,10 +180,12 @@ class Bigram(torch.nn.Module):
         self.following = torch.nn.Parameter(2 * torch.randn(vocabulary, vocabulary, generator=draw))
         self.bias = torch.nn.Parameter(torch.randn(vocabulary, generator=draw))
 
-    def log_probs(self, prompt, completion, temperature=1.0):
+    def distributions(self, prompt, completion, temperature=1.0):
         last = [prompt[-1], *completion[:-1]]
-        logits = (self.following[last] + self.bias).detach().double() / temperature
-        return logits.log_softmax(-1)[range(len(completion)), completion]
+        return ((self.following[last] + self.bias).detach().double() / temperature).log_softmax(-1)
+
+    def log_probs(self, prompt, completion, temperature=1.0):
+        return chosen_log_probs(self.distributions(prompt, completion, temperature), completion)
 
 
 def die_in(moment):

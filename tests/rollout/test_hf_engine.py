@@ -25,7 +25,7 @@ SEEDS = [10, 11, 12, 13, 14]
 
 
 def check(model, prompt, completion, temperature=1.0, atol=5e-5):
-    expected = plain_log_probs(model, prompt, completion.token_ids, temperature or 1.0)
+    expected = plain_log_probs(model, prompt, completion.token_ids, temperature or 1.0, completion.sampling_mask)
     torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=atol, rtol=0)
 
 

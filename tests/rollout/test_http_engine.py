@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_contract import EngineContract, Subject
 from fake_server import FakeServer
-from rollout_helpers import LLAMA, TIED, Bigram, plain_model
+from rollout_helpers import LLAMA, TIED, Bigram, chosen_log_probs, kept_sets, left_to_choose, plain_model
 from waits import wait_until
 
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
@@ -62,9 +62,10 @@ class TestContract(EngineContract):
     def subject(cls, tmp_path_factory):
         server = FakeServer(delay=0.002)
         server.log_probs = "tempered"
-        engine = HTTPEngine(server.url, config=CONFIG, weights_dir=tmp_path_factory.mktemp("weights"))
+        weights = tmp_path_factory.mktemp("weights")
+        engine = HTTPEngine(server.url, config=CONFIG, weights_dir=weights, max_logprobs=32)
         engine._shapes = SHAPES
-        yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=fake_server.POSITIONS)
+        yield Subject(engine, model_of=Bigram, distributions=Bigram.distributions, positions=fake_server.POSITIONS)
         engine.close()
         server.close()
 
@@ -146,7 +147,9 @@ def test_log_probs_that_mean_something_else_are_refused(server, engine_of, meani
     for options in allowed:
         how = SamplingParams(8, **options)
         (completion,) = engine.generate([[1]], how, [0])
-        expected = model.log_probs([1], completion.token_ids, how.temperature or 1.0)
+        of_all = model.distributions([1], completion.token_ids, how.temperature or 1.0)
+        expected = chosen_log_probs(of_all, completion.token_ids, completion.sampling_mask)
+        assert (completion.sampling_mask is not None) == (meaning == "tempered" and how.truncates)
         torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=1e-4, rtol=0)
         if not how.temperature:
             last = torch.tensor([1, *completion.token_ids[:-1]])
@@ -158,6 +161,25 @@ def test_log_probs_that_mean_something_else_are_refused(server, engine_of, meani
     assert len(server.seen) == sent
     with pytest.raises(ValueError, match=r"temperature=0.005; .* has 0, and from 0.01 on"):
         engine.generate([[1]], SamplingParams(4, temperature=0.005), [0])
+
+
+def test_set_of_more_tokens_than_the_server_tells_is_the_whole_vocabulary(server, engine_of):
+    """For those tokens, both the log-probability and what the trainer computes are those before the truncation."""
+    server.log_probs = "tempered"
+    engine = engine_of(max_logprobs=6)
+    model, how = load(engine), SamplingParams(40, temperature=1.5, top_p=0.8)
+    (completion,) = engine.generate([[1]], how, [0])
+    of_all = model.distributions([1], completion.token_ids, 1.5)
+    expected = [left_to_choose(log_probs, how) for log_probs in of_all]
+    found = [sorted(kept) for kept in kept_sets(completion.sampling_mask)]
+    assert found == [kept if len(kept) < 6 else [] for kept in expected]
+    assert 0 < sum(map(bool, found)) < 40  # of both kinds
+    plain = chosen_log_probs(of_all, completion.token_ids, completion.sampling_mask)
+    torch.testing.assert_close(torch.tensor(completion.log_probs).double(), plain, atol=1e-4, rtol=0)
+    assert server.seen[-1][1]["logprobs"] == 6
+    with pytest.raises(ValueError, match="max_logprobs=-1"):
+        engine_of(max_logprobs=-1)
+    assert not engine_of(max_logprobs=0).sampling_masks
 
 
 def test_numbers_that_are_not_log_probabilities_are_refused(server, engine_of):
@@ -263,7 +285,7 @@ def test_update_of_a_paused_server_leaves_it_paused(server, engine_of):
     engine.resume()
     completion = future.result(20)
     assert not server.paused and set(completion.weight_versions) == {1, 2}
-    Subject(engine, log_probs=Bigram.log_probs).check(completion, [1], models)
+    Subject(engine, distributions=Bigram.distributions).check(completion, [1], models)
 
 
 def test_engine_that_was_killed_leaves_no_paused_server(server, engine_of):

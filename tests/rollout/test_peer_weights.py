@@ -19,6 +19,7 @@ from single_controller import (
     SingleControllerError,
 )
 from workers import HFEngine, RolloutManager, RolloutStream, RolloutWorker, SampleBuffer, SamplingParams
+from workers.data.rollout_data import group_numbers
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.stream.exchange import Orders
 from workers.weight_sync.transports import peer_weights as peer
@@ -286,7 +287,7 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
             take_until(lambda: min(ask("counted"), default=0) > 0)
             pending = stream.buffer._groups[B * len(found)].data
             assert isinstance(pending, (ray.ObjectRef, type(None)))
-        numbers = [number for _, data in found for number in data["group_ids"][::SAMPLES].tolist()]
+        numbers = [number for _, data in found for number in group_numbers(data["group_ids"])[::SAMPLES].tolist()]
         assert numbers == list(range(B * len(found)))
         for version, data in found:
             check_versions(data, lambda of, *generated: Bigram(of).log_probs(*generated, 0.8))

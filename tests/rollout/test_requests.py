@@ -18,7 +18,7 @@ from workers.rollout.rollout_errors import RolloutError
 @pytest.fixture(scope="module")
 def subject():
     engine = BigramEngine(delay=0.001)
-    yield Subject(engine, model_of=Bigram, log_probs=Bigram.log_probs, positions=BigramEngine.max_positions)
+    yield Subject(engine, model_of=Bigram, distributions=Bigram.distributions, positions=BigramEngine.max_positions)
     engine.close()
 
 

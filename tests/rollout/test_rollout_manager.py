@@ -26,8 +26,9 @@ from single_controller import (
     WorkerFuture,
     register,
 )
+from workers.algorithms.advantages import group_advantages
 from workers.data.collate import collate
-from workers.data.rollout_data import RolloutDataError, check_rollout_data
+from workers.data.rollout_data import RolloutDataError, check_rollout_data, group_numbers
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
@@ -75,7 +76,7 @@ def length_reward(prompt_ids, completion_ids):
 
 def same(first, second):
     assert set(first.keys()) == set(second.keys())
-    for name in first.keys():  # noqa: SIM118  (a TensorDict has no `in`)
+    for name in first.keys() - {"group_ids"}:
         torch.testing.assert_close(first[name], second[name], atol=2e-5, rtol=0)
 
 
@@ -103,7 +104,7 @@ def test_rollout_data_row_by_row(one):
     data = manager.generate(PROMPTS, rollout_id=2)
     check_rollout_data(data, vocab_size=32)
     engine = HFEngine(LLAMA, seed=5)
-    assert data.batch_size == (15,) and data["group_ids"].tolist() == [k // 3 for k in range(15)]
+    assert data.batch_size == (15,) and group_numbers(data["group_ids"]).tolist() == [k // 3 for k in range(15)]
     assert data["min_weight_versions"].tolist() == data["max_weight_versions"].tolist() == [0] * 15
     longest = max(map(len, PROMPTS))
     lengths = set()
@@ -127,6 +128,23 @@ def test_rollout_data_row_by_row(one):
         )
         assert bool(data["truncated"][row]) == (completion.finish_reason == "length")
     assert len(lengths) > 2, "the completions were meant to be ragged"
+
+
+def test_groups_of_joined_rollouts_stay_apart(echoes):
+    """Also of the same prompts, of a copy of the manager and of a manager with the same seed."""
+    first = RolloutManager(echoes, SamplingParams(2), length_reward, samples_per_prompt=2, seed=3)
+    again = RolloutManager(echoes, SamplingParams(2), length_reward, samples_per_prompt=2, seed=3)
+    torch.manual_seed(0)
+    data = [manager.generate([[1, 2], [3]], rollout_id=1) for manager in (first, first, again)]
+    joined = torch.cat(data)
+    groups, sizes = joined["group_ids"].unique(return_counts=True)
+    assert len(groups) == 6 and sizes.tolist() == [2] * 6
+    assert group_numbers(joined["group_ids"]).tolist() == [0, 0, 1, 1] * 3
+    # Two rollouts with the rewards 0, 1 and 5, 6 of one prompt: in one group they would be below and above its mean.
+    rewards = torch.tensor([0.0, 1.0, 5.0, 6.0])
+    two = torch.cat([one[:2] for one in data[:2]])
+    advantages = group_advantages(rewards, two["group_ids"], divide_by_std=False)
+    assert advantages.tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, "ray"])

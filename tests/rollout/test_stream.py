@@ -18,6 +18,7 @@ from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import HTTPEngine, RayTrainGroup, SampleBuffer
+from workers.data.rollout_data import group_numbers
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
@@ -138,7 +139,9 @@ def test_without_staleness_it_returns_what_the_manager_generates(group):
             data = stream.take(30)
             given, extras = with_labels(rollout_id)
             expected = manager.generate(given, rollout_id=rollout_id, extras=extras)
-            assert (data.pop("group_ids") - rollout_id * B).tolist() == expected.pop("group_ids").tolist()
+            assert (group_numbers(data.pop("group_ids")) - rollout_id * B).equal(
+                group_numbers(expected.pop("group_ids"))
+            )
             assert set(data.keys()) == set(expected.keys())
             for name in expected.keys():  # noqa: SIM118
                 assert torch.equal(data[name], expected[name]), name
@@ -156,7 +159,7 @@ def test_each_token_is_of_the_weights_that_its_version_says(request, workers, mo
         for version in range(1, 9):
             update(stream, manager, version)
             data = stream.take(30)
-            found += data["group_ids"][::SAMPLES].tolist()
+            found += group_numbers(data["group_ids"])[::SAMPLES].tolist()
             for of in check_log_probs(data):
                 assert of == sorted(of) and len(of) <= 60 and version - 2 <= of[0] and of[-1] <= version
                 mixed += of[0] != of[-1]
@@ -184,7 +187,9 @@ def test_weights_that_are_never_updated(group):
             with stream.updating():
                 pass
             data = stream.take(30)
-            assert data["group_ids"][::SAMPLES].tolist() == list(range(rollout_id * B, rollout_id * B + B))
+            assert group_numbers(data["group_ids"])[::SAMPLES].tolist() == list(
+                range(rollout_id * B, rollout_id * B + B)
+            )
             assert data["max_weight_versions"].unique().tolist() == [0]
 
 
@@ -207,7 +212,7 @@ def test_update_is_given_up_in_time_while_an_exchange_hangs(group, monkeypatch, 
     found = []
     with streaming(manager, max_staleness=1, mode=mode) as stream:
         update(stream, manager, 1)
-        found += stream.take(30)["group_ids"][::SAMPLES].tolist()
+        found += group_numbers(stream.take(30)["group_ids"])[::SAMPLES].tolist()
         goes_on.clear()
         try:
             assert hangs.wait(10)
@@ -225,7 +230,7 @@ def test_update_is_given_up_in_time_while_an_exchange_hangs(group, monkeypatch, 
             update(stream, manager, version)
             data = stream.take(30)
             check_log_probs(data)
-            found += data["group_ids"][::SAMPLES].tolist()
+            found += group_numbers(data["group_ids"])[::SAMPLES].tolist()
     assert found == list(range(3 * B))
 
 
@@ -267,7 +272,7 @@ def test_update_is_given_up_in_time_while_requests_run(group):
             stream.updating(0.5),
         ):
             raise AssertionError("the update began")
-        assert stream.take(30)["group_ids"][::SAMPLES].tolist() == list(range(B))
+        assert group_numbers(stream.take(30)["group_ids"])[::SAMPLES].tolist() == list(range(B))
 
 
 def test_slow_worker_gets_fewer_groups(group):
@@ -292,7 +297,7 @@ def test_groups_that_become_too_old_are_aborted_and_begin_again(group):
             data = stream.take(30)
             check_log_probs(data)
             assert data["min_weight_versions"].min() >= version - 1
-            found += data["group_ids"][::SAMPLES].tolist()
+            found += group_numbers(data["group_ids"])[::SAMPLES].tolist()
         assert stream.metrics()["buffer/dropped"] >= 1
     assert len(set(found)) == len(found) == 5 * B
 
@@ -314,7 +319,7 @@ def test_groups_without_variance_are_replaced(group):
         found = []
         for version in range(1, 4):
             update(stream, manager, version)
-            found += stream.take(30)["group_ids"][::SAMPLES].tolist()
+            found += group_numbers(stream.take(30)["group_ids"])[::SAMPLES].tolist()
         assert stream.metrics()["buffer/filtered"] >= 3 * B - 1
     assert found == sorted(found) and all(number % 2 for number in found)
 
@@ -392,7 +397,8 @@ def test_saved_state_goes_on_where_it_was(group):
     with streaming(manager, max_staleness=2, mode="interrupt", requests_per_worker=2 * SAMPLES) as stream:
         for version in (1, 2, 3):
             update(stream, manager, version)
-            found += stream.take(30)["group_ids"][::SAMPLES].tolist()
+            before = stream.take(30)["group_ids"]
+            found += group_numbers(before)[::SAMPLES].tolist()
         state = pickle.loads(pickle.dumps(stream.state_dict()))
         stream.take(30)  # trained by the run that dies, and lost with it
     again = managed(group, LONG)
@@ -402,7 +408,13 @@ def test_saved_state_goes_on_where_it_was(group):
             update(stream, again, version)
             data = stream.take(30)
             check_log_probs(data)
-            found += data["group_ids"][::SAMPLES].tolist()
+            found += group_numbers(data["group_ids"])[::SAMPLES].tolist()
+            assert data["group_ids"].unique().numel() == B
+            assert (
+                not (data["group_ids"] - group_numbers(data["group_ids"]))
+                .eq(before[0] - group_numbers(before[0]))
+                .any()
+            )
     assert found == list(range(6 * B))
 
 
@@ -459,7 +471,7 @@ def test_update_in_which_a_worker_dies_is_repeated(ray_cluster, tmp_path):
                 assert not flag.exists()
                 data = stream.take(60)
                 check_log_probs(data)
-                found += data["group_ids"][::SAMPLES].tolist()
+                found += group_numbers(data["group_ids"])[::SAMPLES].tolist()
             assert found == list(range(4 * B))
             assert stream.metrics()["rollout/restarts"] == 1
             # Its replacement may still be starting.

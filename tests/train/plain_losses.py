@@ -19,6 +19,9 @@ DEFAULTS = {
     "eps_clip": 0.2,
     "eps_clip_high": None,
     "eps_clip_dual": None,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "dppo_kl_tau": 0.0,
     "loss_aggregation": "token",
     "loss_constant_length": None,
     "rollout_correction": None,
@@ -68,8 +71,8 @@ def rewards(data, args):
     return found
 
 
-def advantages(data, args):
-    """A list of floats per row, one per token that counts."""
+def advantages(data, args, rejected=None):
+    """A list of floats per row, one per token that counts. Rejected rows are in their groups, but not in whitening."""
     scores, groups, kind = rewards(data, args), data["group_ids"].tolist(), args["advantage_estimator"]
     lengths = [len(row) for row in counted(data, "loss_mask")]
     found = []
@@ -94,7 +97,8 @@ def advantages(data, args):
                 of_row = of_row / (statistics.stdev(members) + 1e-6) if len(members) > 1 else 0.0
         found.append([of_row] * lengths[row])
     if kind.startswith("reinforce_plus_plus"):
-        every = [value for row in found for value in row]
+        rejected = rejected or [False] * len(found)
+        every = [value for row, out in zip(found, rejected, strict=True) if not out for value in row]
         mean, std = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
         found = [[(value - mean) / std for value in row] for row in found]
     return found
@@ -137,17 +141,91 @@ def corrections(data, name, normalize=False, reject_low=None, reject_high=None):
     return factors, rejected
 
 
-def token_losses(log_probs, old, of_tokens, args):
+def chosen_tokens(log_probs, old, of_tokens, args):
+    """Which tokens Clip-Cov drops (all within the bounds: the random choice is left out) or KL-Cov penalizes.
+
+    Args:
+        log_probs, old, of_tokens: floats, a list per row.
+
+    Returns:
+        A list of bools per row.
+    """
+    every = [(row, t) for row in range(len(old)) for t in range(len(old[row]))]
+    mean = sum(float(log_probs[row][t]) for row, t in every) / len(every)
+    mean_advantage = sum(of_tokens[row][t] for row, t in every) / len(every)
+    parts = {(row, t): (float(log_probs[row][t]) - mean) * (of_tokens[row][t] - mean_advantage) for row, t in every}
+    if args["policy_loss_type"] == "kl_cov":
+        chosen = set(sorted(every, key=parts.get)[-max(int(args["kl_cov_ratio"] * len(every)), 1) :])
+    else:
+        chosen = set()
+        for row, t in every:
+            ratio = math.exp(float(log_probs[row][t]) - old[row][t])
+            high = args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"]
+            advantage = of_tokens[row][t]
+            clipped = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - args["eps_clip"])
+            if not clipped and args["clip_cov_lb"] < parts[row, t] < args["clip_cov_ub"]:
+                chosen.add((row, t))
+    return [[(row, t) in chosen for t in range(len(old[row]))] for row in range(len(old))]
+
+
+def outside_trust_region(log_prob, old, advantage, args):
+    """Whether DPPO masks a token; floats."""
+    p, q = math.exp(log_prob), math.exp(old)
+    high = args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"]
+    if args["policy_loss_type"] == "dppo_tv":
+        divergence = abs(p - q)
+    else:
+        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    return p > q and divergence > high if advantage > 0 else p < q and divergence > args["eps_clip"]
+
+
+def token_losses(log_probs, old, of_tokens, args, chosen=()):
     """Each token's loss, as tensors.
 
     Args:
         log_probs: of one row's tokens, float64 scalars with gradients.
         old, of_tokens: old log-probabilities and advantages, floats.
+        chosen: of each token, with clip_cov and kl_cov.
     """
+    kind = args["policy_loss_type"]
+    if kind == "geo_mean" and log_probs:
+        high = args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"]
+        logs = []
+        for log_prob, before, advantage in zip(log_probs, old, of_tokens, strict=True):
+            log = log_prob - before
+            if (advantage > 0 and float(log.detach()) > high) or (
+                advantage < 0 and float(log.detach()) < -args["eps_clip"]
+            ):
+                log = log.detach().clamp(-args["eps_clip"], high)
+            logs.append(log)
+        return [-statistics.fmean(of_tokens) * (sum(logs) / len(logs)).exp()] * len(logs)
     low, high = 1 - args["eps_clip"], 1 + (args["eps_clip"] if args["eps_clip_high"] is None else args["eps_clip_high"])
     losses = []
     for t, (log_prob, advantage) in enumerate(zip(log_probs, of_tokens, strict=True)):
-        ratio = (log_prob - old[t]).exp()
+        log = log_prob - old[t]
+        ratio = log.exp()
+        if kind == "gpg":
+            losses.append(-advantage * log_prob)
+            continue
+        if kind == "dro":
+            losses.append(-advantage * log_prob + args["dro_beta"] / 2 * log**2)
+            continue
+        if kind == "sapo":
+            tau = args["tau_pos"] if advantage > 0 else args["tau_neg"]
+            losses.append(-advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp()))
+            continue
+        if kind.startswith("dppo"):
+            weight = min(float(ratio.detach()), args["eps_clip_dual"])
+            if outside_trust_region(float(log_prob.detach()), old[t], advantage, args):
+                weight = 0.0
+            losses.append(-advantage * weight * log_prob + args["dppo_kl_tau"] * log**2)
+            continue
+        if kind == "kl_cov":
+            losses.append(-advantage * ratio + (args["ppo_kl_coef"] * abs(log) if chosen[t] else 0.0))
+            continue
+        if kind == "clip_cov" and chosen[t]:
+            losses.append(0.0 * log_prob)
+            continue
         if args["policy_loss_type"] == "cispo":
             losses.append(-min(max(float(ratio.detach()), low), high) * advantage * log_prob)
             continue
@@ -168,13 +246,17 @@ def loss(log_probs, data, args):
         log_probs: a list per row of float64 scalars, of the tokens that count.
     """
     args = {**DEFAULTS, **args}
-    old, of_tokens = counted(data, "old_log_probs"), advantages(data, args)
     bounds = args["rollout_rejection_low"], args["rollout_rejection_high"]
     factors, rejected = corrections(data, args["rollout_correction"], args["rollout_correction_normalize"], *bounds)
+    old, of_tokens = counted(data, "old_log_probs"), advantages(data, args, rejected)
+    chosen = [()] * len(old)
+    if args["policy_loss_type"] in ("clip_cov", "kl_cov"):  # among the tokens of completions that are kept
+        kept = [[[] if rejected[k] else row for k, row in enumerate(rows)] for rows in (log_probs, old, of_tokens)]
+        chosen = chosen_tokens([[float(x.detach()) for x in row] for row in kept[0]], *kept[1:], args)
     rows = []
     for row in range(len(old)):
         if old[row] and not rejected[row]:
-            losses = token_losses(log_probs[row], old[row], of_tokens[row], args)
+            losses = token_losses(log_probs[row], old[row], of_tokens[row], args, chosen[row])
             if args["opsm_delta"] is not None:
                 pair = zip(counted(data, "rollout_log_probs")[row], log_probs[row], strict=True)
                 apart = statistics.fmean(sampled - float(now.detach()) for sampled, now in pair)

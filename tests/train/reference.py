@@ -40,12 +40,14 @@ def random_prompts(count, lengths=(4,), *, vocab_size=32, seed=0):
 
 
 @torch.no_grad()
-def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperature=1.0, stop_token_ids=()):
+def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperature=1.0, stop_token_ids=(), left=None):
     """Rollout data: ``samples`` completions per prompt; prompts are padded on the left, completions on the right.
 
     Args:
         reward: (prompt, completion), lists of token ids -> float.
+        left: log-probabilities of the vocabulary -> the tokens to draw from; they are then in the data, too.
     """
+    sets = {}
     g = torch.Generator().manual_seed(seed)
     longest = max(map(len, prompts))
     rows = {name: [] for name in ("input_ids", "attention_mask", "loss_mask", "rollout_log_probs")}
@@ -55,6 +57,12 @@ def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperatu
         log_probs = torch.zeros(samples, 0)
         for _ in range(max_new_tokens):
             of_next = (model(input_ids=ids).logits[:, -1].float() / temperature).log_softmax(-1)
+            if left is not None:
+                for row in range(samples):
+                    kept = sets[group, row, log_probs.shape[1]] = left(of_next[row])
+                    gone = [token for token in range(of_next.shape[1]) if token not in kept]
+                    of_next[row, gone] = -math.inf
+                of_next = of_next.log_softmax(-1)
             token = torch.multinomial(of_next.exp(), 1, generator=g)
             ids = torch.cat([ids, token], 1)
             log_probs = torch.cat([log_probs, of_next.gather(1, token)], 1)
@@ -62,15 +70,24 @@ def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperatu
             completion = ids[row, len(prompt) :].tolist()
             ends = [t + 1 for t, token in enumerate(completion) if token in stop_token_ids]
             completion = completion[: ends[0]] if ends else completion
-            left, right = longest - len(prompt), max_new_tokens - len(completion)
-            rows["input_ids"].append([0] * left + prompt + completion + [0] * right)
-            rows["attention_mask"].append([0] * left + [1] * len(prompt + completion) + [0] * right)
-            rows["loss_mask"].append([0] * longest + [1] * len(completion) + [0] * right)
+            before, after = longest - len(prompt), max_new_tokens - len(completion)
+            rows["input_ids"].append([0] * before + prompt + completion + [0] * after)
+            rows["attention_mask"].append([0] * before + [1] * len(prompt + completion) + [0] * after)
+            rows["loss_mask"].append([0] * longest + [1] * len(completion) + [0] * after)
             known = log_probs[row, : len(completion)].tolist()
-            rows["rollout_log_probs"].append([0.0] * longest + known + [0.0] * right)
+            rows["rollout_log_probs"].append([0.0] * longest + known + [0.0] * after)
             rewards.append(float(reward(prompt, completion)))
             group_ids.append(group)
+    if left is not None:
+        rows["sampling_mask_lengths"], kept_in = [], []
+        for row, mask in enumerate(rows["loss_mask"]):
+            place = iter(range(max_new_tokens))
+            of_row = [sets[(*divmod(row, samples), next(place))] if counts else [] for counts in mask]
+            rows["sampling_mask_lengths"].append(list(map(len, of_row)))
+            kept_in.append(torch.tensor([token for kept in of_row for token in kept], dtype=torch.int32))
+    made = {"sampling_mask": torch.nested.as_nested_tensor(kept_in, layout=torch.jagged)} if left is not None else {}
     return {
+        **made,
         **{name: torch.tensor(value) for name, value in rows.items()},
         "rewards": torch.tensor(rewards),
         "group_ids": torch.tensor(group_ids),
@@ -184,9 +201,19 @@ class ReferenceGRPO:
         """Column -> (log-probability, entropy of its distribution), for every token of a row but the first."""
         columns = data["attention_mask"][row].nonzero()[:, 0].tolist()
         ids = data["input_ids"][row, columns]
-        log_probs = (model(input_ids=ids[None]).logits[0].float() / self.temperature).log_softmax(-1)
-        entropies = -(log_probs.exp() * log_probs).sum(-1)
-        return {t: (log_probs[k, ids[k + 1]], entropies[k]) for k, t in enumerate(columns[1:])}
+        logits = model(input_ids=ids[None]).logits[0].float() / self.temperature
+        if "sampling_mask" not in data.keys():  # noqa: SIM118
+            log_probs = logits.log_softmax(-1)
+            entropies = -(log_probs.exp() * log_probs).sum(-1)
+            return {t: (log_probs[k, ids[k + 1]], entropies[k]) for k, t in enumerate(columns[1:])}
+        left, found = iter(data["sampling_mask"].unbind()[row].tolist()), {}
+        for k, t in enumerate(columns[1:]):  # the distribution that the token was drawn from
+            kept = [next(left) for _ in range(int(data["sampling_mask_lengths"][row, t]))] or list(
+                range(len(logits[k]))
+            )
+            log_probs = logits[k, kept].log_softmax(-1)
+            found[t] = log_probs[kept.index(int(ids[k + 1]))], -(log_probs.exp() * log_probs).sum()
+        return found
 
     def _token(self, log_prob, entropy, old, ref, advantage):
         ratio = (log_prob - old).exp()

@@ -75,7 +75,23 @@ def test_defaults_and_given_values():
         ({"save_keep_every": 5}, "save_keep_every needs save_keep"),
         ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: expected a number above 0"),
         ({"param_dtype": "fp16"}, "use 'bf16' or 'fp32' with fsdp"),
-        ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae' or 'reinforce_plus_plus'"),
+        (
+            {"policy_loss_type": "gspo", "eps_clip_dual": 3},
+            "eps_clip_dual=3.0 has no effect .*='gspo'.*'ppo_clip'",
+        ),
+        ({"policy_loss_type": "cispo", "eps_clip_dual": 3}, "eps_clip_dual=3.0 has no effect with .*='cispo'"),
+        ({"keep_old_actor": True, "use_rollout_logprobs": True}, "keep_old_actor has no effect with use_rollout_log"),
+        ({"loss_constant_length": 5}, "loss_constant_length=5 has no effect with loss_aggregation='token'.*'constant'"),
+        ({"loss_constant_length": 5, "policy_loss_type": "gspo"}, "no effect with loss_aggregation='sequence'"),
+        ({"policy_loss_type": "sapo", "eps_clip": 0.2}, "eps_clip=0.2 has no effect with policy_loss_type='sapo'"),
+        ({"policy_loss_type": "dro"}, "policy_loss_type='dro' needs dro_beta"),
+        ({"tau_pos": 1.5}, "tau_pos=1.5 has no effect with policy_loss_type='ppo_clip'; .* use 'sapo'"),
+        ({"policy_loss_type": "clip_cov", "kl_cov_ratio": 0.1}, "kl_cov_ratio=0.1 has no effect .* use 'kl_cov'"),
+        (
+            {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0},
+            "kl_cov_ratio=0.0: expected a number above 0 and at most 1",
+        ),
+        ({"kl_loss_type": "k4"}, "kl_loss_type='k4': expected one of 'k1', 'k2', 'k3', 'low_var_kl', 'k1\\+'"),
         ({"advantage_estimator": "grop"}, "'grpo', 'rloo', .* or the dotted path of a function; did you mean 'grpo'?"),
         ({"policy_loss_type": "ppo"}, "policy_loss_type='ppo': expected one of 'ppo_clip', 'gspo', 'cispo'"),
         ({"policy_loss_type": "os.path.jion"}, "policy_loss_type='os.path.jion' cannot be imported"),
@@ -116,6 +132,78 @@ def test_error_names_the_invalid_key(given, message):
     with pytest.raises(TrainArgsError, match=message) as caught:
         read_args(given)
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+
+
+def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
+    def read(**given):
+        caplog.clear()
+        args = read_args(given)
+        said = [record.getMessage() for record in caplog.records if record.name == "workers.train.args_checks"]
+        assert read_args(args) == args and len(said) < 2  # what is complete stays as it is
+        return (args.eps_clip, args.eps_clip_high, args.loss_aggregation), *said
+
+    assert read() == ((0.2, None, "token"),)
+    assert read(policy_loss_type="cispo", eps_clip=1) == ((1.0, None, "token"),)
+    assert read(policy_loss_type="os.path.join") == ((0.2, None, "token"),)  # a user's own
+    chosen = (3e-4, 4e-4, "sequence")
+    for name in ("gspo", "workers.algorithms.policy_losses.gspo_loss"):
+        values, message = read(policy_loss_type=name)
+        assert values == chosen
+        assert message == (
+            f"policy_loss_type={name!r} chooses loss_aggregation='sequence', eps_clip=0.0003, eps_clip_high=0.0004, "
+            "as in its paper; set these keys to choose others"
+        )
+    assert read(policy_loss_type="geo_mean")[0] == (0.4, None, "sequence")
+    assert read(policy_loss_type="sapo")[0] == (None, None, "sequence")
+    assert read(policy_loss_type="gpg") == ((None, None, "token"),)
+    values, message = read(policy_loss_type="dppo_kl")
+    assert values == (0.05, None, "token") and "chooses eps_clip=0.05, eps_clip_dual=20.0, as" in message
+    gspo = {"policy_loss_type": "gspo"}
+    assert read(**gspo, eps_clip=0.2, loss_aggregation="token") == ((0.2, None, "token"),)
+    assert read(**gspo, eps_clip=0.1)[0] == (0.1, None, "sequence")
+    assert read(**gspo, eps_clip_high=0.1)[0] == (3e-4, 0.1, "sequence")
+    assert read(**gspo, loss_aggregation="constant", loss_constant_length=7)[0] == (3e-4, 4e-4, "constant")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gamma": 0.9}, "gamma has no effect with advantage_estimator='grpo'"),
+        (
+            {"gae_lambda": 1.0, "critic_lr": 1e-3},
+            "gae_lambda, critic_lr have no effect with .*='grpo'",
+        ),
+        ({"advantage_estimator": "rloo", "grpo_std_normalization": False}, "grpo_std_normalization has no effect"),
+        ({"advantage_estimator": "reinforce_plus_plus", "value_clip": 0.5}, "value_clip has no effect"),
+        ({"normalize_advantages": False}, "normalize_advantages has no effect"),
+        ({"min_lr": 1e-7}, "min_lr has no effect with lr_decay_style='constant'"),
+        ({"lora_alpha": 32}, "lora_alpha has no effect with lora_rank=0"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size has no effect with train_backend='fsdp'"),
+        ({"train_backend": "megatron", "fsdp_shard_size": 2}, "fsdp_shard_size has no effect"),
+        ({"overlong_penalty_factor": 0.5}, "overlong_penalty_factor has no effect with overlong_buffer_len=0"),
+        ({"update_weights_disk_dir": "x"}, "update_weights_disk_dir has no effect with .*='store'"),
+        ({"update_weights_full_every": 3}, "update_weights_full_every has no effect"),
+        ({"kl_loss_coef": 0.1, "kl_loss_type": "k1"}, "the gradient of k1 has mean 0"),
+    ],
+)
+def test_key_without_an_effect_is_reported(given, message):
+    with pytest.warns(UserWarning, match=message) as told:
+        read_args(given)
+    assert len(told) == 1
+
+
+def test_keys_with_an_effect_are_not_reported():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in (
+            {"advantage_estimator": "gae", "gamma": 0.9, "gae_lambda": 1.0, "critic_lr": 1e-3, "value_clip": 0.5},
+            {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "normalize_advantages": False},
+            {"advantage_estimator": "os.path.join", "gamma": 0.9, "gae_lambda": 1.0, "grpo_std_normalization": False},
+            {"train_backend": "megatron", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+            {"lora_rank": 4, "lora_alpha": 32, "lr_decay_style": "cosine", "min_lr": 1e-7},
+            {"kl_loss_coef": 0.1, "kl_loss_type": "k1+", "keep_old_actor": True},
+        ):
+            read_args(given)
 
 
 def test_weight_update_has_half_the_time_of_a_collective_unless_set():

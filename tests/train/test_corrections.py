@@ -24,7 +24,8 @@ from workers.algorithms.corrections import (
     rejected_rows,
     truncated,
 )
-from workers.algorithms.losses import policy_loss, ppo_clip_loss, token_weights
+from workers.algorithms.losses import policy_loss, token_weights
+from workers.algorithms.policy_losses import ppo_clip_loss
 from workers.data.micro_batches import cut_by_tokens
 from workers.train.train_model import TokenOutputs
 

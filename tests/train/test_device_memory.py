@@ -6,8 +6,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from single_controller.call import codec
 from workers.device import has_cuda
 from workers.device_memory import DeviceMemory, saver_preloaded
+from workers.weight_files import WeightFiles
+from workers.weight_sync import delta
+from workers.weight_sync.digest import digest
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -16,6 +20,40 @@ def on(device):
     if device == "cuda" and not has_cuda():
         pytest.skip("needs a CUDA device")
     return torch.device(device, 0) if device == "cuda" else torch.device(device)
+
+
+def read_digest(weight, _):
+    digest(weight)
+
+
+def read_encoded(weight, _):
+    codec.encode(weight)
+
+
+def read_changes(weight, _):
+    delta.encode(weight, weight.clone())
+
+
+def write_changes(weight, _):
+    changed = weight.clone()
+    changed[::100] = 2.0
+    delta.apply(delta.encode(changed, weight.clone()), weight)
+
+
+def export(weight, folder):
+    files = WeightFiles({"w": ((1000,), torch.float32)})
+    files.create(folder)
+    files.write(folder, [("w", ((0, 1000),), weight)])
+
+
+@pytest.mark.parametrize("use", [read_digest, read_encoded, read_changes, write_changes, export])
+def test_weights_that_were_in_use_can_be_offloaded(use, tmp_path):
+    """`Tensor.numpy` would make their storage one that cannot be resized: that memory would not be freed."""
+    if has_cuda():
+        pytest.skip("CPU tensors are not offloaded where CUDA is available")
+    weight = torch.ones(1000)
+    use(weight, tmp_path)
+    assert DeviceMemory(lambda: [weight]).sleep() == 4000
 
 
 @pytest.mark.parametrize("device", DEVICES)

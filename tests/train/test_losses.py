@@ -8,15 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.algorithms.losses import (
-    clipped_value_loss,
-    kl_estimate,
-    policy_loss,
-    ppo_clip,
-    ppo_clip_loss,
-    token_weights,
-    value_loss,
-)
+from workers.algorithms.losses import clipped_value_loss, kl_estimate, policy_loss, token_weights, value_loss
+from workers.algorithms.policy_losses import ppo_clip, ppo_clip_loss
 from workers.data.micro_batches import cut_by_tokens
 from workers.train.train_model import TokenOutputs
 
@@ -187,6 +180,52 @@ def test_k2_has_the_gradient_of_the_divergence_and_k1_a_zero_mean_gradient():
     }
     torch.testing.assert_close(of["k2"], exact, rtol=1e-4, atol=1e-6)
     assert float(of["k1"].abs().max()) < 1e-6
+
+
+def test_gradients_of_the_estimators_in_expectation():
+    """Arithmetic on the softmax by hand: the gradient of KL(p || q) for logit i is p_i (log(p_i / q_i) - KL), that of
+    KL(q || p) is p_i - q_i. What k3 has is the second, what a "+" has is the first, and k1 has none."""
+    g = torch.Generator().manual_seed(6)
+    logits = torch.randn(20, generator=g, requires_grad=True)
+    q = (logits.detach() + torch.randn(20, generator=g)).log_softmax(0)
+    p = logits.log_softmax(0)
+    probs, of_q = p.detach().exp().tolist(), q.exp().tolist()
+    logs = [math.log(a / b) for a, b in zip(probs, of_q, strict=True)]
+    assert min(logs) > -2.5  # no token is beyond the bound of k3
+    divergence = sum(a * log for a, log in zip(probs, logs, strict=True))
+    reverse = [a * (log - divergence) for a, log in zip(probs, logs, strict=True)]
+    forward = [a - b for a, b in zip(probs, of_q, strict=True)]
+    expected = {"k1": [0.0] * 20, "k2": reverse, "k3": forward, "low_var_kl": forward}
+    expected |= dict.fromkeys(("k1+", "k3+", "low_var_kl+"), reverse)
+    drawn = p.detach().exp()
+    for name, of_logits in expected.items():
+        (found,) = torch.autograd.grad((drawn * kl_estimate(p, q, name)).sum(), logits, retain_graph=True)
+        assert found.tolist() == pytest.approx(of_logits, abs=1e-6), name
+        assert torch.equal(kl_estimate(p, q, name), kl_estimate(p, q, name.removesuffix("+")))
+
+
+@pytest.mark.parametrize("name", ["k3", "low_var_kl", "k3+", "low_var_kl+"])
+@pytest.mark.parametrize("log_ratio", [-24.0, -20.0, -3.0, -2.0, 0.5, 24.0])
+def test_one_stale_token_does_not_take_the_whole_step(name, log_ratio):
+    """Among 9 tokens with a log-ratio of 0.1, one is far from the reference. k3 is at most 10 nats there, and the
+    gradient of the whole loss is at most that of the bound."""
+    log_probs = torch.full((1, 10), -1.0)
+    log_probs[0, 4] = -1.0 + log_ratio
+    log_probs.requires_grad_()
+    ref = torch.full((1, 10), -1.1)
+    ref[0, 4] = -1.0
+    batch = {"loss_weights": torch.full((1, 10), 0.1), "advantages": torch.zeros(1, 10), "ref_log_probs": ref}
+    batch |= {"input_ids": torch.zeros(1, 10, dtype=torch.int64), "attention_mask": torch.ones(1, 10)}
+    (part,) = cut_by_tokens(batch, 100)
+    total, report = policy_loss(ppo(), kl_coef=1.0, kl_estimator=name)(TokenOutputs(log_probs=log_probs), part)
+    total.backward()
+    exact = math.exp(-log_ratio) - 1 + log_ratio
+    near = math.exp(-0.1) - 1 + 0.1
+    assert float(report["kl"]) == pytest.approx(0.1 * (9 * near + min(exact, 10.0)), rel=1e-4)
+    slope = log_ratio if name.endswith("+") else 1 - math.exp(-log_ratio) if exact < 10 else 0.0
+    if abs(log_ratio) > 20:  # every estimator bounds the log-ratio
+        slope = 0.0
+    assert float(log_probs.grad[0, 4]) == pytest.approx(0.1 * slope, rel=1e-4, abs=1e-7)
 
 
 def test_extreme_ratios_stay_finite():

@@ -1,9 +1,12 @@
 """Policy losses and advantage estimators by name: compared with loops over tokens, with numbers that other libraries'
 tests state, and registered by a user."""
 
+import json
 import math
+import random
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import own_algorithms as own
@@ -14,7 +17,8 @@ import torch
 from workers import register_advantage, register_policy_loss
 from workers.algorithms.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
 from workers.algorithms.estimators import AdvantageRows
-from workers.algorithms.losses import PolicyTokens, policy_loss, token_weights
+from workers.algorithms.losses import kl_estimate, policy_loss, token_weights
+from workers.algorithms.policy_losses import SELECTIONS, PolicyTokens, StepTokens
 from workers.data.micro_batches import cut_by_tokens
 from workers.data.rollout_data import RolloutDataError
 from workers.train.args import read_args
@@ -44,6 +48,14 @@ LOSSES = {
     "dual_clip": {"eps_clip": 0.2, "eps_clip_dual": 1.5},
     "gspo": {"policy_loss_type": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.1},
     "cispo": {"policy_loss_type": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.2},
+    "sapo": {"policy_loss_type": "sapo", "tau_pos": 1.3, "tau_neg": 2.0},
+    "gpg": {"policy_loss_type": "gpg"},
+    "geo_mean": {"policy_loss_type": "geo_mean", "eps_clip": 0.2, "eps_clip_high": 0.1},
+    "dro": {"policy_loss_type": "dro", "dro_beta": 0.7},
+    "dppo_tv": {"policy_loss_type": "dppo_tv", "eps_clip": 0.02, "eps_clip_high": 0.03, "eps_clip_dual": 1.4},
+    "dppo_kl": {"policy_loss_type": "dppo_kl", "eps_clip": 2e-3, "eps_clip_dual": 1.4, "dppo_kl_tau": 0.1},
+    "clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 0.5},
+    "kl_cov": {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.8},
 }
 
 
@@ -52,7 +64,9 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_match_a_loop(name, aggregation, max_tokens):
     data = made()
-    given = {**LOSSES[name], "loss_aggregation": aggregation, "loss_constant_length": 12}
+    given = {**LOSSES[name], "loss_aggregation": aggregation}
+    if aggregation == "constant":
+        given["loss_constant_length"] = 12
     plain = torch.nan_to_num(data["log_probs"]).double().requires_grad_()
     counted = [[plain[b, t] for t in range(TOKENS) if data["loss_mask"][b, t]] for b in range(ROWS)]
     expected = plain_losses.loss(counted, data, given)
@@ -63,6 +77,7 @@ def test_loss_and_gradient_match_a_loop(name, aggregation, max_tokens):
     of_rows = group_advantages(data["rewards"], data["group_ids"])
     batch = {**data, "loss_weights": weights / count.float(), "advantages": of_rows[:, None].expand(ROWS, TOKENS)}
     del batch["ref_log_probs"]
+    batch |= selected(data, batch["advantages"], args)
     own = data["log_probs"].clone().requires_grad_()
     batch["log_probs"] = own
     loss = policy_loss(partial(function_of(args, "policy_loss_type"), args=args))
@@ -75,7 +90,23 @@ def test_loss_and_gradient_match_a_loop(name, aggregation, max_tokens):
     assert float(total.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
     torch.testing.assert_close(own.grad, plain.grad.float(), atol=1e-6, rtol=1e-5)
     assert sums["policy_loss"] == pytest.approx(float(expected.detach()), abs=1e-6)
-    assert sums["clip_fraction"] > 0
+    for metric in ("clip_fraction", "cov_fraction"):
+        assert sums.get(metric, 0.5) > 0
+    assert "cov_fraction" in sums or not name.endswith("_cov")
+
+
+def selected(data, advantages, args, ranks=1):
+    """The entry of the tokens that the loss chooses over the whole step, on that many dp ranks."""
+    loss = function_of(args, "policy_loss_type")
+    if loss not in SELECTIONS:
+        return {}
+    rows = {**data, "advantages": advantages}
+
+    def select(own, gather):
+        tokens = [own[name] for name in ("log_probs", "old_log_probs", "advantages")]
+        return SELECTIONS[loss](StepTokens(*tokens, own["loss_mask"] != 0, gather, seed=7), args)
+
+    return {"selected_tokens": torch.cat(in_threads(select, rows, ranks))}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -107,7 +138,12 @@ def test_advantages_match_a_loop_on_any_number_of_ranks(given, ranks):
 
 
 def on_ranks(estimator, data, args, ranks):
-    """What the estimator returns on each of some dp ranks, which are threads."""
+    """What the estimator returns on each of some dp ranks."""
+    return in_threads(lambda own, gather, rank: estimator(AdvantageRows(own, rank, gather), args), data, ranks, True)
+
+
+def in_threads(of_rank, data, ranks, with_rank=False):
+    """What ``of_rank(its rows, gather)`` returns on each of some dp ranks, which are threads."""
     both, slots, found = threading.Barrier(ranks, timeout=30), [None] * ranks, [None] * ranks
 
     def run(rank, rows):
@@ -119,9 +155,9 @@ def on_ranks(estimator, data, args, ranks):
             return said
 
         own = {name: value[rows] for name, value in data.items()}
-        found[rank] = estimator(AdvantageRows(own, rank, gather), args)
+        found[rank] = of_rank(own, gather, rank) if with_rank else of_rank(own, gather)
 
-    parts = torch.arange(ROWS).tensor_split(ranks)
+    parts = torch.arange(len(data["loss_mask"])).tensor_split(ranks)
     threads = [threading.Thread(target=run, args=(rank, rows)) for rank, rows in enumerate(parts)]
     for thread in threads:
         thread.start()
@@ -136,6 +172,118 @@ def of_tokens(name, log_probs, old, advantages, mask=None, **given):
     counts = torch.ones(log_probs.shape, dtype=torch.bool) if mask is None else mask != 0
     tokens = PolicyTokens(log_probs, old, advantages, counts, {})
     return function_of({"policy_loss_type": name}, "policy_loss_type")(tokens, args)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_chosen_by_covariance_do_not_depend_on_ranks_or_on_the_order_of_rows(name, ranks):
+    """One of the ranks has no token that counts."""
+    data = made(5)
+    args = read_args(LOSSES[name])
+    advantages = (torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) * 0.618 % 1 - 0.5) * 4
+    log_probs, old = plain_losses.counted(data, "log_probs"), plain_losses.counted(data, "old_log_probs")
+    of_tokens = plain_losses.counted({**data, "advantages": advantages}, "advantages")
+    expected = plain_losses.chosen_tokens(log_probs, old, of_tokens, {**plain_losses.DEFAULTS, **dict(args)})
+    assert 0 < sum(map(sum, expected)) < sum(map(len, expected))
+    found = selected(data, advantages, args, ranks)["selected_tokens"]
+    counts = data["loss_mask"] != 0
+    assert [row[own].tolist() for row, own in zip(found, counts, strict=True)] == expected
+    assert not found[~counts].any()
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(ranks))
+    moved = selected({key: value[order] for key, value in data.items()}, advantages[order], args, ranks)
+    assert torch.equal(moved["selected_tokens"], found[order])
+
+
+def test_clip_cov_draws_its_share_of_the_tokens_at_random():
+    """Of 10,000 tokens within the bounds, 5 % are drawn: others with another seed, the same on any number of ranks,
+    and small and large covariances alike."""
+    g = torch.Generator().manual_seed(0)
+    shape = (20, 500)
+    rows = {name: torch.randn(shape, generator=g) * 0.5 - 2 for name in ("log_probs", "advantages")}
+    rows |= {"old_log_probs": rows["log_probs"].clone(), "loss_mask": torch.ones(shape)}
+    args = read_args({"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.05, "clip_cov_lb": -50, "clip_cov_ub": 50})
+
+    def drawn(ranks, seed):
+        def select(own, gather):
+            tokens = [own[name] for name in ("log_probs", "old_log_probs", "advantages")]
+            return SELECTIONS[function_of(args, "policy_loss_type")](
+                StepTokens(*tokens, own["loss_mask"] != 0, gather, seed), args
+            )
+
+        return torch.cat(in_threads(select, rows, ranks))
+
+    first = drawn(1, 0)
+    assert int(first.sum()) == 500
+    assert torch.equal(first, drawn(4, 0))
+    again = drawn(1, 1)
+    assert int(again.sum()) == 500 and 5 < int((first & again).sum()) < 60  # 25 by chance
+    parts = (rows["log_probs"] - rows["log_probs"].mean()) * (rows["advantages"] - rows["advantages"].mean())
+    assert 180 < int((first & (parts > parts.median())).sum()) < 320  # 250 by chance
+    none = read_args({"policy_loss_type": "clip_cov", "clip_cov_lb": 100, "clip_cov_ub": 200})
+    assert not selected(rows, rows["advantages"], none)["selected_tokens"].any()
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_no_token_is_chosen_of_rows_without_any(name):
+    data = made()
+    data["loss_mask"] = torch.zeros_like(data["loss_mask"])
+    for ranks in (1, 2):
+        assert not selected(data, torch.ones(ROWS, TOKENS), read_args(LOSSES[name]), ranks)["selected_tokens"].any()
+
+
+PEERS = json.loads(Path(__file__).with_name("peer_losses.json").read_text())
+"""Numbers that other libraries' own code has computed from `peer_inputs`; with the repository and the commit."""
+
+
+def peer_inputs(by, seed=33):
+    """Log-probabilities with gradients, old ones, advantages and mask, (4, 7), from Python's own generator."""
+    g = random.Random(seed)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 0], [0, 0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0]])
+    old = [[-abs(g.gauss(0.0, 1.0)) - 0.02 for _ in range(7)] for _ in range(4)]
+    new = [[min(value + g.gauss(0.0, 0.5), -0.01) for value in row] for row in old]
+    of_rows = [g.gauss(0.0, 1.5) for _ in range(4)]
+    of_tokens = [[g.gauss(0.0, 1.5) for _ in range(7)] for _ in range(4)]
+    advantages = torch.tensor(of_tokens) if by == "token" else torch.tensor(of_rows)[:, None].expand(4, 7)
+    return torch.tensor(new, requires_grad=True), torch.tensor(old), advantages, mask
+
+
+@pytest.mark.parametrize(
+    ("peer", "name"), [(peer, name) for peer in ("policy_loss", "dppo") for name in PEERS[peer]["numbers"]]
+)
+def test_policy_loss_has_the_numbers_of_a_peer(peer, name):
+    given = dict(PEERS[peer]["numbers"][name])
+    value, gradient = given.pop("loss", None), given.pop("gradient")
+    log_probs, old, advantages, mask = peer_inputs(name.split()[-1])
+    # verl's gspo and sapo always take the mean over completions, geo_mean has no other, and the rest takes the default.
+    args = read_args(given)
+    weights, count = token_weights(mask, args.loss_aggregation)
+    data = {"log_probs": log_probs.detach(), "old_log_probs": old, "loss_mask": mask}
+    batch = {"input_ids": mask, "attention_mask": torch.ones_like(mask), "loss_weights": weights / count.float()}
+    batch |= {"old_log_probs": old, "advantages": advantages, **selected(data, advantages, args, ranks=2)}
+    loss = policy_loss(partial(function_of(args, "policy_loss_type"), args=args))
+    total = 0.0
+    for part in cut_by_tokens({**batch, "log_probs": log_probs}, 14):
+        total = total + loss(TokenOutputs(log_probs=part.others["log_probs"]), part)[0]
+    total.backward()
+    assert log_probs.grad[mask != 0].tolist() == pytest.approx(gradient, rel=2e-6, abs=2e-7)
+    assert value is None or float(total.detach()) == pytest.approx(value, rel=2e-6, abs=2e-7)
+
+
+@pytest.mark.parametrize("name", PEERS["kl"]["numbers"])
+def test_kl_estimate_has_the_numbers_of_verl(name):
+    log_probs = torch.tensor([-1.0 + log for log in (-19.0, -3.0, -1.0, 0.0, 0.7, 4.0)], requires_grad=True)
+    found = kl_estimate(log_probs, torch.full((6,), -1.0), name)
+    found.sum().backward()
+    expected = PEERS["kl"]["numbers"][name]
+    assert found.tolist() == pytest.approx(expected["values"], rel=2e-6, abs=2e-7)
+    assert log_probs.grad.tolist() == pytest.approx(expected["gradient"], rel=2e-6, abs=2e-7)
+
+
+def test_a_loss_without_its_choice_of_tokens_names_what_is_missing():
+    args = read_args({"policy_loss_type": "kl_cov"})
+    tokens = PolicyTokens(*(torch.zeros(1, 2) for _ in range(3)), torch.ones(1, 2, dtype=torch.bool), {})
+    with pytest.raises(ValueError, match="no 'selected_tokens'"):
+        function_of(args, "policy_loss_type")(tokens, args)
 
 
 def test_numbers_of_skyrl():

@@ -175,6 +175,38 @@ def test_candidates_match_log_softmax(temperature):
     torch.testing.assert_close(logits.grad.double(), plain.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_candidates_of_a_sharded_vocabulary_match_the_whole(temperature):
+    """Four ranks hold five columns each; the last one only padding."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4, 20)
+    ids, candidates, weights = torch.randint(0, 13, (2, 4)), torch.randint(0, 13, (2, 4, 3)), torch.randn(2, 4, 3)
+    plain = logits[..., :13].double().requires_grad_()
+    expected = (plain[:, :-1] / (temperature or 1.0)).log_softmax(-1).gather(-1, candidates[:, 1:])
+    (weights[:, 1:].double() * expected).sum().backward()
+    store, found = dist.HashStore(), {}
+
+    def rank(number):
+        group = dist.ProcessGroupGloo(store, number, 4, timedelta(seconds=20))
+        own = logits[..., 5 * number : 5 * number + 5].clone().requires_grad_()
+        log_probs, _ = next_token_log_probs(own, ids, temperature=temperature, vocab_size=13, group=group)
+        others = candidate_log_probs(own, ids, log_probs, candidates, temperature, group)
+        (weights * others).sum().backward()
+        found[number] = others.detach(), own.grad
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        torch.testing.assert_close(found[number][0][:, 1:].double(), expected, atol=1e-5, rtol=1e-5)
+        assert not found[number][0][:, 0].any()
+    gradient = torch.cat([found[number][1] for number in range(4)], -1)
+    assert not gradient[..., 13:].any()
+    torch.testing.assert_close(gradient[..., :13].double(), plain.grad, atol=1e-5, rtol=1e-4)
+
+
 # --- sampling masks ------------------------------------------------------------------------------------------
 
 

@@ -22,10 +22,10 @@ def lucky(prompt, completion):
     return sum(token < 8 for token in completion) / len(completion)
 
 
-def rollout(model, prompts=6, samples=4, tokens=10, seed=0):
-    """Ragged rollout data: prompts of various lengths, completions that stop early."""
+def rollout(model, prompts=6, samples=4, tokens=10, seed=0, left=None):
+    """Ragged rollout data: prompts of various lengths, completions that stop early. See `sample` for ``left``."""
     made = random_prompts(prompts, (4, 2, 5), seed=seed)
-    data = sample(model, made, samples, tokens, reward=lucky, seed=seed, stop_token_ids=(3, 4))
+    data = sample(model, made, samples, tokens, reward=lucky, seed=seed, stop_token_ids=(3, 4), left=left)
     return TensorDict(data, batch_size=[len(data["input_ids"])])
 
 

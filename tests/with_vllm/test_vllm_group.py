@@ -26,6 +26,7 @@ from single_controller import (
     register,
 )
 from workers import RolloutManager, RolloutStream, RolloutWorker, SampleBuffer, SamplingParams, VLLMEngine
+from workers.data.rollout_data import group_numbers
 from workers.weight_sync import WeightSender, WeightSyncError
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
@@ -105,7 +106,8 @@ def test_manager_generates_with_updated_weights(group):
         assert data["max_weight_versions"].tolist() == [version] * 8
         completions = group.generate(PROMPTS, Broadcast(SamplingParams(12, temperature=0.7, top_p=0.8)), [0, 1, 2, 3])
         for prompt, made in zip(PROMPTS, completions, strict=True):
-            expected = plain_log_probs(model, prompt, made.completion.token_ids, 0.7)
+            completion = made.completion
+            expected = plain_log_probs(model, prompt, completion.token_ids, 0.7, completion.sampling_mask)
             found = torch.tensor(made.completion.log_probs).double()
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
@@ -148,12 +150,14 @@ def test_stream_continues_interrupted_groups_with_the_new_weights(group):
                 manager.weight_version = version
                 update(group, model, version)
             data = stream.take(120)
-            rows = check_versions(data, lambda of, *generated: plain_log_probs(models[of], *generated, 0.7), 1e-4)
+            rows = check_versions(
+                data, lambda of, *generated, **mask: plain_log_probs(models[of], *generated, 0.7, **mask), 1e-4
+            )
             for of in rows:
                 assert len(of) == 200 and of == sorted(of) and version - 1 <= of[0] and of[-1] == version
                 mixed += of[0] != of[-1]
             assert data["rewards"].tolist() == data["prompt_lengths"].tolist()
-            found += data["group_ids"][::2].tolist()
+            found += group_numbers(data["group_ids"])[::2].tolist()
     assert found == list(range(8)) and mixed > 0
 
 
@@ -221,5 +225,7 @@ def test_killed_worker_gets_the_weights_from_the_other_one(ray_cluster):
             one, other = group.generate([[5, 9, 2]] * 2, Broadcast(SamplingParams(50)), [7, 7])
             assert one.completion == other.completion and one.rank != other.rank
         for data in found:
-            check_versions(data, lambda of, *generated: plain_log_probs(model, *generated, 0.7), 1e-4)
-        assert [one for data in found for one in data["group_ids"][::2].tolist()] == list(range(4 * len(found)))
+            check_versions(data, lambda of, *made, **mask: plain_log_probs(model, *made, 0.7, **mask), 1e-4)
+        assert [one for data in found for one in group_numbers(data["group_ids"])[::2].tolist()] == list(
+            range(4 * len(found))
+        )

@@ -6,20 +6,21 @@ over micro-batches and ranks is the requested mean, however the rows are split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 
 from workers.algorithms.corrections import off_policy_sequences
+from workers.algorithms.policy_losses import PolicyLoss, PolicyTokens, bounded
 from workers.data.micro_batches import MicroBatch
 from workers.train.train_model import TokenLoss, TokenOutputs
 
 Aggregation = Literal["token", "sequence", "constant"]
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"]
 
-_LARGEST_LOG_RATIO = 20.0  # e**20 is far outside any trust region, and still far from overflow
+_LARGEST_K3 = 10.0
+"""In nats. Reached where a token is 13.6 times as probable under the reference; its gradient there is -12.6."""
 
 
 def token_weights(
@@ -58,12 +59,24 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator:
     """Estimate KL(policy || reference) from tokens that the policy sampled (Schulman 2020,
     http://joschu.net/blog/kl-approx.html).
 
+    k3 grows like p_ref / p: without a bound it would be 5e8 at one stale token with a log-ratio of -20, and so would
+    its gradient, which then takes the whole clipped step. So it is bounded at 10, as in verl, NeMo-RL, SkyRL and
+    OpenRLHF. Beyond the bound it has no gradient.
+
+    The gradient of an unbiased estimate is not an unbiased estimate of the gradient, because the policy also chooses
+    the tokens (Tang and Munos 2025, arXiv 2506.09477). The gradient of k1 has mean 0, and that of k3 has the mean of
+    the gradient of KL(reference || policy). A "+" behind the name replaces the gradient by the score term,
+    log(p / p_ref) grad log p. For tokens that the policy in training sampled, its mean is the gradient of
+    KL(policy || reference) at this token. How the token changes the distributions of later ones is not in it; a penalty
+    on rewards accounts for that.
+
     Args:
         log_probs: of the tokens under the policy.
         ref_log_probs: under the reference.
-        estimator: "k1" is unbiased and may be negative. Its gradient has mean 0, so use it as a penalty on rewards, not
-            as a loss. "k2" is half the squared difference; it is biased, but has the gradient of the KL divergence.
-            "k3" is unbiased and never negative.
+        estimator: "k1", log(p / p_ref), is unbiased and may be negative. Use it as a penalty on rewards, not as a loss.
+            "k2" is half its square; it is biased, but has the unbiased gradient. "k3", p_ref / p - 1 - log(p_ref / p),
+            is never negative, and unbiased below its bound; "low_var_kl" is another name for it. "k1+", "k3+" and
+            "low_var_kl+", as in verl: the same values with the unbiased gradient.
 
     Returns:
         The estimate per token, in nats.
@@ -71,49 +84,18 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator:
     Raises:
         ValueError: unknown estimator.
     """
-    difference = _bounded(log_probs - ref_log_probs)
-    if estimator == "k1":
-        return difference
+    if estimator not in get_args(KLEstimator):
+        raise ValueError(f"kl_estimate: estimator={estimator!r}; expected one of {', '.join(get_args(KLEstimator))}")
+    difference = bounded(log_probs - ref_log_probs)
+    half_square = difference.square() / 2  # its gradient is the score term
     if estimator == "k2":
-        return difference.square() / 2
-    if estimator == "k3":
-        return torch.expm1(-difference) + difference
-    raise ValueError(f"kl_estimate: estimator={estimator!r}; expected one of {', '.join(get_args(KLEstimator))}")
-
-
-def ppo_clip(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    eps_clip: float = 0.2,
-    eps_clip_high: float | None = None,
-    eps_clip_dual: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """PPO's clipped loss per token (Schulman et al. 2017, arXiv 1707.06347).
-
-    Args:
-        log_probs: of the tokens under the policy in training.
-        old_log_probs: under the old policy, the denominator of the ratio.
-        advantages: of the tokens.
-        eps_clip: the ratio is clipped below 1 - eps_clip.
-        eps_clip_high: and above 1 + eps_clip_high; None means eps_clip. DAPO's clip-higher (arXiv 2503.14476).
-        eps_clip_dual: at negative advantages, the ratio is also clipped above this number (Ye et al. 2020, arXiv
-            1912.09729); above 1, None disables it.
-
-    Returns:
-        The loss, the ratio, and whether the clip was active (the token has no gradient then).
-    """
-    high = eps_clip if eps_clip_high is None else eps_clip_high
-    ratio = _bounded(log_probs - old_log_probs).exp()
-    free = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - eps_clip, 1 + high)
-    loss, active = torch.maximum(free, clipped), clipped > free
-    if eps_clip_dual is not None:
-        most = -advantages * eps_clip_dual
-        dual = (advantages < 0) & (most < loss)
-        loss, active = torch.where(dual, most, loss), active | dual
-    return loss, ratio, active
+        return half_square
+    if estimator.startswith("k1"):
+        value = difference
+    else:
+        value = (torch.expm1(-difference) + difference).clamp(max=_LARGEST_K3)
+    # The difference is exactly 0, so the value is the same bit for bit.
+    return value.detach() + (half_square - half_square.detach()) if estimator.endswith("+") else value
 
 
 def clipped_value_loss(
@@ -135,71 +117,6 @@ def clipped_value_loss(
         return free / 2, torch.zeros_like(free, dtype=torch.bool)
     clipped = (old_values + (values - old_values).clamp(-eps_clip, eps_clip) - returns).square()
     return torch.maximum(free, clipped) / 2, clipped > free
-
-
-@dataclass(frozen=True)
-class PolicyTokens:
-    """What a policy loss is computed from: whole sequences, each (b, s). Values at tokens that do not count are 0.
-
-    Attributes:
-        log_probs: under the policy in training, with gradients.
-        old_log_probs: under the old policy; equal to ``log_probs`` in the first step of a rollout.
-        advantages: of the tokens.
-        mask: bool, the tokens that count.
-        others: further entries of the rollout data, in the micro-batch's rows and tokens.
-        candidates: (b, s, k), log-probabilities of the tokens of the entry ``candidate_ids``, with gradients; None
-            without it, and on Megatron.
-    """
-
-    log_probs: torch.Tensor
-    old_log_probs: torch.Tensor
-    advantages: torch.Tensor
-    mask: torch.Tensor
-    others: Mapping[str, torch.Tensor]
-    candidates: torch.Tensor | None = None
-
-
-PolicyLoss = Callable[[PolicyTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""tokens -> (each token's loss, metrics), (b, s) each. Called once per micro-batch, fillers included, and must report
-the same metrics each time."""
-
-
-def ppo_clip_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """`ppo_clip`, with ``args.eps_clip``, ``eps_clip_high`` and ``eps_clip_dual``."""
-    loss, ratio, clipped = ppo_clip(
-        tokens.log_probs,
-        tokens.old_log_probs,
-        tokens.advantages,
-        eps_clip=args.eps_clip,
-        eps_clip_high=args.eps_clip_high,
-        eps_clip_dual=args.eps_clip_dual,
-    )
-    return loss, {"ratio": ratio, "clip_fraction": clipped}
-
-
-def gspo_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """GSPO (Zheng et al. 2025, arXiv 2507.18071), in its form for advantages per token (equation 14): the ratio of a
-    token, and so the clip, is that of its whole sequence: the geometric mean of the ratios of the tokens that count.
-    With one advantage per sequence this is GSPO itself. ``args.eps_clip`` and ``eps_clip_high`` are as for PPO, but
-    much smaller: 3e-4 and 4e-4 in the paper."""
-    logs = torch.where(tokens.mask, tokens.log_probs - tokens.old_log_probs, 0.0)
-    of_sequence = logs.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True).clamp(min=1)
-    # The value is the sequence's, the gradient is the token's.
-    own = of_sequence.detach() + (tokens.log_probs - tokens.log_probs.detach())
-    loss, ratio, clipped = ppo_clip(
-        own, torch.zeros_like(own), tokens.advantages, eps_clip=args.eps_clip, eps_clip_high=args.eps_clip_high
-    )
-    return loss, {"ratio": ratio, "clip_fraction": clipped}
-
-
-def cispo_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """CISPO (MiniMax 2025, arXiv 2506.13585): REINFORCE with the clipped ratio as a constant factor, so that no token
-    loses its gradient. The bounds are 1 - ``args.eps_clip``, where 1 means no bound, as in the paper, and 1 +
-    ``eps_clip_high``."""
-    high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    ratio = _bounded(tokens.log_probs - tokens.old_log_probs).exp().detach()
-    clipped = ratio.clamp(1 - args.eps_clip, 1 + high)
-    return -clipped * tokens.advantages * tokens.log_probs, {"ratio": ratio, "clip_fraction": clipped != ratio}
 
 
 def policy_loss(
@@ -315,10 +232,6 @@ def value_loss(*, eps_clip: float | None = 0.2) -> TokenLoss:
         return total, {name: value.detach() for name, value in sums.items()}
 
     return loss
-
-
-def _bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
 
 
 def _where(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -89,25 +89,48 @@ def next_token_log_probs(
 
 
 def candidate_log_probs(
-    logits: torch.Tensor, input_ids: torch.Tensor, log_probs: torch.Tensor, candidates: torch.Tensor, temperature: float
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    candidates: torch.Tensor,
+    temperature: float,
+    group: Any = None,
 ) -> torch.Tensor:
     """Compute the log-probabilities of other tokens, from those of the model's own input.
 
     Args:
-        logits: (b, s, V), not sharded.
+        logits: (b, s, V); if sharded, (b, s, V / ranks), this rank's shard of the vocabulary.
         input_ids: (b, s).
         log_probs: (b, s), as `next_token_log_probs` returns them without a sampling mask.
         candidates: (b, s, k) token ids: at position t, tokens in the place of the token at t.
         temperature: divides the logits, unless it is 0.
+        group: process group that the logits are sharded over, see `token_log_probs`.
 
     Returns:
         (b, s, k) float32, in nats; 0 at position 0.
     """
+    part, tokens = logits.shape[-1], torch.cat([input_ids[:, 1:, None], candidates[:, 1:].long()], dim=-1)
+    at = tokens if group is None else tokens - part * group.rank()
+    own = (at >= 0) & (at < part)
+    picked = logits[:, :-1].gather(-1, at.clamp(0, part - 1)).float().masked_fill(~own, 0.0)
+    picked = _SumOverRanks.apply(picked, group)
     # Two tokens' log-probabilities differ by their logits.
-    before = logits[:, :-1]
-    own, others = before.gather(-1, input_ids[:, 1:, None]), before.gather(-1, candidates[:, 1:].long())
-    found = (others.float() - own.float()) / (temperature or 1.0) + log_probs[:, 1:, None]
+    found = (picked[..., 1:] - picked[..., :1]) / (temperature or 1.0) + log_probs[:, 1:, None]
     return F.pad(found, (0, 0, 1, 0))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group. As in `_OfTokens`, each rank has the whole gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        total = tensor.clone()
+        _reduce(total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, of_total: torch.Tensor) -> Any:
+        return of_total, None
 
 
 class _OfTokens(torch.autograd.Function):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.data.rollout_data import CANDIDATES
+from workers.data.rollout_data import CANDIDATES, SAMPLING_MASK, jagged_rows
 from workers.device import to_device
 
 _FILLER_TOKENS = 2  # an input and a target, so that a model that shifts by one has a token left
@@ -24,7 +24,7 @@ class MicroBatch:
         input_ids: (b, s) int64.
         lengths: (b,) int64, number of real tokens of each row.
         others: the batch's other entries; (B, T) becomes (b, s), (B, T, k) of `CANDIDATES` (b, s, k), and (B, ...)
-            becomes (b, ...).
+            becomes (b, ...). Of a jagged tensor, they have the rows' values, one row after the other.
         starts: (b,) int64, column of each row's first token in the batch.
     """
 
@@ -44,6 +44,13 @@ class MicroBatch:
         """(b, s) int64, from 0 in every row."""
         rows, tokens = self.input_ids.shape
         return torch.arange(tokens, device=self.input_ids.device).expand(rows, tokens)
+
+    @property
+    def sampling_mask(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The tokens that each token was drawn from: ids of all positions, and their number at each, (b, s); None if
+        they are not known. It is the argument of `workers.algorithms.token_log_probs.token_log_probs`."""
+        ids, lengths = (self.others.get(name) for name in SAMPLING_MASK)
+        return None if ids is None or lengths is None else (ids, lengths)
 
     @property
     def is_filler(self) -> bool:
@@ -196,6 +203,8 @@ def _take(
     padding = within >= lengths[:, None]
 
     def take(name: str, value: torch.Tensor) -> torch.Tensor:
+        if value.is_nested:
+            return jagged_rows(value, rows.tolist()).values()
         at = rows.to(value.device)
         if not _is_per_token(name, value, shape):
             return value[at]
@@ -208,12 +217,14 @@ def _take(
 
 
 def _filler(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> MicroBatch:
-    zeros = {
-        name: value.new_zeros(
+    def zeros_of(value: torch.Tensor) -> torch.Tensor:
+        if value.is_nested:
+            return value.values().new_zeros(0)
+        return value.new_zeros(
             (1, _FILLER_TOKENS, *value.shape[2:]) if value.shape[:2] == shape else (1, *value.shape[1:])
         )
-        for name, value in tensors.items()
-    }
+
+    zeros = {name: zeros_of(value) for name, value in tensors.items()}
     input_ids = zeros.pop("input_ids")
     none = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(none, input_ids, torch.tensor([_FILLER_TOKENS], device=input_ids.device), zeros, none)

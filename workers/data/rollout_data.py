@@ -9,28 +9,41 @@ that of token t given the tokens before it. Nothing predicts the token at positi
 | ``attention_mask`` | (B, T) integer or bool | 1 for real tokens, which are contiguous; padding on either side |
 | ``loss_mask`` | (B, T) integer, bool or float | 1 for tokens that the policy generated and that count |
 | ``rewards`` | (B,) float | of the whole completion; required without ``advantages`` |
-| ``group_ids`` | (B,) int64 | shared by the completions of one prompt; required for GRPO |
+| ``group_ids`` | (B,) int64 | shared by the completions of one prompt, see `unique_groups`; required for GRPO |
+| ``rewards/NAME`` | (B,) float | one of several rewards of the completion; required for GDPO |
+| ``reward_baselines`` | (B,) float | of the prompt's greedy completion; required for ReMax |
+| ``truncated`` | (B,) bool | whether the completion has no stop token; required for ``overlong_filtering`` |
 | ``advantages`` | (B,) or (B, T) float | instead of ``rewards``, used as they are |
 | ``rollout_log_probs`` | (B, T) float | of the tokens, when they were sampled |
+| ``sampling_mask`` | (B, jagged) int32 | the tokens that each token was drawn from, one position after the other |
+| ``sampling_mask_lengths`` | (B, T) int32 | how many of them each position has; 0 for the whole vocabulary |
 | ``old_log_probs`` | (B, T) float | of the old policy, for the ratio; computed by default, see `TrainArgs` |
 | ``ref_log_probs`` | (B, T) float | of the reference; computed by default |
 | ``candidate_ids`` | (B, T, k) int64 | other tokens whose log-probabilities a policy loss reads, see `PolicyTokens` |
 | ``candidate_log_probs`` | (B, T, k) float | those of a teacher, for example |
 | ``values`` | (B, T) float | the critic's expected return before token t was chosen |
+| ``sum_pi_squared`` | (B, T) float | sum of the squares of all tokens' probabilities; computed by default |
 | ``weight_versions`` | (B, T) int64, or (B,) | of the weights that generated each token, -1 where none was generated |
 | ``weight_fingerprints`` | (B, T) int64 | of these weights, as their engine held them; -1 where it is not known |
 | ``min_weight_versions`` | (B,) int64 | the lowest of the row's generated tokens; -1 if there are none |
 | ``max_weight_versions`` | (B,) int64 | the highest of them |
 | ``position_ids`` | (B, T) integer | not used: positions count a row's real tokens from 0, and others are an error |
 
+All log-probabilities are of the same distribution: with a ``sampling_mask``, normalized over the tokens that ``top_p``
+and ``top_k`` left when the token was drawn, which is what the sampler drew from. The two entries come together, and
+prompts and tokens that the policy did not choose have length 0.
+
 Numbers must be finite; per-token numbers only where ``loss_mask`` is not 0. Other entries are kept with their rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from dispatch import jagged
 from single_controller import SingleControllerError
 
 if TYPE_CHECKING:
@@ -41,33 +54,85 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_
     "values",
     "weight_fingerprints",
     "position_ids",
+    "sum_pi_squared",
+    "sampling_mask_lengths",
 }
-PER_ROW = frozenset({"rewards", "group_ids", "min_weight_versions", "max_weight_versions"})
+PER_ROW = frozenset({"rewards", "reward_baselines", "group_ids", "min_weight_versions", "max_weight_versions"})
 EITHER = frozenset({"advantages", "weight_versions"})
 """Entries with one number per row, or one per token."""
 
-FLOATS = frozenset({"rewards", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values"})
+FLOATS = frozenset({"rewards", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values"}) | {
+    "reward_baselines",
+    "sum_pi_squared",
+}
+REWARD_PART = "rewards/"
+"""Prefix of the entries with the single rewards of completions that have several."""
+
 CANDIDATES = frozenset({"candidate_ids", "candidate_log_probs"})
 """Entries with k numbers per token."""
+SAMPLING_MASK = ("sampling_mask", "sampling_mask_lengths")
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
+
+_GROUPS = 2**24
+"""How many numbers one result of `unique_groups` is for."""
 
 
 class RolloutDataError(SingleControllerError, ValueError):
     """Rollout data lacks an entry, or an entry has the wrong shape, dtype or values. Nothing was computed."""
 
 
+def unique_groups() -> int:
+    """Return what to add to the numbers of groups, from 0 on, so that no other rollout has the same ``group_ids``: not
+    another call, nor another process or run. Rollouts can then be joined, and their groups stay apart.
+
+    It is random (39 bits), from the operating system and not from a seed that other runs have too. The numbers remain:
+    see `group_numbers`.
+    """
+    return secrets.randbits(39) * _GROUPS
+
+
+def group_numbers(group_ids: Any) -> Any:
+    """Return the numbers of groups: of the prompt in its call of `RolloutManager.generate`, or in a `RolloutStream`'s
+    run.
+
+    Args:
+        group_ids: of a manager's or a stream's rollout data, (B,) int64.
+    """
+    return group_ids % _GROUPS
+
+
+def inputs_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that log-probabilities of the tokens are computed from."""
+    return {name: data[name] for name in ("input_ids", "attention_mask", *SAMPLING_MASK) if name in data.keys()}  # noqa: SIM118
+
+
 def rows_of(data: Any, which: Any) -> Any:
     """Return some rows of a TensorDict or of a dict of tensors; ``which`` is a slice or a list of indices."""
-    if not isinstance(data, dict):
-        return data[which]
     numbers = range(len(data["input_ids"]))[which] if isinstance(which, slice) else which
 
     def part(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [value[number] for number in numbers]
+        if getattr(value, "is_nested", False):
+            return jagged_rows(value, numbers)
         return value[which] if _shape(value) else value  # None, a string, a scalar: not per row
 
-    return {name: part(value) for name, value in data.items()}
+    if isinstance(data, dict):
+        return {name: part(value) for name, value in data.items()}
+    apart = {name: part(value) for name, value in data.items() if getattr(value, "is_nested", False)}
+    rows = data.exclude(*apart)[which] if apart else data[which]
+    return rows.update(apart) if apart else rows
+
+
+def jagged_rows(value: Any, numbers: Sequence[int]) -> Any:
+    """Return some rows of a jagged tensor whose ragged dim is 1. Torch itself would import its compiler for that."""
+    import torch
+
+    value = jagged.compact(value, {})
+    values, offsets = value.values(), value.offsets().tolist()
+    parts = [values[offsets[number] : offsets[number + 1]] for number in numbers]
+    ends = [0, *accumulate(map(len, parts))]
+    return jagged.build(torch.cat([values[:0], *parts]), torch.tensor(ends, device=values.device), 0)
 
 
 def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
@@ -86,7 +151,7 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
     if not hasattr(data, "keys"):
         raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(data).__name__}")
     for name in data.keys():  # noqa: SIM118
-        if getattr(data[name], "is_nested", False):
+        if getattr(data[name], "is_nested", False) and name != "sampling_mask":
             raise RolloutDataError(
                 f"rollout data: {name} is a jagged tensor, but train groups take padded ones: for each jagged entry, "
                 f"pass torch.nested.to_padded_tensor(data[{name!r}], 0), and an attention_mask that is 1 at real tokens"
@@ -109,7 +174,7 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected k numbers per token, {(*ids.shape, 'k')}"
             )
-        if name in PER_ROW and _shape(value) != (len(ids),):
+        if (name in PER_ROW or name.startswith(REWARD_PART)) and _shape(value) != (len(ids),):
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected one number per row, ({len(ids)},)"
             )
@@ -128,6 +193,7 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
         )
     counts, real = data["loss_mask"] != 0, data["attention_mask"].bool()
     _check_masks(real, counts)
+    _check_sampling_mask(data, real, vocab_size)
     if "candidate_ids" in data.keys():  # noqa: SIM118
         candidates = data["candidate_ids"]
         if candidates.is_floating_point() or not (
@@ -147,13 +213,62 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
                 "Train groups compute positions from attention_mask and use no others; leave position_ids out, and "
                 "give each sequence a row of its own"
             )
-    for name in FLOATS & set(map(str, data.keys())):
+    names = set(map(str, data.keys()))
+    for name in (FLOATS & names) | {name for name in names if name.startswith(REWARD_PART)}:
         value = data[name]
         bad = ~value.isfinite() if value.dim() == 1 else (counts & ~value.isfinite()).any(1)
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
             which = "is not finite" if value.dim() == 1 else "is not finite at a token that loss_mask counts"
             raise RolloutDataError(f"rollout data: {name} of row {row} {which}, which would make the weights NaN")
+
+
+def _check_sampling_mask(data: Mapping[str, Any], real: torch.Tensor, vocab_size: int | None) -> None:
+    import torch
+
+    given = [name for name in SAMPLING_MASK if name in data.keys()]  # noqa: SIM118
+    if not given:
+        return
+    if len(given) < len(SAMPLING_MASK):
+        raise RolloutDataError(f"rollout data has {given[0]!r} alone; {' and '.join(SAMPLING_MASK)} come together")
+    kept, lengths = data["sampling_mask"], data["sampling_mask_lengths"]
+    if not kept.is_nested or kept.dim() != 2 or kept.is_floating_point() or lengths.is_floating_point():
+        raise RolloutDataError(
+            f"rollout data: sampling_mask is {_what(kept)} and sampling_mask_lengths {_what(lengths)}; expected a "
+            "jagged tensor with the token ids of each row, and integers"
+        )
+    kept = jagged.compact(kept, {})
+    counted, held = lengths.sum(1), kept.offsets().diff()
+    if bool((counted != held).any()) or bool((lengths < 0).any()):
+        row = int(((counted != held) | (lengths < 0).any(1)).nonzero()[0])
+        raise RolloutDataError(
+            f"rollout data: the sampling_mask of row {row} has {int(held[row])} tokens, but its sampling_mask_lengths "
+            f"are {int(lengths[row].min())} to {int(lengths[row].max())} and sum to {int(counted[row])}"
+        )
+    predicted = real & (real.cumsum(1) > 1)
+    if bool((lengths * ~predicted).any()):
+        row = int((lengths * ~predicted).any(1).nonzero()[0])
+        raise RolloutDataError(
+            f"rollout data: row {row} has a sampling_mask at padding or at its first token, which was not drawn; set "
+            "its sampling_mask_lengths to 0 there"
+        )
+    values, flat = kept.values(), lengths.reshape(-1)
+    if not len(values):
+        return
+    if int(values.min()) < 0 or (vocab_size is not None and int(values.max()) >= vocab_size):
+        raise RolloutDataError(
+            f"rollout data: sampling_mask has token ids from {int(values.min())} to {int(values.max())}; expected 0 to "
+            f"below {vocab_size or 'the size of the vocabulary'}"
+        )
+    places = torch.arange(len(flat)).repeat_interleave(flat, output_size=len(values))
+    own = torch.zeros(len(flat), dtype=torch.bool)
+    own[places[values == data["input_ids"].reshape(-1)[places]]] = True
+    if bool((~own & (flat > 0)).any()):
+        row, column = divmod(int((~own & (flat > 0)).nonzero()[0]), lengths.shape[1])
+        raise RolloutDataError(
+            f"rollout data: the token at position {column} of row {row}, {int(data['input_ids'][row, column])}, is not "
+            "in its own sampling_mask, so it cannot have been drawn from it"
+        )
 
 
 def token_versions(data: Mapping[str, Any]) -> Any:

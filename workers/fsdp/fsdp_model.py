@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.data.rollout_data import inputs_of
 from workers.fsdp.fsdp_build import build, compute_output_in_float32, mesh_of, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
@@ -137,8 +138,7 @@ class FSDPTrainModel(TrainModel):
     @torch.no_grad()
     def _every_token(self, data: Mapping[str, torch.Tensor], run: Any) -> torch.Tensor:
         self.module.eval()
-        needed = {name: data[name] for name in ("input_ids", "attention_mask")}
-        parts = self._cut(needed)
+        parts = self._cut(inputs_of(data))
         with self._running():
             outputs = [run(part.to(self.device)).float() for part in parts]
         shape = tuple(data["input_ids"].shape)
@@ -180,10 +180,16 @@ class FSDPTrainModel(TrainModel):
         logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
         if self.role == "critic":
             return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
-        log_probs, entropies = next_token_log_probs(logits, part.input_ids, temperature=temperature, entropy=entropy)
+        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+        mask = part.sampling_mask
+        log_probs, entropies = next_token_log_probs(logits, part.input_ids, sampling_mask=mask, **options)
         candidates = None
         if (ids := part.others.get("candidate_ids")) is not None:
-            candidates = candidate_log_probs(logits, part.input_ids, log_probs, ids, temperature)
+            # Candidates are of a teacher, which knows nothing of the sampler: over the whole vocabulary.
+            of_all = log_probs
+            if mask is not None:
+                of_all, _ = next_token_log_probs(logits, part.input_ids, temperature=temperature)
+            candidates = candidate_log_probs(logits, part.input_ids, of_all, ids, temperature)
         return TokenOutputs(log_probs, entropies, candidates=candidates)
 
     @contextmanager

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 RANK_KEYS = ("pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_rank")
 """Keys that name a rank's coordinates. They are accepted and ignored: megatron's parallel state has them."""
 
-SUPPORTED_MODELS = ("llama", "qwen2")
+SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+"""The ``model_type`` of Hugging Face configs that Megatron models can be made from."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""The ``rope_type`` of these configs. The frequencies of others depend on the length of the sequence."""
 
 
 def init_model_parallel_config(config: Mapping[str, Any]) -> ModelParallelConfig:
@@ -56,7 +60,7 @@ def init_model_parallel_config(config: Mapping[str, Any]) -> ModelParallelConfig
 def transformer_config(
     hf_config: Any, param_dtype: Any = "fp32", overrides: Mapping[str, Any] | None = None
 ) -> TransformerConfig:
-    """Make megatron's `TransformerConfig` from a Hugging Face ``LlamaConfig`` or ``Qwen2Config``.
+    """Make megatron's `TransformerConfig` from the Hugging Face config of a model in `SUPPORTED_MODELS`.
 
     Parallel sizes are those that megatron was initialised with. Fusions that need Transformer Engine or Apex are off,
     so that the results match the Hugging Face model.
@@ -64,8 +68,8 @@ def transformer_config(
     Args:
         hf_config: the Hugging Face config.
         param_dtype: as in `init_model_parallel_config`.
-        overrides: fields of ``TransformerConfig`` to set. Fields that determine the names and shapes of the weights
-            come from the Hugging Face config and cannot be overridden; neither can parallel sizes.
+        overrides: fields of ``TransformerConfig`` to set. Fields that determine the weights and the attention come from
+            the Hugging Face config and cannot be overridden; neither can parallel sizes.
 
     Raises:
         ValueError: the model is not supported or not divisible by the parallel sizes, an override is unknown or
@@ -78,9 +82,8 @@ def transformer_config(
 
     overrides = dict(overrides or {})
     check_names("transformer_config(overrides=)", overrides, [f.name for f in dataclasses.fields(TransformerConfig)])
-    _refuse_model(hf_config)
     sizes = _parallel_sizes()
-    _check_divisible(hf_config, sizes)
+    check_model(hf_config, sizes)
     _check_sizes(overrides, sizes)
     structure = _structure(hf_config)
     for name, value in overrides.items():
@@ -128,6 +131,11 @@ def refuse_unsupported(config: ModelParallelConfig) -> None:
                 f"context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
                 "installed: megatron-core's local attention sees only this rank's shard of the sequence; use 1"
             )
+    if getattr(config, "window_size", None) and getattr(config, "masked_softmax_fusion", False):
+        raise ValueError(
+            "masked_softmax_fusion=True does not suit a sliding window, which megatron-core's fused softmax ignores: "
+            "leave it out"
+        )
     virtual = config.virtual_pipeline_model_parallel_size or 1
     unbatched = config.overlap_p2p_comm and not config.batch_p2p_comm
     if config.pipeline_model_parallel_size == 2 and virtual > 1 and not unbatched:
@@ -154,6 +162,47 @@ def head_dim(hf_config: Any) -> int:
 def has_qkv_bias(hf_config: Any) -> bool:
     """Whether queries, keys and values have a bias: always in Qwen2, configurable in Llama."""
     return hf_config.model_type == "qwen2" or bool(getattr(hf_config, "attention_bias", False))
+
+
+def has_qk_norm(hf_config: Any) -> bool:
+    """Whether each head's queries and keys are normalized: always in Qwen3."""
+    return bool(hf_config.model_type == "qwen3")
+
+
+def window_layers(hf_config: Any) -> tuple[int | None, list[int]]:
+    """The sliding window, and which layers have it.
+
+    Returns:
+        Number of tokens that a token sees in such a layer, itself included, or None without any; and for each layer 1
+        if it has the window, 0 if it sees all tokens before.
+    """
+    layers = int(hf_config.num_hidden_layers)
+    if hf_config.model_type == "mistral":
+        with_window = [1] * layers
+    elif hf_config.model_type in ("qwen2", "qwen3"):
+        with_window = [int(kind == "sliding_attention") for kind in hf_config.layer_types]
+    else:
+        with_window = [0] * layers
+    window = getattr(hf_config, "sliding_window", None)
+    return (int(window), with_window) if window and any(with_window) else (None, [0] * layers)
+
+
+def scaled_rope(hf_config: Any) -> tuple[torch.Tensor, float] | None:
+    """The rotary embedding of a config whose ``rope_type`` is not "default", by transformers' own functions.
+
+    ``GPTModel`` itself has llama3 scaling with fixed parameters, and YaRN (Peng et al., 2023, arXiv:2309.00071) without
+    ``attention_factor``.
+
+    Returns:
+        Inverse frequencies, (head_dim / 2,) float32, and the factor of queries and keys; None for "default".
+    """
+    kind = rope_parameters(hf_config)["rope_type"]
+    if kind == "default":
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config)
+    return frequencies.float(), float(factor)
 
 
 def tied(hf_config: Any) -> bool:
@@ -252,7 +301,9 @@ def _check_sizes(given: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
 
 
 def _structure(hf_config: Any) -> dict[str, Any]:
-    """The fields of ``TransformerConfig`` that determine the names and shapes of the weights."""
+    """The fields of ``TransformerConfig`` that determine the names and shapes of the weights, and the attention."""
+    window, with_window = window_layers(hf_config)
+    _, factor = scaled_rope(hf_config) or (None, 1.0)
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
@@ -264,43 +315,51 @@ def _structure(hf_config: Any) -> dict[str, Any]:
         "gated_linear_unit": True,
         "add_bias_linear": bool(getattr(hf_config, "attention_bias", False)),
         "add_qkv_bias": has_qkv_bias(hf_config),
-        # Features that no Llama or Qwen2 has.
+        "qk_layernorm": has_qk_norm(hf_config),
+        "window_size": None if window is None else (window - 1, 0),  # tokens before, and after
+        "window_attn_skip_freq": None if window is None else with_window,
+        # Queries and keys are multiplied by the factor, so their product by its square.
+        "softmax_scale": None if factor == 1 else factor**2 / head_dim(hf_config) ** 0.5,
+        # Features that none of these models has.
         "attention_output_gate": False,
         "multi_latent_attention": False,
         "num_moe_experts": None,
-        "qk_layernorm": False,
         "softmax_type": "vanilla",
     }
+
+
+def check_model(hf_config: Any, sizes: Mapping[str, Any]) -> None:
+    """Check that Megatron can run a model at these parallel sizes, without megatron-core.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    _refuse_model(hf_config)
+    _check_divisible(hf_config, sizes)
 
 
 def _refuse_model(hf_config: Any) -> None:
     kind = getattr(hf_config, "model_type", None)
     if kind not in SUPPORTED_MODELS:
-        raise ValueError(f"model_type {kind!r} is not supported; use one of {', '.join(SUPPORTED_MODELS)}")
+        raise ValueError(f"model_type {kind!r} is not supported on Megatron; use one of {', '.join(SUPPORTED_MODELS)}")
     rope = rope_parameters(hf_config)
-    if rope["rope_type"] not in ("default", "llama3"):
+    if rope["rope_type"] not in ROPE_TYPES:
         raise ValueError(
-            f"rope_type {rope['rope_type']!r} is not supported: megatron-core's GPTModel supports only 'default' and "
-            "'llama3'"
+            f"rope_type {rope['rope_type']!r} is not supported on Megatron; use one of {', '.join(ROPE_TYPES)}"
         )
-    if rope["rope_type"] == "llama3":
-        built_in = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        for key, value in built_in.items():
-            if rope.get(key, value) != value:
-                raise ValueError(
-                    f"rope_parameters[{key!r}]={rope[key]} is not supported: megatron-core's llama3 scaling always "
-                    f"uses {value}"
-                )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"rope_parameters['partial_rotary_factor']={rope['partial_rotary_factor']} is not supported: a {kind} "
+            "rotates all dims of a head"
+        )
     if bool(getattr(hf_config, "attention_bias", False)) != bool(getattr(hf_config, "mlp_bias", False)):
         raise ValueError(
             "attention_bias and mlp_bias differ, but megatron-core adds biases to all linear layers or to none; set "
             "both to the same value"
         )
-    if getattr(hf_config, "use_sliding_window", False):
-        raise ValueError(
-            "use_sliding_window=True is not supported: megatron-core's local attention has no sliding window; set "
-            "use_sliding_window=False"
-        )
+    kinds = set(getattr(hf_config, "layer_types", None) or ()) if kind != "mistral" else set()
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types has {min(unknown)!r}; Megatron has 'full_attention' and 'sliding_attention'")
 
 
 def _check_divisible(hf_config: Any, sizes: Mapping[str, Any]) -> None:

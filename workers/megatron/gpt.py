@@ -1,4 +1,4 @@
-"""The part of a Llama or Qwen2 that this rank holds, as megatron GPTModels."""
+"""The part of a Hugging Face decoder that this rank holds, as megatron GPTModels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workers.megatron.config import padded_vocab_size, rope_parameters, tied
+from workers.megatron.config import padded_vocab_size, rope_parameters, scaled_rope, tied
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -36,21 +36,20 @@ def _build_stage(hf_config: Any, config: TransformerConfig, critic: bool, stage:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    rope = rope_parameters(hf_config)
     model: GPTModel = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=config.normalization),
+        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization),
         vocab_size=padded_vocab_size(hf_config),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=tied(hf_config) and not critic,
         position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
-        rope_scaling=rope["rope_type"] == "llama3",
-        rope_scaling_factor=rope.get("factor", 8.0),
+        rotary_base=rope_parameters(hf_config)["rope_theta"],
         vp_stage=stage,
     )
+    if (scaled := scaled_rope(hf_config)) is not None:
+        model.rotary_pos_emb.inv_freq = scaled[0]  # its factor is in config.softmax_scale
     if model.pre_process:
         _freeze_padding_token(model.embedding.word_embeddings, hf_config)
     if critic and model.post_process:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from workers.extras import require
-from workers.megatron.config import check_names, has_qkv_bias, head_dim, key_value_heads, tied
+from workers.megatron.config import check_names, has_qk_norm, has_qkv_bias, head_dim, key_value_heads, tied
 from workers.megatron.gpt import ValueHead
 from workers.weight_sync.weight_plan import Shard
 
@@ -125,6 +125,9 @@ def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
         attention, mlp = layer.self_attention, layer.mlp
         yield Weight(layer.input_layernorm.weight, (f"{at}input_layernorm.weight",), None)
         yield Weight(layer.pre_mlp_layernorm.weight, (f"{at}post_attention_layernorm.weight",), None)
+        if has_qk_norm(hf_config):
+            yield Weight(attention.q_layernorm.weight, (f"{at}self_attn.q_norm.weight",), None)
+            yield Weight(attention.k_layernorm.weight, (f"{at}self_attn.k_norm.weight",), None)
         for kind in ("weight", "bias"):
             q, k, v, o = (f"{at}self_attn.{name}_proj.{kind}" for name in "qkvo")
             gate, up, down = (f"{at}mlp.{name}_proj.{kind}" for name in ("gate", "up", "down"))
@@ -176,6 +179,8 @@ def hf_shapes(hf_config: Any, critic: bool = False) -> dict[str, tuple[int, ...]
     layer: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
     layer |= {f"{name}.bias": linear[name][:1] for name in with_bias}
     layer |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    if has_qk_norm(hf_config):
+        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
     vocab = (int(hf_config.vocab_size), hidden)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: vocab, "model.norm.weight": (hidden,), HEAD: vocab}
     for number in range(hf_config.num_hidden_layers):

@@ -1,4 +1,4 @@
-"""MegatronLMWorker: a ready-made worker for a Llama or Qwen2 language model over tp, pp and dp ranks."""
+"""MegatronLMWorker: a ready-made worker for a language model over tp, pp and dp ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _merge(group: Any, by_rank: list[dict[str, torch.Tensor]]) -> dict[str, torc
 
 
 class MegatronLMWorker(MegatronWorker):
-    """One rank of a Hugging Face Llama or Qwen2 on megatron-core: log-probabilities, training steps, and weights in
+    """One rank of a Hugging Face decoder on megatron-core: log-probabilities, training steps, and weights in
     Hugging Face's format. The model itself is a `MegatronTrainModel`, as in `MegatronTrainWorker`.
 
     The model starts with random weights.
 
     Args:
-        hf_config: a ``LlamaConfig`` or ``Qwen2Config``, a dict of one, or a folder with its config.json.
+        hf_config: the config of a model in `SUPPORTED_MODELS`, a dict of one, or a folder with its config.json.
         parallel: keyword arguments of `MegatronWorker.initialize_model_parallel`, such as
             ``{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}``.
         optimizer: `AdamOptions` or a mapping of them; None for a model that is not trained.

@@ -1,4 +1,5 @@
-"""MegatronTrainModel: a Llama or Qwen2 on megatron-core as a TrainModel, sharded over tp and pp, replicated over dp."""
+"""MegatronTrainModel: a Hugging Face decoder on megatron-core as a TrainModel, sharded over tp and pp, replicated over
+dp."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.algorithms.token_log_probs import next_token_log_probs
+from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.data.rollout_data import inputs_of
 from workers.device import to_device
 from workers.extras import require
 from workers.megatron.config import transformer_config
@@ -32,8 +34,9 @@ from workers.weight_sync.weight_plan import Shard
 
 
 class MegatronTrainModel(TrainModel):
-    """A Llama or Qwen2 on megatron-core, whose model parallelism must be initialised in the process. Each dp rank gets
-    rows of its own; the tp and pp ranks of one dp rank get the same rows.
+    """A Llama, Mistral, Qwen2 or Qwen3 on megatron-core, whose model parallelism must be initialised in the process.
+
+    Each dp rank gets rows of its own; the tp and pp ranks of one dp rank get the same rows.
 
     With one pipeline stage per rank, micro-batches keep their own shapes, which the stages send to each other
     (``variable_seq_lengths``). With virtual pipeline parallelism all micro-batches are padded to the largest, because
@@ -42,7 +45,7 @@ class MegatronTrainModel(TrainModel):
     Megatron applies no weight decay to biases and norms.
 
     Args:
-        hf_config: a Hugging Face ``LlamaConfig`` or ``Qwen2Config``.
+        hf_config: the Hugging Face config of a model in `SUPPORTED_MODELS`.
         role: "actor", or "critic" with a value head: a linear layer from hidden to 1 with a bias, as in Hugging Face's
             ``...ForTokenClassification``.
         param_dtype: "fp32", "bf16" or "fp16".
@@ -166,7 +169,7 @@ class MegatronTrainModel(TrainModel):
     def _evaluate(
         self, data: Mapping[str, torch.Tensor], compute: Callable[[MicroBatch, torch.Tensor], Any]
     ) -> torch.Tensor | None:
-        micro_batches = self._cut({name: data[name] for name in ("input_ids", "attention_mask")})
+        micro_batches = self._cut(inputs_of(data))
         for chunk in self._chunks:
             chunk.eval()
 
@@ -248,15 +251,22 @@ class MegatronTrainModel(TrainModel):
             output = output[:rows, :tokens]
         if self.role == "critic":
             return TokenOutputs(values=torch.nn.functional.pad(output[:, :-1, 0].float(), (1, 0)))
+        group = parallel_state.get_tensor_model_parallel_group()
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "vocab_size": int(self.hf_config.vocab_size),
+            "group": group,
+        }
+        mask = batch.sampling_mask
         log_probs, entropies = next_token_log_probs(
-            output,
-            batch.input_ids,
-            temperature=temperature,
-            entropy=entropy,
-            vocab_size=int(self.hf_config.vocab_size),
-            group=parallel_state.get_tensor_model_parallel_group(),
+            output, batch.input_ids, entropy=entropy, sampling_mask=mask, **options
         )
-        return TokenOutputs(log_probs=log_probs, entropy=entropies)
+        candidates = None
+        if (ids := batch.others.get("candidate_ids")) is not None:
+            # Candidates are of a teacher, which knows nothing of the sampler: over the whole vocabulary.
+            of_all = log_probs if mask is None else next_token_log_probs(output, batch.input_ids, **options)[0]
+            candidates = candidate_log_probs(output, batch.input_ids, of_all, ids, temperature, group)
+        return TokenOutputs(log_probs=log_probs, entropy=entropies, candidates=candidates)
 
     def _sum_over_ranks(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over all micro-batches and dp ranks, broadcast to every stage."""

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from workers.device import every_backend
+from workers.hf_files import known_config
+from workers.megatron.config import check_model
 from workers.megatron.megatron_model import MegatronTrainModel
 from workers.megatron.megatron_worker import MegatronWorker
 from workers.train.args import TrainArgsError
@@ -28,6 +30,11 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
                 f"{ranks} ranks; make actor_num_nodes * actor_num_gpus_per_node (for a critic: critic_num_nodes * "
                 "critic_num_gpus_per_node) a multiple of it"
             )
+        if not args.debug_rollout_only and (config := known_config(args)) is not None:
+            try:
+                check_model(config, {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp})
+            except ValueError as error:
+                raise TrainArgsError(f"train_backend='megatron': {error}") from None
 
     def begin(self) -> None:
         from megatron.core import parallel_state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -16,6 +18,9 @@ from workers.weight_sync import WeightReceiver
 
 if TYPE_CHECKING:
     import torch
+
+
+logger = logging.getLogger(__name__)
 
 
 class Generated(NamedTuple):
@@ -70,6 +75,7 @@ class RolloutWorker(WeightReceiver):
                 f"RolloutWorker: {engine!r} returned a {type(self.engine).__name__}, which is not a RolloutEngine"
             )
         self.weight_version = 0
+        self._told_bias = False
         self._exchange = Exchange(self.fingerprints)
         self._cleanups.append(self.engine.close)
 
@@ -108,6 +114,7 @@ class RolloutWorker(WeightReceiver):
         version = self.weight_version
         if version is None or expected_version not in (None, version):
             return [Generated(None, version, self.rank)] * len(prompts)
+        self._tell_bias(sampling_params)
         try:
             given: dict[str, Any] = {"extras": extras} if extras else {}
             completions = self.engine.generate(prompts, sampling_params, seeds, **given)
@@ -132,6 +139,8 @@ class RolloutWorker(WeightReceiver):
             self.peer.stop()
         elif orders.held_weights is not None and self.weight_version != orders.version:
             self._take_held(orders)
+        for group in orders.submit:
+            self._tell_bias(group.sampling_params)
         for request in orders.send_weights:
             self.peer.send(request)
         report = self._exchange(orders, self.rank, self.engine, self.weight_version)
@@ -142,6 +151,23 @@ class RolloutWorker(WeightReceiver):
             sending_weights=self.peer.sending,
             weights_id=self.engine.weights_id,
             any_rank=self.engine.any_rank,
+        )
+
+    def _tell_bias(self, how: SamplingParams) -> None:
+        """Warn once, before the first rollout, of what an engine without sampling masks makes of ``top_p`` and
+        ``top_k``."""
+        if self._told_bias or self.engine.sampling_masks or not how.truncates:
+            return
+        self._told_bias = True
+        logger.warning(
+            "%s does not return the tokens that top_p=%g and top_k=%d leave to choose from. It samples from the "
+            "distribution renormalized over them, but rollout_log_probs and the trainer's log-probabilities are those "
+            "before: each token's importance weight against the sampler is wrong by the log of the probability that "
+            "was kept%s. Use top_p=1 and top_k=0, or an engine that returns the sets, see docs/engines.md",
+            type(self.engine).__name__,
+            how.top_p,
+            how.top_k,
+            f", up to {-math.log(how.top_p):.2g} nats per token" if not how.top_k else "",
         )
 
     def _take_held(self, orders: Orders) -> None:

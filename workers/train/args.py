@@ -16,6 +16,7 @@ from typing import Any, cast, get_type_hints
 from workers.train.args_checks import (
     TrainArgsError,
     check_algorithm,
+    check_effects,
     check_rollout,
     check_together,
     check_value,
@@ -111,34 +112,91 @@ class TrainArgs:
     # algorithm
     advantage_estimator: str = _key(
         "grpo",
-        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline or gae (PPO with a critic); or a name that you "
-        "have registered, or the dotted path of a function",
+        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO with a critic), opo, remax, "
+        "grpo_passk, maxrl, gdpo or optimal_token_baseline; or a name that you have registered, or the dotted path of "
+        "a function",
     )
-    grpo_std_normalization: bool = _key(True, "grpo: divide advantages by the group's standard deviation")
+    grpo_std_normalization: bool = _key(
+        True, "grpo, grpo_passk and gdpo: divide advantages by the group's standard deviation"
+    )
+    passk_k: int | None = _key(
+        None,
+        "grpo_passk: number of completions of which the best counts; by default all of a group",
+        least=2,
+    )
+    gdpo_weights: dict[str, float] = _key({}, "gdpo: weights of the normalized rewards, by name; by default 1")
     normalize_advantages: bool = _key(
-        True, "gae and reinforce_plus_plus(_baseline): whiten advantages over all tokens of a rollout"
+        True, "gae, reinforce_plus_plus(_baseline) and gdpo: whiten advantages over all tokens of a rollout"
     )
     gamma: float = _key(1.0, "gae and reinforce_plus_plus: discount per token", least=0, most=1)
     gae_lambda: float = _key(0.95, "gae: lambda", least=0, most=1)
+    gae_lambda_value: float | None = _key(
+        None, "gae: lambda of the critic's targets (decoupled GAE; 1 in VAPO); by default gae_lambda", least=0, most=1
+    )
+    gae_length_adaptive_alpha: float | None = _key(
+        None,
+        "gae: lambda of the policy's advantages is 1 - 1 / (alpha * length), instead of gae_lambda (0.05 in VAPO); by "
+        "default it does not depend on the length",
+        above=0,
+    )
+    overlong_filtering: bool = _key(
+        False, "leave completions that rollout_max_response_len cut off (truncated) out of the loss"
+    )
     overlong_buffer_len: int = _key(
         0, "last tokens before rollout_max_response_len in which the overlong penalty grows; 0 for no penalty", least=0
     )
     overlong_penalty_factor: float = _key(1.0, "reward that a completion of the maximum length loses", least=0)
     policy_loss_type: str = _key(
         "ppo_clip",
-        "ppo_clip, gspo or cispo; or a name that you have registered, or the dotted path of a function",
+        "ppo_clip, gspo, cispo, sapo, gpg, geo_mean (GMPO), dro, dppo_tv, dppo_kl, clip_cov or kl_cov; or a name that "
+        "you have registered, or the dotted path of a function",
     )
-    eps_clip: float = _key(0.2, "clip of the policy ratio below 1", least=0)
-    eps_clip_high: float | None = _key(None, "clip of the policy ratio above 1; by default eps_clip", least=0)
+    eps_clip: float | None = _key(
+        None,
+        "clip of the policy ratio below 1; geo_mean: of its logarithm below 0; dppo_*: divergence above which tokens "
+        "are masked. By default 0.2; gspo: 3e-4, geo_mean: 0.4, dppo_tv: 0.15, dppo_kl: 0.05",
+        least=0,
+    )
+    eps_clip_high: float | None = _key(
+        None,
+        "the same above 1 (or 0), or at positive advantages; by default eps_clip, gspo without eps_clip: 4e-4",
+        least=0,
+    )
     eps_clip_dual: float | None = _key(
-        None, "ppo_clip: clip of the policy ratio at negative advantages (dual clip); by default none", above=1
+        None,
+        "ppo_clip: clip of the policy ratio at negative advantages (dual clip), by default none; dppo_*: largest "
+        "ratio, by default 20",
+        above=1,
+    )
+    tau_pos: float | None = _key(None, "sapo: steepness of the gate at positive advantages; by default 1", above=0)
+    tau_neg: float | None = _key(None, "sapo: at other advantages; by default 1.05", above=0)
+    dro_beta: float | None = _key(None, "dro: weight of the squared log-ratio, halved; required", above=0)
+    dppo_kl_tau: float | None = _key(
+        None, "dppo_*: weight of the squared log-ratio; by default 0; 1e-3 in prime-rl, as kl_tau", least=0
+    )
+    clip_cov_ratio: float | None = _key(
+        None, "clip_cov: share of the tokens of a step without a loss; by default 2e-4", above=0, most=1
+    )
+    clip_cov_lb: float | None = _key(None, "clip_cov: lower bound of their covariances; by default 1")
+    clip_cov_ub: float | None = _key(None, "clip_cov: upper bound of their covariances; by default 5")
+    kl_cov_ratio: float | None = _key(
+        None, "kl_cov: share of the tokens of a step that are penalized; by default 2e-4", above=0, most=1
+    )
+    ppo_kl_coef: float | None = _key(
+        None, "kl_cov: weight of the absolute log-ratio at these tokens; by default 1", least=0
     )
     value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
     kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
-    kl_loss_type: str = _key("k3", "estimator of the KL divergence in the loss", choices=("k1", "k2", "k3"))
+    kl_loss_type: str = _key(
+        "k3",
+        "estimator of the KL divergence in the loss; k3 (low_var_kl) is bounded at 10 nats; k1+ and k3+ have the "
+        "unbiased gradient",
+        choices=("k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"),
+    )
     kl_coef: float = _key(
         0.0,
-        "gae and reinforce_plus_plus: weight of the KL divergence (k1) that is subtracted from each token's reward",
+        "weight of the KL divergence from the reference (k1) that is subtracted from each token's reward, or its sum "
+        "over the completion from the completion's",
         least=0,
     )
     kl_target: float | None = _key(
@@ -152,10 +210,10 @@ class TrainArgs:
     )
     entropy_coef: float = _key(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = _key(False, "report the metric entropy also if entropy_coef is 0")
-    loss_aggregation: str = _key(
-        "token",
+    loss_aggregation: str | None = _key(
+        None,
         "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
-        "sums over loss_constant_length (Dr. GRPO)",
+        "sums over loss_constant_length (Dr. GRPO). By default token; gspo, sapo, geo_mean: sequence",
         choices=("token", "sequence", "constant"),
     )
     loss_constant_length: int | None = _key(
@@ -417,6 +475,8 @@ def read_args(given: Any = None) -> TrainArgs:
     for name, value in values.items():
         wanted = hints[name]
         is_number = isinstance(value, int) and not isinstance(value, bool)
+        if wanted == dict[str, float] and isinstance(value, Mapping):
+            value = {key: float(one) if type(one) is int else one for key, one in value.items()}
         try:
             args[name] = float(value) if is_number and wanted in (float, float | None) else value
         except OmegaConfBaseException as error:
@@ -428,12 +488,18 @@ def read_args(given: Any = None) -> TrainArgs:
     check_algorithm(args)
     check_rollout(args)
     check_together(args)
+    check_effects({item.name for item in known.values() if args[item.name] != _default(item)}, args)
     made = DictConfig({**{name: args._get_node(name) for name in known}}, flags={"allow_objects": True})
     for name, value in extras.items():
         made[name] = value
     OmegaConf.set_struct(made, True)
     OmegaConf.set_struct(made.user, False)
     return cast(TrainArgs, made)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    factory = item.default_factory
+    return item.default if factory is dataclasses.MISSING else factory()
 
 
 def update_seconds(args: Any) -> float:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import logging
 import math
 import operator
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
-from workers.algorithms.registry import path_of
+from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, path_of, policy_loss_keys
 from workers.lora import LoraSettings
+
+logger = logging.getLogger(__name__)
 
 ROLES = ("actor", "critic")
 
@@ -183,12 +187,8 @@ def check_algorithm(args: Any) -> None:
         if not path.startswith("workers.algorithms."):
             function_at(path, key)
             args[key] = path
-    with_kl = ("gae", "reinforce_plus_plus")
-    if args.kl_coef and args.advantage_estimator not in with_kl and "." not in args.advantage_estimator:
-        raise TrainArgsError(
-            f"args.kl_coef={args.kl_coef} needs advantage_estimator={' or '.join(map(repr, with_kl))}. To add the KL "
-            "divergence to the loss, set kl_loss_coef"
-        )
+    _check_estimator(args)
+    _complete_policy_loss(args)
     if args.kl_target is not None and not args.kl_coef:
         raise TrainArgsError(
             f"args.kl_target={args.kl_target} adapts kl_coef, which is 0 and would stay 0; set kl_coef to begin with"
@@ -223,6 +223,122 @@ def check_algorithm(args: Any) -> None:
         correction_of(args)
     except ValueError as error:
         raise TrainArgsError(f"args.rollout_correction={args.rollout_correction!r}: {error}") from None
+
+
+def _check_estimator(args: Any) -> None:
+    estimator = args.advantage_estimator
+    if estimator in NEEDS_GROUPS and args.n_samples_per_prompt == 1:
+        raise TrainArgsError(
+            f"args.n_samples_per_prompt=1: advantage_estimator={estimator!r} compares the completions of a prompt, and "
+            "one that has no others gets the advantage 0, so nothing would be trained. Use at least 2, or "
+            "advantage_estimator='reinforce_plus_plus', 'remax' or 'gae'"
+        )
+    for name, its in (
+        ("passk_k", "grpo_passk"),
+        ("gdpo_weights", "gdpo"),
+        ("gae_lambda_value", "gae"),
+        ("gae_length_adaptive_alpha", "gae"),
+    ):
+        if args[name] not in (None, {}) and estimator != its:
+            raise TrainArgsError(f"args.{name}={args[name]} needs advantage_estimator={its!r}")
+    if args.passk_k is not None and args.passk_k > args.n_samples_per_prompt:
+        raise TrainArgsError(
+            f"args.passk_k={args.passk_k} is more than n_samples_per_prompt={args.n_samples_per_prompt}, the number of "
+            "completions to choose them from"
+        )
+    if args.overlong_buffer_len and estimator in ("maxrl", "gdpo"):
+        why = {
+            "maxrl": "divides by the mean reward, which the penalty would make negative",
+            "gdpo": "normalizes each reward by itself; return the penalty as one of the rewards",
+        }
+        raise TrainArgsError(
+            f"args.overlong_buffer_len={args.overlong_buffer_len} does not go with advantage_estimator={estimator!r}, "
+            f"which {why[estimator]}. To leave truncated completions out of the loss, set overlong_filtering=True"
+        )
+
+
+def _complete_policy_loss(args: Any) -> None:
+    """Set the keys of the policy loss that are not set to its own defaults, and refuse those of other losses."""
+    name, usual = args.policy_loss_type, {"loss_aggregation": "token", **POLICY_LOSS_KEYS["ppo_clip"]}
+    own = policy_loss_keys(name)
+    if own is not None:
+        own = {"loss_aggregation": "token", **own}
+        for key in {key for keys in POLICY_LOSS_KEYS.values() for key in keys} - own.keys():
+            if args[key] is not None:
+                users = " or ".join(repr(other) for other, keys in POLICY_LOSS_KEYS.items() if key in keys)
+                raise TrainArgsError(
+                    f"args.{key}={args[key]} has no effect with policy_loss_type={name!r}; leave it out, or use {users}"
+                )
+        if "dro_beta" in own and args.dro_beta is None:
+            raise TrainArgsError(f"args.policy_loss_type={name!r} needs dro_beta; there is no usual value")
+    chosen: dict[str, Any] = {}
+    high_follows = args.eps_clip is not None  # a lower bound of the user's is also the upper one
+    for key, value in (usual if own is None else own).items():
+        if args[key] is None and value is not None and not (key == "eps_clip_high" and high_follows):
+            args[key] = chosen[key] = value
+    if unusual := {key: value for key, value in chosen.items() if key in usual and value != usual[key]}:
+        said = ", ".join(f"{key}={value!r}" for key, value in unusual.items())
+        logger.warning("policy_loss_type=%r chooses %s, as in its paper; set these keys to choose others", name, said)
+
+
+def check_effects(given: Collection[str], args: Any) -> None:
+    """Refuse or report keys that are set, but have no effect.
+
+    A key that asks for another algorithm than the one that would run is an error. A key of a feature that is off is a
+    warning, since configurations are shared between runs.
+
+    Args:
+        given: the keys whose values are not the defaults.
+        args: the configuration.
+    """
+    if args.keep_old_actor and args.use_rollout_logprobs:
+        raise TrainArgsError(
+            "args.keep_old_actor has no effect with use_rollout_logprobs=True, which takes the old log-probabilities "
+            "from the rollout; set only one of them"
+        )
+    if args.loss_constant_length is not None and args.loss_aggregation != "constant":
+        raise TrainArgsError(
+            f"args.loss_constant_length={args.loss_constant_length} has no effect with loss_aggregation="
+            f"{args.loss_aggregation!r}; it needs 'constant'"
+        )
+    if args.kl_loss_coef and args.kl_loss_type == "k1":
+        warnings.warn(
+            "args.kl_loss_type='k1': the gradient of k1 has mean 0, so kl_loss_coef adds only noise; use 'k1+' or 'k3'",
+            stacklevel=3,
+        )
+    for name, is_off, keys in _FEATURES:
+        if is_off(args[name]) and (idle := [key for key in keys if key in given]):
+            verb = "has" if len(idle) == 1 else "have"
+            warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
+
+
+_GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
+_UNNORMALIZED = (*_GROUP_BASELINES, "remax", "optimal_token_baseline")
+_UNDISCOUNTED = (*_UNNORMALIZED, "gdpo", "reinforce_plus_plus_baseline")
+_WITHOUT_CRITIC = (*_UNDISCOUNTED, "reinforce_plus_plus")
+_DIVIDES_BY_STD = ("grpo", "grpo_passk", "gdpo")
+_FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("train_backend", lambda value: value != "megatron", (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer", "megatron_overrides",
+    )),
+    ("train_backend", lambda value: value != "fsdp", ("fsdp_shard_size", "fsdp_reduce_dtype", "fsdp_cpu_offload")),
+    ("lora_rank", lambda value: not value, ("lora_alpha", "lora_dropout", "lora_target_modules")),
+    ("lr_decay_style", lambda value: value == "constant", ("min_lr", "lr_decay_iters")),
+    ("advantage_estimator", lambda value: value in _UNNORMALIZED, ("normalize_advantages",)),
+    ("advantage_estimator", lambda value: value in _UNDISCOUNTED, ("gamma",)),
+    ("advantage_estimator", lambda value: value in _WITHOUT_CRITIC, (
+        "gae_lambda", "value_clip", "critic_lr", "critic_lr_warmup_iters", "critic_load", "critic_save",
+        "critic_save_hf", "critic_num_nodes", "critic_num_gpus_per_node",
+    )),
+    ("advantage_estimator", lambda value: value in {*_WITHOUT_CRITIC, "gae"} - {*_DIVIDES_BY_STD}, (
+        "grpo_std_normalization",
+    )),
+    ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
+    ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
+    ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),
+)  # fmt: skip
+"""Keys of features that are off: the key that says so, whether its value does, and the keys without an effect then. An
+estimator that is not listed may read any key."""
 
 
 def function_at(path: str, key: str) -> Callable[..., Any]:

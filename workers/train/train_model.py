@@ -23,7 +23,7 @@ class TokenOutputs:
         entropy: of the distribution that the token was drawn from, in nats; None unless requested.
         values: a critic's expected return before the token was chosen; None for a policy.
         candidates: (b, s, k), log-probabilities of other tokens in its place, those of the entry ``candidate_ids``;
-            None without it, and on Megatron.
+            None without it.
     """
 
     log_probs: torch.Tensor | None = None

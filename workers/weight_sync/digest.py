@@ -23,11 +23,13 @@ def digest(tensor: torch.Tensor) -> int:
     Returns:
         An unsigned 64-bit integer.
     """
+    import numpy as np
     import torch
 
     flat = tensor.detach().cpu().contiguous().view(-1)
     flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride, and could not be viewed as bytes
-    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)
+    # Not `Tensor.numpy`, after which torch resizes the storage no more, as offloading on the CPU does.
+    return xxhash.xxh3_64_intdigest(np.from_dlpack(flat.view(torch.uint8)).data)
 
 
 def combine(digests: Iterable[tuple[str, tuple[int, ...], int]]) -> int:

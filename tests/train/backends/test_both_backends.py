@@ -125,6 +125,33 @@ def test_three_grpo_steps_match_a_plain_loop(start, way, options):
     assert distance(whole_weights(group), plain.weights()) < 1e-4
 
 
+def half_of_them(log_probs):
+    """The most likely tokens that together have half of the probability, at least three."""
+    order = log_probs.argsort(descending=True).tolist()
+    return order[: max(3, int((log_probs[order].exp().cumsum(0) < 0.5).sum()) + 1)]
+
+
+@pytest.mark.parametrize("way", [FSDP2, TP2, pytest.param(TP2_PP2, marks=rare)], ids=called)
+def test_steps_with_a_sampling_mask_match_a_plain_loop(start, way):
+    """Policy, old policy, reference and entropy over the sets that the tokens were drawn from, through all that cuts
+    rows: several ranks, balancing, micro-batches and several steps."""
+    group = start(way, with_ref=True, **GRPO, balance_data=True, ppo_epochs=2)
+    plain = ReferenceGRPO(small_llama(), kl_coef=0.01, entropy_coef=0.003)
+    for step in range(2):
+        rows = rollout(plain.model, prompts=5, samples=3, seed=step, left=half_of_them)
+        log_probs = group.compute_log_prob(rows)
+        torch.testing.assert_close(log_probs, plain.log_probs(rows), atol=1e-4, rtol=0)
+        counts = rows["loss_mask"].bool()
+        off = (log_probs - rows["rollout_log_probs"])[counts].abs()
+        assert float(off.max()) < 1e-4
+        without = group.compute_log_prob(rows.exclude("sampling_mask", "sampling_mask_lengths"))
+        gap = (rows["rollout_log_probs"] - without)[counts]  # minus the log of the kept mass
+        assert 0.3 < float(gap.mean()) < 0.7
+        plain.step(rows, epochs=2)
+        learn(group, step, rows)
+    assert distance(whole_weights(group), plain.weights()) < 1e-4
+
+
 @ways(FSDP2, PP2, rarely=[TP2])
 def test_tied_embeddings_and_biases(start, way, tmp_path):
     """A Qwen2; in a pipeline its first and last stage share a tensor and its gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from workers.algorithms.token_log_probs import token_log_probs
 from workers.rollout.engines.request_engine import Request
 from workers.rollout.engines.rollout_engine import SamplingParams
 
@@ -99,11 +101,11 @@ class Batch:
         self._rows, self._cache = [], None
 
     @torch.inference_mode()
-    def step(self) -> tuple[list[Request], list[int], list[float]]:
+    def step(self) -> tuple[list[Request], list[int], list[float], list[Sequence[int]]]:
         """Draw the next token of each request. The caller records it before the next step.
 
         Returns:
-            The requests, and the token and the log-probability of each.
+            The requests, and of each what `sample` returns.
         """
         self._remove_ended()
         logits: list[torch.Tensor] = []
@@ -115,7 +117,7 @@ class Batch:
         if self._added:
             logits += self._prefill()
         if not logits:  # all requests were aborted a moment ago
-            return [], [], []
+            return [], [], [], []
         requests, scores = [row.request for row in self._rows], torch.cat(logits)
         generators = [self._generator(row, scores.shape[-1]) for row in self._rows]
         if self._cache is None:
@@ -265,7 +267,7 @@ def seeded_generator(seed: int, drawn: int, vocabulary: int, device: torch.devic
 
 def sample(
     logits: torch.Tensor, sampling_params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
-) -> tuple[list[int], list[float]]:
+) -> tuple[list[int], list[float], list[Sequence[int]]]:
     """Draw the next token of each row.
 
     Adding Gumbel noise to log-probabilities and taking the argmax samples from the distribution. The draw does not
@@ -278,23 +280,32 @@ def sample(
         generators: of each row.
 
     Returns:
-        The tokens and their log-probabilities; see `Completion`.
+        The tokens, their log-probabilities, see `Completion`, and the tokens that each was drawn from, see
+        `SamplingMask`: none where nothing was left out.
     """
     alike: dict[tuple[float, int, float], list[int]] = {}
     for row, how in enumerate(sampling_params):
         alike.setdefault((how.temperature, how.top_k, how.top_p), []).append(row)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(len(logits), device=logits.device)
+    kept: list[Sequence[int]] = [()] * len(logits)
     for (temperature, top_k, top_p), rows in alike.items():
         where: torch.Tensor | slice = slice(None) if len(alike) == 1 else torch.tensor(rows, device=logits.device)
         of_model = torch.log_softmax(logits[where].float() / (temperature or 1.0), dim=-1)
-        noisy = of_model
-        if temperature:
-            noisy = _with_noise(truncated(of_model, top_k, top_p), [generators[row] for row in rows])
+        left = truncated(of_model, top_k, top_p) if temperature else of_model
+        noisy = _with_noise(left, [generators[row] for row in rows]) if temperature else of_model
         chosen = noisy.argmax(dim=-1)
+        sets = None
+        if left is not of_model:
+            places = left.isfinite()
+            sets = places.nonzero()[:, 1].int(), places.sum(-1)
+            of_rows = sets[0].cpu().split(sets[1].tolist())
+            for row, of_row in zip(rows, of_rows, strict=True):
+                kept[row] = array("i", of_row.numpy().tobytes())
+        # The trainer's own function, so that both round alike.
         tokens[where] = chosen
-        log_probs[where] = of_model.gather(1, chosen[:, None])[:, 0]
-    return tokens.tolist(), log_probs.tolist()
+        log_probs[where], _ = token_log_probs(logits[where], chosen, temperature=temperature, sampling_mask=sets)
+    return tokens.tolist(), log_probs.tolist(), kept
 
 
 def _with_noise(log_probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:

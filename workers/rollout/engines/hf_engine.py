@@ -52,6 +52,7 @@ class HFEngine(RequestEngine):
     keeps_weights = True
     any_rank = True
     partial_updates = True
+    sampling_masks = True
 
     def __init__(
         self,
@@ -107,18 +108,18 @@ class HFEngine(RequestEngine):
         self._batch = None
 
     def _step(self, batch: Batch) -> None:
-        requests, tokens, log_probs = batch.step()
+        requests, tokens, log_probs, kept = batch.step()
         # Only those of which it is true: a weight that is NaN may be one token's.
         infinite = [one for one, log_prob in zip(requests, log_probs, strict=True) if not log_prob > -float("inf")]
         self._fail(
             infinite,
             RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows"),
         )
-        for request, token, log_prob in zip(requests, tokens, log_probs, strict=True):
+        for request, token, log_prob, of_token in zip(requests, tokens, log_probs, kept, strict=True):
             ended: FinishReason | None = "length" if request.remaining == 1 else None
             if token in request.sampling_params.stop_token_ids:
                 ended = "stop"
-            self.record(request, [token], [log_prob], ended)
+            self.record(request, [token], [log_prob], ended, [of_token])
         if not len(batch):
             batch.forget()  # now: the next step may come much later
 

@@ -28,14 +28,14 @@ class Part(NamedTuple):
     Attributes:
         token_ids: the new tokens.
         log_probs: of these tokens, as the server means them.
-        top: for each of these tokens, the log-probabilities of the most likely tokens, in no order; empty if they were
-            not asked for.
+        top: for each of these tokens, the log-probabilities of the most likely tokens, by what the server calls them;
+            empty if they were not asked for.
         ended: the server's reason why there will be no more; None if there will be.
     """
 
     token_ids: list[int]
     log_probs: list[float]
-    top: list[list[float]]
+    top: list[dict[str, float | None]]
     ended: str | None
 
 
@@ -120,8 +120,8 @@ class OpenAI:
                 found = choice.get("logprobs") or {}
                 token_ids = choice.get("token_ids")
                 if token_ids is None:
-                    token_ids = [_token_of(token) for token in found.get("tokens") or ()]
-                most_likely = [list(of.values()) for of in found.get("top_logprobs") or () if of is not None]
+                    token_ids = [token_of(token) for token in found.get("tokens") or ()]
+                most_likely = [of for of in found.get("top_logprobs") or () if of is not None]
                 yield Part(token_ids, found.get("token_logprobs") or [], most_likely, choice.get("finish_reason"))
 
     def pause(self) -> None:
@@ -263,7 +263,7 @@ def _best_two(dialect: OpenAI, fields: Mapping[str, Any], how: SamplingParams, t
         async with asyncio.timeout(server.timeout):
             async for part in dialect.parts([token], how, 1, 0, 2, fields):
                 tokens += len(part.token_ids)
-                found.extend(part.top[0] if part.top else [])
+                found.extend(part.top[0].values() if part.top else [])
 
     try:
         run(read()).result()
@@ -298,7 +298,12 @@ def check_log_probs(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) ->
     )
 
 
-def _token_of(token: str) -> int:
+def token_of(token: str) -> int:
+    """The id of a token, from what a server calls it.
+
+    Raises:
+        RolloutError: it has no id in it.
+    """
     name, _, number = token.partition(":")
     if name != "token_id" or not number.isdecimal():
         raise RolloutError(

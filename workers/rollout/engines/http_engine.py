@@ -24,9 +24,17 @@ from typing import TYPE_CHECKING, Any
 from workers.extras import require
 from workers.hf_files import config_of, meta_model, shapes_of
 from workers.rollout.engines.http_client import Server, ServerError, run
-from workers.rollout.engines.http_dialects import DIALECTS, OpenAI, Part, check_log_probs, probe_log_probs
+from workers.rollout.engines.http_dialects import DIALECTS, OpenAI, Part, check_log_probs, probe_log_probs, token_of
 from workers.rollout.engines.request_engine import Request, RequestEngine
-from workers.rollout.engines.rollout_engine import EngineLoad, FinishReason, PauseMode, SamplingParams, check_tensor
+from workers.rollout.engines.rollout_engine import (
+    EngineLoad,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    check_tensor,
+    left_of_top,
+    top_wanted,
+)
 from workers.rollout.rollout_errors import RolloutError, WeightsError
 from workers.seeds import mixed_seed
 
@@ -100,6 +108,8 @@ class HTTPEngine(RequestEngine):
         api_key: of the server.
         timeout: seconds that the server may take for an answer, and that a request may get no token.
         max_running: how many requests may be at the server at once; each has a connection.
+        max_logprobs: how many log-probabilities the server returns for a token at most, as its ``--max-logprobs`` says,
+            20 by default in vLLM. Sets of `SamplingMask` have fewer tokens; others are not returned.
         request_fields: further fields of each request, such as ``{"stream_interval": 8}``, by which vLLM sends eight
             tokens at a time.
         trust_remote_code: whether code that comes with the model may run, when the names of its weights are found.
@@ -122,6 +132,7 @@ class HTTPEngine(RequestEngine):
         api_key: str | None = None,
         timeout: float = 300.0,
         max_running: int = 256,
+        max_logprobs: int = 20,
         request_fields: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -133,6 +144,8 @@ class HTTPEngine(RequestEngine):
                 f"HTTPEngine: max_running={max_running!r} and timeout={timeout!r}; expected an integer of at least 1, "
                 "and a number of seconds"
             )
+        if max_logprobs < 0:
+            raise ValueError(f"HTTPEngine: max_logprobs={max_logprobs!r}; expected an integer of at least 0")
         self.url = url
         self.max_running = max_running
         self._server = Server(url, api_key, timeout)
@@ -153,6 +166,7 @@ class HTTPEngine(RequestEngine):
                 "as it ends vLLM's with --skip-tokenizer-init. Pass config=",
                 url,
             )
+        self._most = max_logprobs if self.vocab_size is None else min(max_logprobs, self.vocab_size)
         self.max_positions = self._dialect.positions or text.get("max_position_embeddings")
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         if weights_dir is None and self._server.host in ("localhost", "127.0.0.1", "::1"):
@@ -175,6 +189,8 @@ class HTTPEngine(RequestEngine):
         self._asked = time.monotonic()
         self._usage: tuple[float, float | None] = (-math.inf, None)
         self._log_probs = probe_log_probs(self._dialect, self._fields)
+        # Only there do the log-probabilities tell what the truncation has left, and are those before it.
+        self.sampling_masks = self._log_probs == "tempered" and max_logprobs > 0
 
     # --- generating -----------------------------------------------------------------------------------------------
 
@@ -261,11 +277,23 @@ class HTTPEngine(RequestEngine):
                 f"{how.max_new_tokens} tokens (finish_reason {part.ended!r}) at a token that is not in stop_token_ids. "
                 "It must not stop at tokens of its own: it ignores ignore_eos, or has a shorter limit"
             )
+        kept: list[Sequence[int]] | None = None
+        if wanted := self._top(how):
+            if len(part.top) != len(token_ids):
+                raise RolloutError(
+                    f"the server at {self.url} sent {len(token_ids)} tokens and {len(part.top)} times the most likely "
+                    "ones, which were asked for"
+                )
+            tops = [
+                {token_of(token): -math.inf if one is None else one for token, one in of.items()} for of in part.top
+            ]
+            left = [left_of_top(*one, wanted, self.vocab_size) for one in zip(log_probs, tops, strict=True)]
+            kept, log_probs = [tokens for tokens, _ in left[:end]], [log_prob for _, log_prob in left]
         if ended is not None:
             del self._readers[request]
             if part.ended is None:  # the server would go on
                 reader.close()
-        self.record(request, token_ids[:end], log_probs[:end], ended)
+        self.record(request, token_ids[:end], log_probs[:end], ended, kept)
 
     def _parts_of(self, request: Request) -> AsyncIterator[Part]:
         how, seed, done = request.sampling_params, request.seed, len(request.token_ids)
@@ -273,8 +301,12 @@ class HTTPEngine(RequestEngine):
             how = replace(how, temperature=1.0, top_p=1.0, top_k=1)
         if done:
             seed = mixed_seed(seed, done)  # the seed itself would repeat the first random numbers
-        prompt = request.prompt + request.token_ids
-        return self._dialect.parts(prompt, how, request.remaining, seed & (2**63 - 1), 0, self._fields)
+        prompt, top = request.prompt + request.token_ids, self._top(request.sampling_params)
+        return self._dialect.parts(prompt, how, request.remaining, seed & (2**63 - 1), top, self._fields)
+
+    def _top(self, sampling_params: SamplingParams) -> int:
+        """How many of the most likely tokens the server is asked for with each token."""
+        return top_wanted(sampling_params, self._most) if self.sampling_masks else 0
 
     def _close(self, reader: _Reader) -> Request:
         reader.close()

@@ -30,6 +30,7 @@ from workers.rollout.engines.rollout_engine import (
     FinishReason,
     PauseMode,
     RolloutEngine,
+    SamplingMask,
     SamplingParams,
     as_integer,
 )
@@ -73,7 +74,7 @@ class Request:
 
     Attributes:
         id, prompt, sampling_params, seed: see `RolloutEngine.submit`.
-        token_ids, log_probs, weight_versions: see `Completion`; the tokens so far.
+        token_ids, log_probs, weight_versions, sampling_mask: see `Completion`; the tokens so far.
         future: of the completion.
         begun: whether tokens are being generated for it.
         ended: whether its completion was set, or it has failed.
@@ -86,6 +87,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int | None] = field(default_factory=list)
+    sampling_mask: SamplingMask | None = None
     future: Future[Completion] = field(default_factory=Future)
     begun: bool = False
     ended: bool = False
@@ -104,7 +106,9 @@ class Request:
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The completion so far."""
-        return Completion(self.token_ids, self.log_probs, finish_reason, self.weight_versions)
+        return Completion(
+            self.token_ids, self.log_probs, finish_reason, self.weight_versions, sampling_mask=self.sampling_mask
+        )
 
 
 class Changes(NamedTuple):
@@ -221,7 +225,12 @@ class RequestEngine(RolloutEngine):
         return bool(self._dropped or handed_out or (self._added and not self._draining))
 
     def record(
-        self, request: Request, token_ids: Sequence[int], log_probs: Sequence[float], ended: FinishReason | None = None
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        ended: FinishReason | None = None,
+        kept: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Append generated tokens to a request, with the version of the weights in force.
 
@@ -230,11 +239,18 @@ class RequestEngine(RolloutEngine):
             token_ids: the tokens.
             log_probs: of the tokens; see `Completion`.
             ended: why the request ends now, if it does.
+            kept: for each token, those that were left to choose from; an empty one stands for the whole vocabulary, and
+                None for this at each token. See `SamplingMask`.
         """
         with self._changed:
             if request.ended:
                 return
             request.begun = True
+            if request.sampling_mask is None and kept is not None and any(map(len, kept)):
+                request.sampling_mask = SamplingMask.whole(len(request.token_ids))
+            if request.sampling_mask is not None:
+                for one in kept if kept is not None else [()] * len(token_ids):
+                    request.sampling_mask.append(one)
             request.token_ids += token_ids
             request.log_probs += log_probs
             request.weight_versions += [self.weight_version] * len(token_ids)
@@ -336,6 +352,13 @@ class RequestEngine(RolloutEngine):
             )
         if token_ids and (what := self._outside(token_ids)) is not None:
             raise ValueError(f"submit(): partial has {what}")
+        if (mask := partial.sampling_mask) is not None:
+            if len(mask.lengths) != len(token_ids) or sum(mask.lengths) != len(mask.token_ids):
+                raise ValueError(
+                    f"submit(): partial has {len(token_ids)} token ids, and a sampling_mask of {len(mask.lengths)} "
+                    f"positions and {len(mask.token_ids)} tokens, of which its lengths count {sum(mask.lengths)}"
+                )
+            request.sampling_mask = mask.copy()  # the caller's does not grow
         request.token_ids += token_ids
         request.log_probs += log_probs
         request.weight_versions += versions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -55,6 +56,15 @@ class SamplingParams:
             stops = (None,)
         ok = all(token is not None and token >= 0 for token in stops)
         take("stop_token_ids", stops, ok, "a sequence of token ids, integers from 0 on")
+
+    def greedy(self) -> SamplingParams:
+        """Return parameters that take the most likely token each time."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out before one is drawn. Taking the most likely one draws nothing."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     @classmethod
     def from_args(cls, args: Any) -> SamplingParams:
@@ -116,14 +126,92 @@ PauseMode = Literal["keep", "abort", "wait"]
 
 
 @dataclass(frozen=True)
+class SamplingMask:
+    """The tokens that ``top_p`` and ``top_k`` left to choose from, for each token of a completion: 4 bytes per kept
+    token, and 4 per position.
+
+    Attributes:
+        token_ids: int32, those of all positions, one position after the other, in any order within one.
+        lengths: int32, how many each position has; 0 if it had the whole vocabulary.
+    """
+
+    token_ids: array[int]
+    lengths: array[int]
+
+    @classmethod
+    def whole(cls, count: int) -> SamplingMask:
+        """The mask of ``count`` tokens that were drawn from the whole vocabulary."""
+        return cls(array("i"), array("i", [0]) * count)
+
+    def append(self, kept: Iterable[int] = ()) -> None:
+        """Add a position.
+
+        Args:
+            kept: the tokens that were left; none for the whole vocabulary.
+        """
+        before = len(self.token_ids)
+        self.token_ids.extend(kept)
+        self.lengths.append(len(self.token_ids) - before)
+
+    def copy(self) -> SamplingMask:
+        """A mask that grows by itself."""
+        return SamplingMask(self.token_ids[:], self.lengths[:])
+
+
+LARGEST_SET = 512
+"""Up to how many tokens a set has that is read from a server's or vLLM's top log-probabilities."""
+
+TIES = 16
+"""How many equal logits at the end of ``top_k`` may be kept besides. bfloat16 has few digits."""
+
+
+def top_wanted(sampling_params: SamplingParams, most: int) -> int:
+    """How many of the most likely tokens to ask for, so that `left_of_top` can find the sets.
+
+    Args:
+        sampling_params: of the request.
+        most: how many there are at most: the size of the vocabulary, or a limit of the engine.
+
+    Returns:
+        0 if nothing is left out.
+    """
+    if not sampling_params.truncates:
+        return 0
+    return min(min(sampling_params.top_k or LARGEST_SET, LARGEST_SET) + TIES, most)
+
+
+def left_of_top(
+    log_prob: float, top: Mapping[int, float], wanted: int, vocab_size: int | None
+) -> tuple[Sequence[int], float]:
+    """Find the tokens that were left to choose from, where those that were left out have a log-probability of minus
+    infinity.
+
+    Args:
+        log_prob: of the token, before the truncation.
+        top: token -> log-probability of the ``wanted`` most likely ones, and perhaps of the token itself.
+        wanted: see `top_wanted`.
+        vocab_size: None if it is not known.
+
+    Returns:
+        The tokens, and the token's log-probability among them. If there may be more, no tokens, which stands for the
+        whole vocabulary, and ``log_prob``: both are then those before the truncation.
+    """
+    kept = [token for token, one in top.items() if one > -9000.0]  # -9999 is vLLM's minus infinity in JSON
+    if len(kept) >= wanted or len(kept) == vocab_size:
+        return (), log_prob
+    return kept, min(0.0, log_prob - math.log(math.fsum(math.exp(top[token]) for token in kept)))
+
+
+@dataclass(frozen=True)
 class Completion:
     """What an engine generated for one prompt.
 
     Attributes:
         token_ids: the generated tokens, including the stop token.
         log_probs: log-probability of each token, in nats, under the model at the sampling temperature (at temperature 1
-            if it is 0), before ``top_p`` and ``top_k`` truncate the distribution. This is what a trainer computes for
-            the same tokens.
+            if it is 0). With a ``sampling_mask``, of the distribution that the token was drawn from, renormalized over
+            the tokens that were left; otherwise before ``top_p`` and ``top_k`` truncate it. This is what a trainer
+            computes for the same tokens and mask.
         finish_reason: "stop" if a stop token ended it, "length" if ``max_new_tokens`` did, "abort" if
             `RolloutEngine.abort` did.
         weight_versions: version of the weights that generated each token; None if the engine does not say, and then all
@@ -133,6 +221,8 @@ class Completion:
             if it chose all of them. It becomes the ``loss_mask`` of the rollout data.
         info: what the engine's environment knows of the completion, such as whether a test passed. A reward function
             with a parameter ``info`` gets it.
+        sampling_mask: what ``top_p`` and ``top_k`` left to choose from; None if they left everything at every token, or
+            if the engine does not say. It becomes the ``sampling_mask`` of the rollout data.
     """
 
     token_ids: list[int]
@@ -142,6 +232,7 @@ class Completion:
     fingerprints: Mapping[int, int] | None = None
     loss_mask: Sequence[float] | None = None
     info: Mapping[str, Any] | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True)
@@ -172,11 +263,13 @@ class RolloutEngine(ABC):
             the others go on, and starts a worker with another rank. Otherwise it restarts the worker at its rank, and
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
+        sampling_masks: whether completions have a `Completion.sampling_mask` if ``top_p`` or ``top_k`` truncate.
     """
 
     weight_version: int | None = 0
     any_rank = False
     partial_updates = False
+    sampling_masks = False
 
     @property
     def keeps_weights(self) -> bool:

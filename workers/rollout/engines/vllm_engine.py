@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from workers.device import current_device, dtype_of, use_device
 from workers.hf_files import config_of, make_model, meta_model, shapes_of
 from workers.rollout.engines.request_engine import CLOSE_SECONDS, READING, Request, RequestEngine
-from workers.rollout.engines.rollout_engine import FinishReason, check_tensor
+from workers.rollout.engines.rollout_engine import FinishReason, check_tensor, left_of_top, top_wanted
 from workers.rollout.engines.vllm_layout import joined
 from workers.rollout.engines.vllm_options import EngineFolder, LastLines, arguments_for, files_in, import_vllm
 from workers.rollout.rollout_errors import RolloutError, WeightsError
@@ -72,7 +72,8 @@ class VLLMEngine(RequestEngine):
         trust_remote_code: whether code that comes with the model may run.
         engine_args: arguments of vLLM, by the names of ``vllm.EngineArgs``, such as ``tensor_parallel_size``,
             ``max_model_len``, ``max_num_seqs``, ``gpu_memory_utilization`` or ``kv_cache_memory_bytes``. On the CPU
-            ``kv_cache_memory_bytes`` is 1 GiB and ``enforce_eager`` is set unless you say otherwise.
+            ``kv_cache_memory_bytes`` is 1 GiB and ``enforce_eager`` is set unless you say otherwise. Sets of
+            `SamplingMask` have fewer than ``max_logprobs`` tokens, 528 unless you say otherwise.
 
     Raises:
         ImportError: vLLM or transformers is not installed.
@@ -82,6 +83,7 @@ class VLLMEngine(RequestEngine):
     """
 
     any_rank = True
+    sampling_masks = True
     coldest = 0.01  # vLLM raises lower temperatures to this one
 
     def __init__(
@@ -160,6 +162,8 @@ class VLLMEngine(RequestEngine):
         self._dtypes = None if None in dtypes else dtypes[0]
         self.max_positions = int(self._engine.model_config.max_model_len)
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
+        most = int(self._engine.model_config.max_logprobs)
+        self._most = self.vocab_size if most < 0 else min(most, self.vocab_size)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -207,7 +211,7 @@ class VLLMEngine(RequestEngine):
             seed=_seed(request),
             stop_token_ids=list(params.stop_token_ids),
             ignore_eos=True,
-            logprobs=0,  # of the sampled token
+            logprobs=self._top(request),  # besides that of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -226,6 +230,11 @@ class VLLMEngine(RequestEngine):
         made = output.outputs[0]
         tokens = list(made.token_ids)
         log_probs = [at[token].logprob for token, at in zip(tokens, made.logprobs or (), strict=True)]
+        kept: list[Sequence[int]] | None = None
+        if wanted := self._top(request):
+            tops = [{token: one.logprob for token, one in at.items()} for at in made.logprobs]
+            left = [left_of_top(*one, wanted, self.vocab_size) for one in zip(log_probs, tops, strict=True)]
+            kept, log_probs = [tokens for tokens, _ in left], [log_prob for _, log_prob in left]
         if not all(map(math.isfinite, log_probs)):
             raise RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows")
         ended: FinishReason | None = None
@@ -234,7 +243,11 @@ class VLLMEngine(RequestEngine):
             if made.finish_reason not in ("stop", "length"):
                 raise RolloutError(f"{self._named} ended a request: {made.finish_reason}{self._log}")
             ended = made.finish_reason
-        self.record(request, tokens, log_probs, ended)
+        self.record(request, tokens, log_probs, ended, kept)
+
+    def _top(self, request: Request) -> int:
+        """How many of the most likely tokens vLLM returns for each token of a request."""
+        return top_wanted(request.sampling_params, self._most)
 
     def cache_usage(self) -> float | None:
         """See `EngineLoad.cache_usage`. Blocks that are kept for prompts to come are not in use."""

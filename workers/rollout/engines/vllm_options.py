@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.device import has_cuda
+from workers.rollout.engines.rollout_engine import LARGEST_SET, TIES
 from workers.rollout.rollout_errors import RolloutError
 
 ENVIRONMENT = {
@@ -123,7 +124,7 @@ def arguments_for(vllm: Any, engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of vLLM whose defaults differ here."""
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {"max_logprobs": LARGEST_SET + TIES}
     if engine_args.get("tensor_parallel_size", 1) > 1:
         chosen["distributed_executor_backend"] = "mp"  # else Ray, where it runs: its actors could outlive the worker
     if has_cuda():
