@@ -79,6 +79,8 @@ def arguments(given):
     usual = {**model, **DEFAULTS, **TASKS[name].args}
     if standby:
         usual["peer_snapshot_interval"] = 1
+    if given.get("exact") and engine != "hf":
+        sys.exit(f"engine={engine}: only the engine hf computes exactly; leave out exact")
     if given.get("lora_rank"):
         if engine != "hf":
             sys.exit(f"engine={engine}: only the engine hf applies a LoRA adapter; leave out lora_rank")
@@ -111,6 +113,8 @@ def main():
             groups.append(critic)
         model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
         engine_cls, options = ENGINES[engine]
+        if args.exact:
+            options = {"exact": True, "param_dtype": args.param_dtype, **options}
         if args.lora_rank:  # the engine has the same base model as the trainers, and only gets the adapter
             options = {"seed": args.seed, "lora": LoraSettings.from_args(args), **options}
         rollout = RayWorkerGroup(
@@ -130,6 +134,7 @@ def main():
             reward_workers=args.reward_workers,
             reward_timeout=args.reward_timeout,
             on_reward_timeout=args.on_reward_timeout,
+            greedy_baselines=args.advantage_estimator == "remax",
         )
         actor.set_rollout_manager(manager)
 

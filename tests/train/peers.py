@@ -24,6 +24,7 @@ from workers.algorithms.corrections import (
 )
 from workers.algorithms.estimators import AdvantageRows
 from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, value_loss
+from workers.algorithms.policy_losses import SELECTIONS, StepTokens
 from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs, token_log_probs
 from workers.data.micro_batches import MicroBatch
 from workers.train.args import read_args
@@ -54,14 +55,15 @@ def ours(case: dict[str, Any]) -> Found:
 
 
 def error(case: dict[str, Any], found: Found) -> float:
-    """The largest difference from the expected numbers, relative to the largest of the same array."""
+    """The largest difference from the expected numbers, relative to the largest of the same array. A loss is a sum of
+    terms of both signs, so the unit of its error is not below 0.1."""
     largest = 0.0
     for name in case["ours"].get("compare", case["expected"]):
         expected = torch.tensor(case["expected"][name], dtype=torch.float64)
         got = found[name].detach().double()
         if got.shape != expected.shape:
             raise ValueError(f"{name}: our shape is {tuple(got.shape)}, theirs {tuple(expected.shape)}")
-        scale = float(expected.abs().max()) or 1.0
+        scale = max(float(expected.abs().max()), 0.1 if name == "loss" else 0.0) or 1.0
         difference = float((got - expected).abs().max()) / scale
         largest = max(largest, difference if difference == difference else float("inf"))
     return largest
@@ -120,7 +122,12 @@ def policy_loss_of(given: dict[str, Any]) -> Found:
         partial(function_of(args, "policy_loss_type"), args=args),
         kl_coef=args.kl_loss_coef,
         kl_estimator=args.kl_loss_type,
+        opsm_delta=args.opsm_delta,
     )
+    select = SELECTIONS.get(function_of(args, "policy_loss_type"))
+    if select is not None:  # of the whole step, which is one micro-batch here
+        step = StepTokens(INPUTS["log_probs"], old, others["advantages"], mask != 0, lambda value: [value], seed=0)
+        others["selected_tokens"] = select(step, args)
     log_probs = INPUTS["log_probs"].clone().requires_grad_()
     total, _ = loss(TokenOutputs(log_probs), micro_batch(others))
     return {"loss": total, "gradient": torch.autograd.grad(total, log_probs)[0]}

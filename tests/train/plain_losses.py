@@ -71,8 +71,8 @@ def rewards(data, args):
     return found
 
 
-def advantages(data, args):
-    """A list of floats per row, one per token that counts."""
+def advantages(data, args, rejected=None):
+    """A list of floats per row, one per token that counts. Rejected rows are in their groups, but not in whitening."""
     scores, groups, kind = rewards(data, args), data["group_ids"].tolist(), args["advantage_estimator"]
     lengths = [len(row) for row in counted(data, "loss_mask")]
     found = []
@@ -97,7 +97,8 @@ def advantages(data, args):
                 of_row = of_row / (statistics.stdev(members) + 1e-6) if len(members) > 1 else 0.0
         found.append([of_row] * lengths[row])
     if kind.startswith("reinforce_plus_plus"):
-        every = [value for row in found for value in row]
+        rejected = rejected or [False] * len(found)
+        every = [value for row, out in zip(found, rejected, strict=True) if not out for value in row]
         mean, std = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
         found = [[(value - mean) / std for value in row] for row in found]
     return found
@@ -245,12 +246,13 @@ def loss(log_probs, data, args):
         log_probs: a list per row of float64 scalars, of the tokens that count.
     """
     args = {**DEFAULTS, **args}
-    old, of_tokens = counted(data, "old_log_probs"), advantages(data, args)
     bounds = args["rollout_rejection_low"], args["rollout_rejection_high"]
     factors, rejected = corrections(data, args["rollout_correction"], args["rollout_correction_normalize"], *bounds)
+    old, of_tokens = counted(data, "old_log_probs"), advantages(data, args, rejected)
     chosen = [()] * len(old)
-    if args["policy_loss_type"] in ("clip_cov", "kl_cov"):
-        chosen = chosen_tokens([[float(x.detach()) for x in row] for row in log_probs], old, of_tokens, args)
+    if args["policy_loss_type"] in ("clip_cov", "kl_cov"):  # among the tokens of completions that are kept
+        kept = [[[] if rejected[k] else row for k, row in enumerate(rows)] for rows in (log_probs, old, of_tokens)]
+        chosen = chosen_tokens([[float(x.detach()) for x in row] for row in kept[0]], *kept[1:], args)
     rows = []
     for row in range(len(old)):
         if old[row] and not rejected[row]:

@@ -84,6 +84,7 @@ def test_defaults_and_given_values():
         ({"loss_constant_length": 5}, "loss_constant_length=5 has no effect with loss_aggregation='token'.*'constant'"),
         ({"loss_constant_length": 5, "policy_loss_type": "gspo"}, "no effect with loss_aggregation='sequence'"),
         ({"policy_loss_type": "sapo", "eps_clip": 0.2}, "eps_clip=0.2 has no effect with policy_loss_type='sapo'"),
+        ({"use_unbiased_kl": True}, "use_unbiased_kl=True has no effect with kl_loss_coef=0"),
         ({"policy_loss_type": "dro"}, "policy_loss_type='dro' needs dro_beta"),
         ({"tau_pos": 1.5}, "tau_pos=1.5 has no effect with policy_loss_type='ppo_clip'; .* use 'sapo'"),
         ({"policy_loss_type": "clip_cov", "kl_cov_ratio": 0.1}, "kl_cov_ratio=0.1 has no effect .* use 'kl_cov'"),
@@ -92,7 +93,6 @@ def test_defaults_and_given_values():
             "kl_cov_ratio=0.0: expected a number above 0 and at most 1",
         ),
         ({"kl_loss_type": "k4"}, "kl_loss_type='k4': expected one of 'k1', 'k2', 'k3', 'low_var_kl', 'k1\\+'"),
-        ({"kl_coef": 0.1}, "kl_coef=0.1 needs advantage_estimator='gae' or 'reinforce_plus_plus'"),
         ({"advantage_estimator": "grop"}, "'grpo', 'rloo', .* or the dotted path of a function; did you mean 'grpo'?"),
         ({"policy_loss_type": "ppo"}, "policy_loss_type='ppo': expected one of 'ppo_clip', 'gspo', 'cispo'"),
         ({"policy_loss_type": "os.path.jion"}, "policy_loss_type='os.path.jion' cannot be imported"),
@@ -191,6 +191,11 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
         ),
         ({"rollout_min_p": 0.1}, "may leave any number of tokens"),
         ({"rollout_top_k": 513}, "may leave any number of tokens"),
+        ({"policy_loss_type": "kl_cov"}, r"'kl_cov': the penalty \|log\(p / p_old\)\| is 0 in the first step"),
+        (
+            {"policy_loss_type": "dro", "dro_beta": 0.1},
+            r"'dro': the penalty log\(p / p_old\)\^2 is 0 in the first step",
+        ),
     ],
 )
 def test_key_without_an_effect_is_reported(given, message):
@@ -210,6 +215,9 @@ def test_keys_with_an_effect_are_not_reported():
             {"train_backend": "megatron", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
             {"lora_rank": 4, "lora_alpha": 32, "lr_decay_style": "cosine", "min_lr": 1e-7},
             {"kl_loss_coef": 0.1, "kl_loss_type": "k1+", "keep_old_actor": True},
+            {"kl_loss_coef": 0.1, "kl_loss_type": "k1", "use_unbiased_kl": True},
+            {"policy_loss_type": "kl_cov", "num_steps_per_rollout": 4},
+            {"policy_loss_type": "dro", "dro_beta": 0.1, "use_rollout_logprobs": True},
         ):
             read_args(given)
 
@@ -266,3 +274,17 @@ def test_function_path_is_imported():
     ):
         with pytest.raises(TrainArgsError, match=message):
             function_at(path, "key")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"train_backend": "megatron"}, r"args.exact=True needs train_backend='fsdp': megatron has a model of its own"),
+        ({"lora_rank": 4, "lora_dropout": 0.1}, r"args.exact=True does not go with lora_dropout=0.1"),
+    ],
+)
+def test_what_exact_mode_cannot_hold_is_refused(given, why):
+    read_args(given)
+    read_args({"exact": True})
+    with pytest.raises(TrainArgsError, match=why):
+        read_args({**given, "exact": True})

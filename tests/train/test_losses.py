@@ -204,6 +204,32 @@ def test_gradients_of_the_estimators_in_expectation():
         assert torch.equal(kl_estimate(p, q, name), kl_estimate(p, q, name.removesuffix("+")))
 
 
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3+", "low_var_kl"])
+def test_unbiased_kl_is_unbiased_for_tokens_of_an_older_policy(name):
+    """Tokens are drawn from the old policy: over all 20 of them, weighted by its probabilities, the gradient is that of
+    KL(p || p_ref) for each logit, p_i (log(p_i / q_i) - KL). Without the ratios it is another one."""
+    g = torch.Generator().manual_seed(7)
+    logits = torch.randn(20, generator=g, requires_grad=True)
+    q = (logits.detach() + torch.randn(20, generator=g)).log_softmax(0)
+    old = (logits.detach() + torch.randn(20, generator=g)).log_softmax(0)
+    p = logits.log_softmax(0)
+    probs, logs = p.detach().exp().tolist(), (p.detach() - q).tolist()
+    divergence = sum(a * log for a, log in zip(probs, logs, strict=True))
+    expected = [a * (log - divergence) for a, log in zip(probs, logs, strict=True)]
+    batch = {"loss_weights": old.exp()[None], "advantages": torch.zeros(1, 20), "ref_log_probs": q[None]}
+    batch |= {"input_ids": torch.zeros(1, 20, dtype=torch.int64), "attention_mask": torch.ones(1, 20)}
+    (part,) = cut_by_tokens({**batch, "old_log_probs": old[None]}, 100)
+    found = {}
+    for unbiased in (True, False):
+        loss = policy_loss(ppo(), kl_coef=0.5, kl_estimator=name, unbiased_kl=unbiased)
+        total, report = loss(TokenOutputs(log_probs=p[None]), part)
+        (gradient,) = torch.autograd.grad(total, logits, retain_graph=True)
+        found[unbiased] = gradient.tolist(), float(report["kl"])
+    assert found[True][0] == pytest.approx([0.5 * value for value in expected], abs=1e-6)
+    assert found[False][0] != pytest.approx([0.5 * value for value in expected], abs=1e-3)
+    assert found[True][1] == found[False][1]
+
+
 @pytest.mark.parametrize("name", ["k3", "low_var_kl", "k3+", "low_var_kl+"])
 @pytest.mark.parametrize("log_ratio", [-24.0, -20.0, -3.0, -2.0, 0.5, 24.0])
 def test_one_stale_token_does_not_take_the_whole_step(name, log_ratio):

@@ -1,12 +1,9 @@
 """Policy losses and advantage estimators by name: compared with loops over tokens, with numbers that other libraries'
 tests state, and registered by a user."""
 
-import json
 import math
-import random
 import threading
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import own_algorithms as own
@@ -17,8 +14,9 @@ import torch
 from workers import register_advantage, register_policy_loss
 from workers.algorithms.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
 from workers.algorithms.estimators import AdvantageRows
-from workers.algorithms.losses import kl_estimate, policy_loss, token_weights
+from workers.algorithms.losses import policy_loss, token_weights
 from workers.algorithms.policy_losses import SELECTIONS, PolicyTokens, StepTokens
+from workers.algorithms.registry import POLICY_LOSS_KEYS
 from workers.data.micro_batches import cut_by_tokens
 from workers.data.rollout_data import RolloutDataError
 from workers.train.args import read_args
@@ -51,11 +49,11 @@ LOSSES = {
     "sapo": {"policy_loss_type": "sapo", "tau_pos": 1.3, "tau_neg": 2.0},
     "gpg": {"policy_loss_type": "gpg"},
     "geo_mean": {"policy_loss_type": "geo_mean", "eps_clip": 0.2, "eps_clip_high": 0.1},
-    "dro": {"policy_loss_type": "dro", "dro_beta": 0.7},
+    "dro": {"policy_loss_type": "dro", "dro_beta": 0.7, "ppo_epochs": 2},
     "dppo_tv": {"policy_loss_type": "dppo_tv", "eps_clip": 0.02, "eps_clip_high": 0.03, "eps_clip_dual": 1.4},
     "dppo_kl": {"policy_loss_type": "dppo_kl", "eps_clip": 2e-3, "eps_clip_dual": 1.4, "dppo_kl_tau": 0.1},
     "clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 0.5},
-    "kl_cov": {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.8},
+    "kl_cov": {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.8, "ppo_epochs": 2},
 }
 
 
@@ -97,7 +95,7 @@ def test_loss_and_gradient_match_a_loop(name, aggregation, max_tokens):
 
 def selected(data, advantages, args, ranks=1):
     """The entry of the tokens that the loss chooses over the whole step, on that many dp ranks."""
-    loss = function_of(args, "policy_loss_type")
+    loss = function_of({"policy_loss_type": args.policy_loss_type}, "policy_loss_type")
     if loss not in SELECTIONS:
         return {}
     rows = {**data, "advantages": advantages}
@@ -231,56 +229,29 @@ def test_no_token_is_chosen_of_rows_without_any(name):
         assert not selected(data, torch.ones(ROWS, TOKENS), read_args(LOSSES[name]), ranks)["selected_tokens"].any()
 
 
-PEERS = json.loads(Path(__file__).with_name("peer_losses.json").read_text())
-"""Numbers that other libraries' own code has computed from `peer_inputs`; with the repository and the commit."""
+@pytest.mark.parametrize("name", POLICY_LOSS_KEYS)
+def test_the_table_has_the_keys_that_a_loss_reads(name):
+    """`read_args` refuses all others, and completes these."""
+    read = set()
 
+    class Args:
+        policy_loss_type = name
 
-def peer_inputs(by, seed=33):
-    """Log-probabilities with gradients, old ones, advantages and mask, (4, 7), from Python's own generator."""
-    g = random.Random(seed)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 0], [0, 0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0]])
-    old = [[-abs(g.gauss(0.0, 1.0)) - 0.02 for _ in range(7)] for _ in range(4)]
-    new = [[min(value + g.gauss(0.0, 0.5), -0.01) for value in row] for row in old]
-    of_rows = [g.gauss(0.0, 1.5) for _ in range(4)]
-    of_tokens = [[g.gauss(0.0, 1.5) for _ in range(7)] for _ in range(4)]
-    advantages = torch.tensor(of_tokens) if by == "token" else torch.tensor(of_rows)[:, None].expand(4, 7)
-    return torch.tensor(new, requires_grad=True), torch.tensor(old), advantages, mask
+        def __getattr__(self, key):
+            read.add(key)
+            return given[key]
 
-
-@pytest.mark.parametrize(
-    ("peer", "name"), [(peer, name) for peer in ("policy_loss", "dppo") for name in PEERS[peer]["numbers"]]
-)
-def test_policy_loss_has_the_numbers_of_a_peer(peer, name):
-    given = dict(PEERS[peer]["numbers"][name])
-    value, gradient = given.pop("loss", None), given.pop("gradient")
-    log_probs, old, advantages, mask = peer_inputs(name.split()[-1])
-    # verl's gspo and sapo always take the mean over completions, geo_mean has no other, and the rest takes the default.
-    args = read_args(given)
-    weights, count = token_weights(mask, args.loss_aggregation)
-    data = {"log_probs": log_probs.detach(), "old_log_probs": old, "loss_mask": mask}
-    batch = {"input_ids": mask, "attention_mask": torch.ones_like(mask), "loss_weights": weights / count.float()}
-    batch |= {"old_log_probs": old, "advantages": advantages, **selected(data, advantages, args, ranks=2)}
-    loss = policy_loss(partial(function_of(args, "policy_loss_type"), args=args))
-    total = 0.0
-    for part in cut_by_tokens({**batch, "log_probs": log_probs}, 14):
-        total = total + loss(TokenOutputs(log_probs=part.others["log_probs"]), part)[0]
-    total.backward()
-    assert log_probs.grad[mask != 0].tolist() == pytest.approx(gradient, rel=2e-6, abs=2e-7)
-    assert value is None or float(total.detach()) == pytest.approx(value, rel=2e-6, abs=2e-7)
-
-
-@pytest.mark.parametrize("name", PEERS["kl"]["numbers"])
-def test_kl_estimate_has_the_numbers_of_verl(name):
-    log_probs = torch.tensor([-1.0 + log for log in (-19.0, -3.0, -1.0, 0.0, 0.7, 4.0)], requires_grad=True)
-    found = kl_estimate(log_probs, torch.full((6,), -1.0), name)
-    found.sum().backward()
-    expected = PEERS["kl"]["numbers"][name]
-    assert found.tolist() == pytest.approx(expected["values"], rel=2e-6, abs=2e-7)
-    assert log_probs.grad.tolist() == pytest.approx(expected["gradient"], rel=2e-6, abs=2e-7)
+    given = read_args({"policy_loss_type": name, "ppo_epochs": 2, **({"dro_beta": 0.1} if name == "dro" else {})})
+    log_probs, old, advantages = torch.tensor([[[-1.0, -2.0]], [[-1.5, -1.0]], [[1.0, -1.0]]])
+    data = {"log_probs": log_probs, "old_log_probs": old, "loss_mask": torch.ones(1, 2)}
+    others = selected(data, advantages, Args())
+    tokens = PolicyTokens(log_probs, old, advantages, torch.ones(1, 2, dtype=torch.bool), others)
+    function_of(given, "policy_loss_type")(tokens, Args())
+    assert read == POLICY_LOSS_KEYS[name].keys() - {"loss_aggregation"}
 
 
 def test_a_loss_without_its_choice_of_tokens_names_what_is_missing():
-    args = read_args({"policy_loss_type": "kl_cov"})
+    args = read_args({"policy_loss_type": "kl_cov", "ppo_epochs": 2})
     tokens = PolicyTokens(*(torch.zeros(1, 2) for _ in range(3)), torch.ones(1, 2, dtype=torch.bool), {})
     with pytest.raises(ValueError, match="no 'selected_tokens'"):
         function_of(args, "policy_loss_type")(tokens, args)

@@ -149,6 +149,12 @@ def correction_of(args: Any) -> Correction | None:
     )
 
 
+def rejects(args: Any) -> bool:
+    """Return whether the correction that the configuration names leaves completions out."""
+    correction = correction_of(args)
+    return correction is not None and correction.reject is not None and not correction.zero_rejected
+
+
 def importance_ratios(
     old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, loss_mask: torch.Tensor, level: Level = "token"
 ) -> torch.Tensor:

@@ -1,31 +1,52 @@
 """Advantage estimators by name: from a dp rank's rows to their advantages. The formulas are in
-`workers.algorithms.advantages`."""
+`workers.algorithms.advantages`.
+
+With ``kl_coef``, every estimator subtracts the KL divergence from the reference from the rewards: kl_coef times
+log(p_old / p_ref) of each token. Estimators of whole completions subtract the sum over the tokens that count, as verl
+does. `maxrl` and `gdpo` scale rewards, and subtract the penalty, less its group's mean, afterwards: their scales are
+those of the task's rewards.
+
+Completions that are left out of the loss (rejected, or truncated with ``overlong_filtering``) still have their part in
+the means and deviations of their groups: what they earned is known, and without them the others' baselines would be
+biased towards what is kept. They have none in whitening, in the optimal token baseline and in the critic's loss, which
+are over the tokens that are trained. verl and NeMo-RL do the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from workers.algorithms.advantages import (
+    baseline_sums,
     gae,
     group_advantages,
     leave_one_out_advantages,
+    length_adaptive_lambda,
+    mean_normalized_advantages,
     moments,
+    optimal_baseline_advantages,
+    pass_at_k_advantages,
+    token_baselines,
     token_rewards,
     whiten,
 )
 from workers.algorithms.losses import kl_estimate
-from workers.data.rollout_data import RolloutDataError
+from workers.data.rollout_data import REWARD_PART, RolloutDataError
+
+logger = logging.getLogger(__name__)
 
 _HINTS = {
     "values": "call connect() with the critic's group, or add them",
     "old_log_probs": "call connect() with the critic's group, or add them",
     "ref_log_probs": "call init(with_ref=True), for a critic connect() with its group, or add them",
+    "reward_baselines": "use RolloutManager(greedy_baselines=True), or add the rewards of greedy completions",
 }
-
 
 NEEDS = {
     "grpo": ("rewards", "group_ids"),
@@ -33,6 +54,12 @@ NEEDS = {
     "reinforce_plus_plus": ("rewards",),
     "reinforce_plus_plus_baseline": ("rewards", "group_ids"),
     "gae": ("rewards", "values"),
+    "opo": ("rewards", "group_ids"),
+    "remax": ("rewards", "reward_baselines"),
+    "grpo_passk": ("rewards", "group_ids"),
+    "maxrl": ("rewards", "group_ids"),
+    "gdpo": ("rewards", "group_ids"),
+    "optimal_token_baseline": ("rewards", "group_ids"),
 }
 """The entries of the rollout data that each estimator needs; with ``kl_coef`` log-probabilities too."""
 
@@ -41,6 +68,27 @@ def missing(name: str, estimator: str) -> RolloutDataError:
     """The error for an entry that an estimator needs."""
     hint = _HINTS.get(name, "add it, or the advantages themselves")
     return RolloutDataError(f"rollout data has no {name!r}, which advantage_estimator={estimator!r} needs; {hint}")
+
+
+def check_groups(group_ids: torch.Tensor, estimator: str) -> int:
+    """Return how many completions are alone in their groups.
+
+    Args:
+        group_ids: (N,), of the rows of all ranks.
+        estimator: name of an estimator that compares the completions of a group.
+
+    Raises:
+        RolloutDataError: all are, so all advantages would be 0.
+    """
+    sizes = group_ids.unique(return_counts=True)[1]
+    alone = int((sizes == 1).sum())
+    if alone and alone == len(sizes):
+        raise RolloutDataError(
+            f"rollout data: each of the {alone} completions is alone in its group (group_ids), so "
+            f"advantage_estimator={estimator!r} would give all of them the advantage 0. Generate several completions "
+            "per prompt (samples_per_prompt, n_samples_per_prompt), and give those of one prompt the same group id"
+        )
+    return alone
 
 
 @dataclass(frozen=True)
@@ -72,12 +120,35 @@ class AdvantageRows:
 
     @property
     def counts(self) -> torch.Tensor:
-        """(B, T) bool, true for tokens that count."""
-        return self["loss_mask"] != 0
+        """(B, T) bool, true for tokens that count and are trained: without the completions that are left out."""
+        counts = self["loss_mask"] != 0
+        return counts & ~self.data["left_out"][:, None] if "left_out" in self.data else counts
 
-    def everywhere(self, name: str) -> torch.Tensor:
-        """Return an entry of the rows of all dp ranks, (N, ...), in the order of the ranks."""
-        return torch.cat(self.gather(self[name]))
+    def everywhere(self, entry: str | torch.Tensor) -> torch.Tensor:
+        """Return an entry of the rows of all dp ranks, (N, ...), in the order of the ranks.
+
+        Args:
+            entry: its name, or this rank's values, (B, ...).
+        """
+        return torch.cat(self.gather(self[entry] if isinstance(entry, str) else entry))
+
+    def groups(self) -> torch.Tensor:
+        """Return the ``group_ids`` of all dp ranks, (N,), and warn of completions that are alone in theirs.
+
+        Raises:
+            RolloutDataError: see `check_groups`.
+        """
+        groups = self.everywhere("group_ids")
+        alone = check_groups(groups, self.estimator)
+        if alone and not self.rank:
+            logger.warning(
+                "%d of %d completions are alone in their groups: advantage_estimator=%r gives them the advantage 0, so "
+                "they are not trained",
+                alone,
+                len(groups),
+                self.estimator,
+            )
+        return groups
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Return the B values of this rank's rows.
@@ -97,44 +168,177 @@ class AdvantageRows:
 
 def grpo(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """GRPO, and Dr. GRPO without ``grpo_std_normalization``: see `group_advantages`."""
-    rewards, groups = rows.everywhere("rewards"), rows.everywhere("group_ids")
-    return rows.own(group_advantages(rewards.float(), groups, divide_by_std=args.grpo_std_normalization))
+    rewards, groups = rows.everywhere(row_rewards(rows, args)), rows.groups()
+    return rows.own(group_advantages(rewards, groups, divide_by_std=args.grpo_std_normalization))
 
 
 def rloo(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """RLOO: see `leave_one_out_advantages`."""
-    rewards, groups = rows.everywhere("rewards"), rows.everywhere("group_ids")
-    return rows.own(leave_one_out_advantages(rewards.float(), groups))
+    return rows.own(leave_one_out_advantages(rows.everywhere(row_rewards(rows, args)), rows.groups()))
+
+
+def opo(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """OPO: see `optimal_baseline_advantages`."""
+    lengths = (rows["loss_mask"] != 0).sum(1)
+    rewards = rows.everywhere(row_rewards(rows, args))
+    return rows.own(optimal_baseline_advantages(rewards, rows.everywhere(lengths), rows.groups()))
+
+
+def grpo_passk(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """Pass@k with k = ``passk_k``, divided by the group's standard deviation with ``grpo_std_normalization``: see
+    `pass_at_k_advantages`."""
+    rewards, groups = rows.everywhere(row_rewards(rows, args)), rows.groups()
+    return rows.own(pass_at_k_advantages(rewards, groups, args.passk_k, divide_by_std=args.grpo_std_normalization))
+
+
+def maxrl(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """MaxRL: see `mean_normalized_advantages`. The KL penalty is not divided by the group's mean reward.
+
+    Raises:
+        RolloutDataError: a reward is negative, on any rank.
+    """
+    rewards, groups = rows.everywhere(rows["rewards"].float()), rows.groups()
+    try:
+        advantages = mean_normalized_advantages(rewards, groups)
+    except ValueError as error:
+        raise RolloutDataError(f"rollout data: {error}") from None
+    return rows.own(advantages - _group_penalties(rows, args, groups))
+
+
+def gdpo(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): each reward of a completion normalized within its group as GRPO does,
+    then their sum with the weights ``gdpo_weights`` (1 by default), whitened over all tokens. So a reward of wide
+    spread does not hide one of narrow spread. The rewards are the entries ``rewards/NAME``, (B,) each.
+
+    Raises:
+        RolloutDataError: there is no such entry, or ``gdpo_weights`` names one that there is not.
+    """
+    names = sorted(name for name in rows.data if name.startswith(REWARD_PART))
+    check_reward_parts(names, args)
+    weights, groups = dict(args.gdpo_weights), rows.groups()
+    total = torch.zeros(len(groups))
+    for name in names:
+        each = group_advantages(rows.everywhere(rows[name].float()), groups, divide_by_std=args.grpo_std_normalization)
+        total = total + weights.get(name.removeprefix(REWARD_PART), 1.0) * each
+    of_rows = rows.own(total - _group_penalties(rows, args, groups))
+    return _whitened_rows(rows, args, of_rows)
+
+
+def remax(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """ReMax (Li et al. 2023, arXiv 2310.10505): the rewards from each token on minus ``reward_baselines``, (B,): the
+    reward of the prompt's greedy completion. `RolloutManager` generates these with ``greedy_baselines=True``."""
+    returns = _returns(rows, args, 1.0)
+    return (returns - rows["reward_baselines"].float()[:, None]) * (rows["loss_mask"] != 0)
+
+
+def optimal_token_baseline(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """The rewards from each token on minus the optimal token baseline: see `token_baselines`. ``sum_pi_squared``,
+    (B, T), has the sum of the squares of all tokens' probabilities. Energies are multiplied by the square of
+    ``correction_weights``, which the gradients are multiplied by."""
+    returns, counts = _returns(rows, args, 1.0), rows.counts
+    energies = 1 - 2 * rows["old_log_probs"].double().exp() + rows["sum_pi_squared"].double()
+    if "correction_weights" in rows.data:
+        energies = energies * rows["correction_weights"].double().square()
+    ids = rows["group_ids"]
+    own = {
+        group: baseline_sums(*(x[ids == group] for x in (returns, energies, counts))) for group in ids.unique().tolist()
+    }
+    # Only groups whose rows are on several ranks are exchanged.
+    ranks = rows.gather(set(own))
+    shared = rows.gather({group: of for group, of in own.items() if sum(group in there for there in ranks) > 1})
+    baselines = torch.zeros_like(returns)
+    for group, of in own.items():
+        parts = [there[group] for there in shared if group in there] or [of]
+        width = max(part.shape[1] for part in parts)
+        sums = torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts]).sum(0)
+        baselines[ids == group] = token_baselines(sums, counts[ids == group])
+    return (returns - baselines) * counts
 
 
 def reinforce_plus_plus(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): the discounted rewards from each token on, with the KL penalty in
     them, whitened over all tokens."""
-    rewards = _token_rewards(rows, args)
-    returns, _ = gae(rewards, torch.zeros_like(rewards), rows["loss_mask"], gamma=args.gamma, lam=1.0)
+    returns = _returns(rows, args, args.gamma)
     return rows.whitened(returns) if args.normalize_advantages else returns
 
 
 def reinforce_plus_plus_baseline(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """REINFORCE++ with baseline (arXiv 2501.03262): rewards minus their group's mean, whitened over all tokens."""
-    rewards, groups = rows.everywhere("rewards"), rows.everywhere("group_ids")
-    of_rows = rows.own(group_advantages(rewards.float(), groups, divide_by_std=False))
+    rewards, groups = rows.everywhere(row_rewards(rows, args)), rows.groups()
+    return _whitened_rows(rows, args, rows.own(group_advantages(rewards, groups, divide_by_std=False)))
+
+
+def gae_of_rewards(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """Generalized advantage estimation with a critic's values: see `gae`. The lambda is ``gae_lambda``, or that of
+    `length_adaptive_lambda` with ``gae_length_adaptive_alpha``."""
+    alpha, mask = args.gae_length_adaptive_alpha, rows["loss_mask"]
+    lam = args.gae_lambda if alpha is None else length_adaptive_lambda(mask, alpha)
+    advantages, _ = gae(_token_rewards(rows, args), rows["values"], mask, gamma=args.gamma, lam=lam)
+    return rows.whitened(advantages) if args.normalize_advantages else advantages
+
+
+def value_targets(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """Return the targets of the critic's values, (B, T): `gae`'s returns with ``gae_lambda_value``, by default
+    ``gae_lambda``. VAPO (arXiv 2504.05118) and VC-PPO (arXiv 2503.01491) take 1 for the critic, whose targets then have
+    no bias, and less for the policy: decoupled GAE."""
+    lam = args.gae_lambda if args.gae_lambda_value is None else args.gae_lambda_value
+    return gae(_token_rewards(rows, args), rows["values"], rows["loss_mask"], gamma=args.gamma, lam=lam)[1]
+
+
+def check_reward_parts(names: Collection[str], args: Any) -> None:
+    """Check that there are rewards for `gdpo`.
+
+    Args:
+        names: of the entries of the rollout data.
+        args: the configuration.
+
+    Raises:
+        RolloutDataError: there are none, or ``gdpo_weights`` names another one.
+    """
+    parts = sorted(name.removeprefix(REWARD_PART) for name in names if name.startswith(REWARD_PART))
+    if not parts:
+        raise RolloutDataError(
+            f"rollout data has no entry '{REWARD_PART}NAME', which advantage_estimator='gdpo' needs for each reward; "
+            "return a dict of rewards from the reward function, or add them"
+        )
+    if unknown := sorted(set(args.gdpo_weights) - set(parts)):
+        raise RolloutDataError(
+            f"args.gdpo_weights has {unknown[0]!r}, but the rewards in the rollout data are {', '.join(parts)}"
+        )
+
+
+def row_rewards(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """Return the rewards of this rank's completions, (B,) float32, minus ``kl_coef`` times their KL divergence from the
+    reference."""
+    return rows["rewards"].float() - _penalties(rows, args)
+
+
+def _penalties(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    return -token_rewards(torch.zeros(len(rows["loss_mask"])), rows["loss_mask"], **_kl(rows, args)).sum(1)
+
+
+def _group_penalties(rows: AdvantageRows, args: Any, groups: torch.Tensor) -> torch.Tensor:
+    """Return the penalties of the rows of all ranks, minus their group's mean."""
+    if not args.kl_coef:
+        return torch.zeros(len(groups))
+    return group_advantages(rows.everywhere(_penalties(rows, args)), groups, divide_by_std=False)
+
+
+def _whitened_rows(rows: AdvantageRows, args: Any, of_rows: torch.Tensor) -> torch.Tensor:
     advantages = of_rows[:, None] * rows.counts
     return rows.whitened(advantages) if args.normalize_advantages else advantages
 
 
-def gae_of_rewards(rows: AdvantageRows, args: Any) -> torch.Tensor:
-    """Generalized advantage estimation with a critic's values: see `gae`."""
-    advantages, _ = advantages_and_returns(rows, args)
-    return rows.whitened(advantages) if args.normalize_advantages else advantages
-
-
-def advantages_and_returns(rows: AdvantageRows, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns (the targets of the critic's values), (B, T) each."""
+def _returns(rows: AdvantageRows, args: Any, gamma: float) -> torch.Tensor:
     rewards = _token_rewards(rows, args)
-    return gae(rewards, rows["values"], rows["loss_mask"], gamma=args.gamma, lam=args.gae_lambda)
+    return gae(rewards, torch.zeros_like(rewards), rows["loss_mask"], gamma=gamma, lam=1.0)[0]
 
 
 def _token_rewards(rows: AdvantageRows, args: Any) -> torch.Tensor:
-    kl = kl_estimate(rows["old_log_probs"], rows["ref_log_probs"], "k1") if args.kl_coef else None
-    return token_rewards(rows["rewards"], rows["loss_mask"], kl=kl, kl_coef=args.kl_coef)
+    return token_rewards(rows["rewards"], rows["loss_mask"], **_kl(rows, args))
+
+
+def _kl(rows: AdvantageRows, args: Any) -> dict[str, Any]:
+    if not args.kl_coef:
+        return {}
+    return {"kl": kl_estimate(rows["old_log_probs"], rows["ref_log_probs"], "k1"), "kl_coef": args.kl_coef}

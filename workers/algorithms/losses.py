@@ -7,7 +7,7 @@ over micro-batches and ranks is the requested mean, however the rows are split.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -124,6 +124,7 @@ def policy_loss(
     *,
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
+    unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
     opsm_delta: float | None = None,
 ) -> TokenLoss:
@@ -143,6 +144,9 @@ def policy_loss(
         of_tokens: each token's loss.
         kl_coef: penalty per nat of KL divergence, in units of advantage.
         kl_estimator: see `kl_estimate`.
+        unbiased_kl: use the estimator's "+", and multiply the KL term of each token by p / p_old, without a gradient of
+            this ratio. The gradient is then unbiased also for tokens that the old policy sampled (DeepSeek-V3.2, arXiv
+            2512.02556). The ratio has no bound. The metric ``kl`` is not multiplied.
         entropy_coef: bonus per nat of entropy; if not 0, `TrainModel.train_step` needs ``entropy=True``.
         opsm_delta: the policy loss of tokens that `off_policy_sequences` finds is 0; they stay in the mean's
             denominator. ``rollout_log_probs`` are then required. None masks nothing.
@@ -162,6 +166,9 @@ def policy_loss(
         raise ValueError(
             f"policy_loss: kl_estimator={kl_estimator!r}; expected one of {', '.join(get_args(KLEstimator))}"
         )
+
+    if unbiased_kl and kl_estimator in ("k1", "k3", "low_var_kl"):
+        kl_estimator = cast(KLEstimator, f"{kl_estimator}+")
 
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         weights, entry = _entries("policy_loss", micro_batch)
@@ -183,9 +190,11 @@ def policy_loss(
         total = (factors * surrogate).sum()
         sums = {"policy_loss": total, **{name: (weights * value).sum() for name, value in metrics.items()}}
         if kl_coef or "ref_log_probs" in micro_batch.others:
-            sums["kl"] = (weights * kl_estimate(log_probs, entry("ref_log_probs"), kl_estimator)).sum()
+            of_tokens_kl = kl_estimate(log_probs, entry("ref_log_probs"), kl_estimator)
+            sums["kl"] = (weights * of_tokens_kl).sum()
             if kl_coef:
-                total = total + kl_coef * sums["kl"]
+                drawn = weights * bounded(log_probs.detach() - old).exp() if unbiased_kl else weights
+                total = total + kl_coef * (drawn * of_tokens_kl).sum()
         if "rollout_log_probs" in micro_batch.others:
             off = (log_probs.detach() - entry("rollout_log_probs")).abs()
             sums["rollout_log_prob_diff"] = (weights * off).sum()

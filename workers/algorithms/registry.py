@@ -32,8 +32,16 @@ _BUILT_IN = {
         "reinforce_plus_plus": "workers.algorithms.estimators.reinforce_plus_plus",
         "reinforce_plus_plus_baseline": "workers.algorithms.estimators.reinforce_plus_plus_baseline",
         "gae": "workers.algorithms.estimators.gae_of_rewards",
+        "opo": "workers.algorithms.estimators.opo",
+        "remax": "workers.algorithms.estimators.remax",
+        "grpo_passk": "workers.algorithms.estimators.grpo_passk",
+        "maxrl": "workers.algorithms.estimators.maxrl",
+        "gdpo": "workers.algorithms.estimators.gdpo",
+        "optimal_token_baseline": "workers.algorithms.estimators.optimal_token_baseline",
     },
 }
+NEEDS_GROUPS = frozenset({"grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "grpo_passk", "maxrl", "gdpo"})
+"""Estimators that compare the completions of a group. A completion that is alone in its group has the advantage 0."""
 
 POLICY_LOSS_KEYS: dict[str, dict[str, float | str | None]] = {
     "ppo_clip": {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_dual": None},

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dispatch import jagged
+from workers.data.rollout_data import REWARD_PART
 from workers.rollout.engines.rollout_engine import Completion
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def collate(
     group_ids: Sequence[int] | None = None,
     weight_versions: Sequence[int | None] | None = None,
     rewards: Sequence[float] | None = None,
+    reward_baselines: Sequence[float] | None = None,
     pad_token_id: int = 0,
 ) -> TensorDict:
     """Build one row per completion: the left-padded prompt, then the right-padded completion. All completions begin at
@@ -35,7 +37,9 @@ def collate(
         group_ids: of each row; completions for the same prompt share it. None leaves them out.
         weight_versions: of the worker that generated each row, for tokens of which the engine does not say the version.
             None: they are not known.
-        rewards: of each row, if there are any.
+        rewards: of each row, if there are any. If some are several (`Reward`), each of these is an entry too; a plain
+            number among them, such as that of a timeout, counts for each.
+        reward_baselines: of each row: the reward of the prompt's greedy completion.
         pad_token_id: the padding token.
 
     Returns:
@@ -43,9 +47,9 @@ def collate(
         fractions), ``rollout_log_probs`` (float32), each (rows, longest prompt + longest completion), and of the same
         shape ``weight_versions`` (int64), -1 where the policy generated nothing, and ``weight_fingerprints`` (int64),
         -1 where they are not known. ``group_ids``, ``min_weight_versions``, ``max_weight_versions``,
-        ``prompt_lengths``, ``completion_lengths`` (int64), ``truncated`` (bool: no stop token) and ``rewards``
-        (float32), each (rows,). If some completion has a `SamplingMask`: ``sampling_mask`` (jagged int32) and
-        ``sampling_mask_lengths`` (int32), see `workers.data.rollout_data`.
+        ``prompt_lengths``, ``completion_lengths`` (int64), ``truncated`` (bool: no stop token), ``rewards``,
+        ``rewards/NAME`` and ``reward_baselines`` (float32), each (rows,). If some completion has a `SamplingMask`:
+        ``sampling_mask`` (jagged int32) and ``sampling_mask_lengths`` (int32), see `workers.data.rollout_data`.
 
     Raises:
         ValueError: an argument has not one entry per row, or a completion not one number per token; the message says
@@ -56,6 +60,7 @@ def collate(
 
     rows = len(completions)
     given = {"prompts": prompts, "group_ids": group_ids, "weight_versions": weight_versions, "rewards": rewards}
+    given["reward_baselines"] = reward_baselines
     for name, values in given.items():
         if values is not None and len(values) != rows:
             raise ValueError(f"collate(): {len(values)} {name} for {rows} completions; expected one each")
@@ -105,7 +110,27 @@ def collate(
         data["group_ids"] = torch.tensor(group_ids, dtype=torch.int64)
     if rewards is not None:
         data["rewards"] = torch.tensor(rewards, dtype=torch.float32)
+        for name, parts in reward_parts(rewards).items():
+            data[REWARD_PART + name] = torch.tensor(parts, dtype=torch.float32)
+    if reward_baselines is not None:
+        data["reward_baselines"] = torch.tensor(reward_baselines, dtype=torch.float32)
     return TensorDict(data, batch_size=[rows])
+
+
+def reward_parts(rewards: Sequence[float]) -> dict[str, list[float]]:
+    """Return the single rewards of completions that have several: name -> one per completion.
+
+    Raises:
+        ValueError: completions have rewards of different names.
+    """
+    names = sorted({name for reward in rewards for name in getattr(reward, "parts", ())})
+    for row, reward in enumerate(rewards):
+        if missing := set(names) - set(getattr(reward, "parts", names)):
+            raise ValueError(
+                f"collate(): the rewards of row {row} lack {min(missing)!r}, which other rows have; return the same "
+                "names for every completion"
+            )
+    return {name: [getattr(reward, "parts", {name: reward})[name] for reward in rewards] for name in names}
 
 
 def _sampling_mask(completions: Sequence[Completion], begin: int, width: int) -> dict[str, torch.Tensor]:

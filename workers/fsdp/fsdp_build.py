@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from workers.distributed import all_or_none, new_rows
+from workers.exact import make_exact
 from workers.extras import require
 from workers.hf_files import ModelFilesError
 from workers.lora import LoraSettings
@@ -36,7 +37,7 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> De
 
 def build(
     hf_config: Any, role: str, *, seed: int | None, folder: str | None, trust_remote_code: bool,
-    lora: LoraSettings | None = None,
+    lora: LoraSettings | None = None, exact: bool = False,
 ) -> Any:  # fmt: skip
     """Build the whole model in float32: with its weights on rank 0's CPU, on the meta device of the other ranks.
 
@@ -48,14 +49,20 @@ def build(
             none.
         trust_remote_code: whether code in that folder may run.
         lora: the adapter to put into the model; None for none.
+        exact: whether to compute exactly; see `workers.exact`.
 
     Raises:
-        ModelFilesError: on all ranks, if transformers has no such model with that head, or if the folder has another
-            model or lacks weights.
+        ModelFilesError: on all ranks, if transformers has no such model with that head, if its tokens see those after
+            them, or if the folder has another model or lacks weights.
     """
     transformers = require("transformers", extra="hf")
     kind = transformers.AutoModelForTokenClassification if role == "critic" else transformers.AutoModelForCausalLM
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    if _sees_later_tokens(hf_config):
+        raise ModelFilesError(
+            f"in a {hf_config.model_type!r} of this config a token sees the tokens after it, so no log-probability is "
+            "that of a token given those before it. Use a decoder"
+        )
     if role == "critic":
         own = getattr(hf_config, "auto_map", None) or {}
         if type(hf_config) not in kind._model_mapping and kind.__name__ not in own:
@@ -65,12 +72,16 @@ def build(
             )
         hf_config = copy.deepcopy(hf_config)
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
+    if exact:
+        hf_config = copy.deepcopy(hf_config)  # the model changes it
     with all_or_none(ModelFilesError, "the model could not be built"):
         if dist.get_rank() or seed is None:
             with torch.device("meta"):
                 model = kind.from_config(hf_config, **options)
                 if lora is not None:
                     lora.inject(model)
+            if exact:
+                make_exact(model)
             return model.train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -87,6 +98,8 @@ def build(
                     )
             if lora is not None:
                 lora.inject(model)
+        if exact:
+            make_exact(model)
     return model.train()
 
 
@@ -111,6 +124,17 @@ def compute_output_in_float32(model: Any) -> None:
 
     layer: Any = head
     layer.forward = forward
+
+
+def _sees_later_tokens(hf_config: Any) -> bool:
+    """Whether attention is bidirectional: in BERT and its like, which also have a head for causal language models, and
+    where the config asks for it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if getattr(hf_config, "use_bidirectional_attention", None) is True:
+        return True
+    encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not hf_config.is_encoder_decoder
+    return encoder and getattr(hf_config, "is_decoder", None) is False
 
 
 def shard(
@@ -140,9 +164,12 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
-    for module in list(model.modules()):
-        if type(module).__name__ in layers:
+    sharded: list[str] = []
+    for name, module in list(model.named_modules()):
+        # Some models, such as Mamba, name a part of a layer too: it is sharded with its layer.
+        if type(module).__name__ in layers and not name.startswith(tuple(f"{outer}." for outer in sharded)):
             fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
+            sharded.append(name)
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     model.to_empty(device="cpu" if cpu_offload else device)
     if hasattr(model, "tie_weights"):

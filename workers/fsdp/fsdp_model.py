@@ -21,6 +21,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.data.rollout_data import inputs_of
+from workers.distributed import all_or_none
+from workers.exact import ExactError, exact_logits, probe
 from workers.fsdp.fsdp_build import build, compute_output_in_float32, mesh_of, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
@@ -45,6 +47,7 @@ class FSDPOptions:
         trust_remote_code: whether code that comes with the weights may run.
         lora: the adapter to train instead of all weights; None for none.
         fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`.
+        exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
 
     Raises:
         ValueError: ``param_dtype`` is float16.
@@ -64,6 +67,7 @@ class FSDPOptions:
     trust_remote_code: bool = False
     lora: LoraSettings | None = None
     fp32_lm_head: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.param_dtype is torch.float16:
@@ -109,7 +113,12 @@ class FSDPTrainModel(TrainModel):
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
         trust = options.trust_remote_code
         seed = None if empty else options.seed
-        self.module: Any = build(hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora)
+        if options.exact:
+            with all_or_none(ExactError, "the ranks cannot train exactly"):
+                self.exact_digest = probe(hf_config, options.param_dtype, device, trust_remote_code=trust)
+        self.module: Any = build(
+            hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora, exact=options.exact
+        )
         if options.lora is not None:
             self.adapter_config = adapter_config(self.module, folder)
         if options.fp32_lm_head and role != "critic":
@@ -177,7 +186,10 @@ class FSDPTrainModel(TrainModel):
 
     def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
         # Padding is on the right, so the model's own causal mask hides it from real tokens.
-        logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
+        if self.options.exact:
+            logits = exact_logits(self.module, part.input_ids, part.position_ids)
+        else:
+            logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
         if self.role == "critic":
             return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}

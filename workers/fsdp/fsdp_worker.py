@@ -46,6 +46,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
             trust_remote_code=args.trust_remote_code,
             lora=LoraSettings.from_args(args),
             fp32_lm_head=args.fp32_lm_head,
+            exact=args.exact,
         )
         return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
 

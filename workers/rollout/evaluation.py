@@ -109,6 +109,7 @@ def _generated(
 ) -> TensorDict:
     """Generate with another manager of the same workers, so that nothing of the given one changes."""
     own = copy.copy(manager)
+    own.greedy_baselines = False
     own.rewards, own.seed = rewards, mixed_seed(manager.seed, -1, seed)  # -1: rollouts mix in a rollout id
     if (refresh := manager.refresh) is not None:
 

@@ -10,6 +10,7 @@ import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from dispatch.checks import check_seconds, is_count
@@ -34,12 +35,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Sent:
-    """A rollout that was sent to the workers. Its samples have no completion yet."""
+    """A rollout that was sent to the workers. Its samples have no completion yet; the greedy ones are at the end.
+    ``calls`` generate them."""
 
     samples: list[Sample]
+    each: int
     extras: dict[str, Sequence[Any]]
     expected_version: int | None
-    generated: WorkerFuture
+    calls: list[WorkerFuture]
 
 
 class RolloutManager:
@@ -65,6 +68,8 @@ class RolloutManager:
         reward_workers: how many processes run the reward function; None runs it in this process.
         reward_timeout: seconds that one call of the reward function may take, or None.
         on_reward_timeout: the reward of a completion whose call takes longer; None for a `RewardError`.
+        greedy_baselines: also generate one greedy completion of each prompt, whose reward becomes the entry
+            ``reward_baselines`` of the prompt's rows (ReMax). It is no row itself.
         engine_extras: names of the ``extras`` that the engine gets too, for an environment; see
             `RolloutEngine.generate`. They are sent to the workers.
         pad_token_id: the padding token.
@@ -79,8 +84,8 @@ class RolloutManager:
 
     Raises:
         TypeError: the group has no ``generate``, or an argument has the wrong type.
-        ValueError: a number is out of range, or ``reward_timeout`` is given for a plain function without
-            ``reward_workers``.
+        ValueError: a number is out of range, ``reward_timeout`` is given for a plain function without
+            ``reward_workers``, or ``greedy_baselines`` without a reward function.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class RolloutManager:
         reward_workers: int | None = None,
         reward_timeout: float | None = None,
         on_reward_timeout: float | None = None,
+        greedy_baselines: bool = False,
         engine_extras: Sequence[str] = (),
         pad_token_id: int = 0,
         timeout: float | None = None,
@@ -123,6 +129,9 @@ class RolloutManager:
             )
         self.samples_per_prompt = _positive(samples_per_prompt)
         self.seed = seed
+        if greedy_baselines and reward_function is None:
+            raise ValueError("RolloutManager: greedy_baselines=True needs a reward function")
+        self.greedy_baselines = greedy_baselines
         self.engine_extras = tuple(engine_extras)
         self.pad_token_id = pad_token_id
         self.timeout = None if timeout is None else check_seconds("RolloutManager: timeout", timeout)
@@ -264,25 +273,35 @@ class RolloutManager:
         given = {name: checked_values(name, values, len(prompts)) for name, values in (extras or {}).items()}
         ids = [token_ids(number, prompt) for number, prompt in enumerate(prompts)]
         samples = [Sample(number, sample, ids[number], []) for number in range(len(ids)) for sample in range(each)]
-        for_engine: dict[str, Any] = {}
-        if self.engine_extras:
-            columns = self.for_engine(given)
-            for_engine["extras"] = {name: [of[one.prompt] for one in samples] for name, of in columns.items()}
         generate = self.group.generate
         if self.timeout is not None:
             generate = generate.options(timeout=self.timeout)
-        generated = generate.remote(
-            [one.prompt_ids for one in samples],
-            sampling_params or self.sampling_params,
-            [mixed_seed(self.seed, rollout_id, one.prompt, one.sample) for one in samples],
-            self.weight_version,
-            **for_engine,
-        )
+        columns = self.for_engine(given) if self.engine_extras else {}
+
+        def send(some: list[Sample], how: SamplingParams) -> WorkerFuture:
+            for_engine: dict[str, Any] = {}
+            if self.engine_extras:
+                for_engine["extras"] = {name: [of[one.prompt] for one in some] for name, of in columns.items()}
+            future: WorkerFuture = generate.remote(
+                [one.prompt_ids for one in some],
+                how,
+                [mixed_seed(self.seed, rollout_id, one.prompt, one.sample) for one in some],
+                self.weight_version,
+                **for_engine,
+            )
+            return future
+
+        how = sampling_params or self.sampling_params
+        calls = [send(samples, how)]
+        if self.greedy_baselines:
+            greedy = [Sample(number, each, prompt, []) for number, prompt in enumerate(ids)]
+            calls.append(send(greedy, how.greedy()))
+            samples = [*samples, *greedy]
         # The version as of now: until the completions arrive, an update that is sent later may change it.
-        return _Sent(samples, given, self.weight_version, generated)
+        return _Sent(samples, each, given, self.weight_version, calls)
 
     def _finish(self, sent: _Sent) -> TensorDict:
-        generated: list[Generated] = sent.generated.result()
+        generated: list[Generated] = [*chain(*(call.result() for call in sent.calls))]
         _raise_refused(generated, sent.samples)
         completions, versions = _checked(generated, sent.expected_version)
         samples = [
@@ -291,12 +310,18 @@ class RolloutManager:
         ]
         rewards = None if self.rewards is None else self.rewards.compute(samples, sent.extras)
         first_group = unique_groups()
+        rows = samples
+        baselines: list[float] | None = None
+        if self.greedy_baselines and rewards is not None:
+            rows = [one for one in samples if one.sample < sent.each]
+            baselines = [rewards[len(rows) + one.prompt] for one in rows]
         return collate(
-            [one.prompt_ids for one in samples],
-            completions,
-            group_ids=[first_group + one.prompt for one in samples],
-            weight_versions=versions,
-            rewards=rewards,
+            [one.prompt_ids for one in rows],
+            completions[: len(rows)],
+            group_ids=[first_group + one.prompt for one in rows],
+            weight_versions=versions[: len(rows)],
+            rewards=None if rewards is None else rewards[: len(rows)],
+            reward_baselines=baselines,
             pad_token_id=self.pad_token_id,
         )
 

@@ -68,6 +68,11 @@ class TrainArgs:
     )
     seed: int = _key(1234, "seed of random weights, of dropout, and of sampling unless rollout_seed is set")
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass instead of storing them")
+    exact: bool = _key(
+        False,
+        "fsdp: log-probabilities equal those of an HFEngine with exact=True, bit for bit; a probe at the start refuses "
+        "where they do not",
+    )
 
     # backend and parallelism
     train_backend: str = _key("fsdp", "training backend", choices=("fsdp", "megatron"))
@@ -112,15 +117,36 @@ class TrainArgs:
     # algorithm
     advantage_estimator: str = _key(
         "grpo",
-        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline or gae (PPO with a critic); or a name that you "
-        "have registered, or the dotted path of a function",
+        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO with a critic), opo, remax, "
+        "grpo_passk, maxrl, gdpo or optimal_token_baseline; or a name that you have registered, or the dotted path of "
+        "a function",
     )
-    grpo_std_normalization: bool = _key(True, "grpo: divide advantages by the group's standard deviation")
+    grpo_std_normalization: bool = _key(
+        True, "grpo, grpo_passk and gdpo: divide advantages by the group's standard deviation"
+    )
+    passk_k: int | None = _key(
+        None,
+        "grpo_passk: number of completions of which the best counts; by default all of a group",
+        least=2,
+    )
+    gdpo_weights: dict[str, float] = _key({}, "gdpo: weights of the normalized rewards, by name; by default 1")
     normalize_advantages: bool = _key(
-        True, "gae and reinforce_plus_plus(_baseline): whiten advantages over all tokens of a rollout"
+        True, "gae, reinforce_plus_plus(_baseline) and gdpo: whiten advantages over all tokens of a rollout"
     )
     gamma: float = _key(1.0, "gae and reinforce_plus_plus: discount per token", least=0, most=1)
     gae_lambda: float = _key(0.95, "gae: lambda", least=0, most=1)
+    gae_lambda_value: float | None = _key(
+        None, "gae: lambda of the critic's targets (decoupled GAE; 1 in VAPO); by default gae_lambda", least=0, most=1
+    )
+    gae_length_adaptive_alpha: float | None = _key(
+        None,
+        "gae: lambda of the policy's advantages is 1 - 1 / (alpha * length), instead of gae_lambda (0.05 in VAPO); by "
+        "default it does not depend on the length",
+        above=0,
+    )
+    overlong_filtering: bool = _key(
+        False, "leave completions that rollout_max_response_len cut off (truncated) out of the loss"
+    )
     overlong_buffer_len: int = _key(
         0, "last tokens before rollout_max_response_len in which the overlong penalty grows; 0 for no penalty", least=0
     )
@@ -172,9 +198,15 @@ class TrainArgs:
         "unbiased gradient",
         choices=("k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"),
     )
+    use_unbiased_kl: bool = _key(
+        False,
+        "multiply each token's KL term in the loss by p / p_old, and use the unbiased gradient: for several steps per "
+        "rollout, or stale tokens",
+    )
     kl_coef: float = _key(
         0.0,
-        "gae and reinforce_plus_plus: weight of the KL divergence (k1) that is subtracted from each token's reward",
+        "weight of the KL divergence from the reference (k1) that is subtracted from each token's reward, or its sum "
+        "over the completion from the completion's",
         least=0,
     )
     kl_target: float | None = _key(
@@ -457,6 +489,8 @@ def read_args(given: Any = None) -> TrainArgs:
     for name, value in values.items():
         wanted = hints[name]
         is_number = isinstance(value, int) and not isinstance(value, bool)
+        if wanted == dict[str, float] and isinstance(value, Mapping):
+            value = {key: float(one) if type(one) is int else one for key, one in value.items()}
         try:
             args[name] = float(value) if is_number and wanted in (float, float | None) else value
         except OmegaConfBaseException as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
-from workers.algorithms.registry import POLICY_LOSS_KEYS, path_of, policy_loss_keys
+from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, path_of, policy_loss_keys
 from workers.data.rollout_data import LARGEST_SET
 from workers.lora import LoraSettings
 
@@ -111,6 +111,7 @@ def check_together(args: Any) -> None:
             ) from None
     _check_exports(args)
     _check_lora(args)
+    _check_exact(args)
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
     if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
@@ -168,6 +169,21 @@ def _check_lora(args: Any) -> None:
         raise TrainArgsError(f"args.lora_target_modules={list(args.lora_target_modules)}: {error}") from None
 
 
+def _check_exact(args: Any) -> None:
+    if not args.exact:
+        return
+    if args.train_backend != "fsdp":
+        raise TrainArgsError(
+            f"args.exact=True needs train_backend='fsdp': {args.train_backend} has a model of its own, whose norms and "
+            "attention round differently from HFEngine's, and tensor parallel ranks add partial sums"
+        )
+    if args.lora_rank and args.lora_dropout:
+        raise TrainArgsError(
+            f"args.exact=True does not go with lora_dropout={args.lora_dropout}: training would compute other "
+            "log-probabilities than the rollout did"
+        )
+
+
 def _check_exports(args: Any) -> None:
     """An export into a checkpoint's folder would mix with it, and be deleted with it."""
     from workers.train.checkpoints import folder_of
@@ -188,13 +204,8 @@ def check_algorithm(args: Any) -> None:
         if not path.startswith("workers.algorithms."):
             function_at(path, key)
             args[key] = path
+    _check_estimator(args)
     _complete_policy_loss(args)
-    with_kl = ("gae", "reinforce_plus_plus")
-    if args.kl_coef and args.advantage_estimator not in with_kl and "." not in args.advantage_estimator:
-        raise TrainArgsError(
-            f"args.kl_coef={args.kl_coef} needs advantage_estimator={' or '.join(map(repr, with_kl))}. To add the KL "
-            "divergence to the loss, set kl_loss_coef"
-        )
     if args.kl_target is not None and not args.kl_coef:
         raise TrainArgsError(
             f"args.kl_target={args.kl_target} adapts kl_coef, which is 0 and would stay 0; set kl_coef to begin with"
@@ -231,13 +242,45 @@ def check_algorithm(args: Any) -> None:
         raise TrainArgsError(f"args.rollout_correction={args.rollout_correction!r}: {error}") from None
 
 
+def _check_estimator(args: Any) -> None:
+    estimator = args.advantage_estimator
+    if estimator in NEEDS_GROUPS and args.n_samples_per_prompt == 1:
+        raise TrainArgsError(
+            f"args.n_samples_per_prompt=1: advantage_estimator={estimator!r} compares the completions of a prompt, and "
+            "one that has no others gets the advantage 0, so nothing would be trained. Use at least 2, or "
+            "advantage_estimator='reinforce_plus_plus', 'remax' or 'gae'"
+        )
+    for name, its in (
+        ("passk_k", "grpo_passk"),
+        ("gdpo_weights", "gdpo"),
+        ("gae_lambda_value", "gae"),
+        ("gae_length_adaptive_alpha", "gae"),
+    ):
+        if args[name] not in (None, {}) and estimator != its:
+            raise TrainArgsError(f"args.{name}={args[name]} needs advantage_estimator={its!r}")
+    if args.passk_k is not None and args.passk_k > args.n_samples_per_prompt:
+        raise TrainArgsError(
+            f"args.passk_k={args.passk_k} is more than n_samples_per_prompt={args.n_samples_per_prompt}, the number of "
+            "completions to choose them from"
+        )
+    if args.overlong_buffer_len and estimator in ("maxrl", "gdpo"):
+        why = {
+            "maxrl": "divides by the mean reward, which the penalty would make negative",
+            "gdpo": "normalizes each reward by itself; return the penalty as one of the rewards",
+        }
+        raise TrainArgsError(
+            f"args.overlong_buffer_len={args.overlong_buffer_len} does not go with advantage_estimator={estimator!r}, "
+            f"which {why[estimator]}. To leave truncated completions out of the loss, set overlong_filtering=True"
+        )
+
+
 def _complete_policy_loss(args: Any) -> None:
     """Set the keys of the policy loss that are not set to its own defaults, and refuse those of other losses."""
     name, usual = args.policy_loss_type, {"loss_aggregation": "token", **POLICY_LOSS_KEYS["ppo_clip"]}
     own = policy_loss_keys(name)
     if own is not None:
         own = {"loss_aggregation": "token", **own}
-        for key in {key for keys in POLICY_LOSS_KEYS.values() for key in keys} - own.keys():
+        for key in sorted({key for keys in POLICY_LOSS_KEYS.values() for key in keys} - own.keys()):
             if args[key] is not None:
                 users = " or ".join(repr(other) for other, keys in POLICY_LOSS_KEYS.items() if key in keys)
                 raise TrainArgsError(
@@ -275,7 +318,9 @@ def check_effects(given: Collection[str], args: Any) -> None:
             f"args.loss_constant_length={args.loss_constant_length} has no effect with loss_aggregation="
             f"{args.loss_aggregation!r}; it needs 'constant'"
         )
-    if args.kl_loss_coef and args.kl_loss_type == "k1":
+    if args.use_unbiased_kl and not args.kl_loss_coef:
+        raise TrainArgsError("args.use_unbiased_kl=True has no effect with kl_loss_coef=0; set kl_loss_coef")
+    if args.kl_loss_coef and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
         warnings.warn(
             "args.kl_loss_type='k1': the gradient of k1 has mean 0, so kl_loss_coef adds only noise; use 'k1+' or 'k3'",
             stacklevel=3,
@@ -289,14 +334,28 @@ def check_effects(given: Collection[str], args: Any) -> None:
             f"to at most {LARGEST_SET}",
             stacklevel=3,
         )
+    on_policy = args.num_steps_per_rollout * args.ppo_epochs == 1 and not (
+        args.use_rollout_logprobs or args.keep_old_actor
+    )
+    if on_policy and args.policy_loss_type in _HOLDS_NEAR_OLD:
+        warnings.warn(
+            f"args.policy_loss_type={args.policy_loss_type!r}: {_HOLDS_NEAR_OLD[args.policy_loss_type]} is 0 in the "
+            "first step of a rollout, where the policy is the old one, and there is no other step. Set "
+            "num_steps_per_rollout or ppo_epochs above 1, or use_rollout_logprobs",
+            stacklevel=3,
+        )
     for name, is_off, keys in _FEATURES:
         if is_off(args[name]) and (idle := [key for key in keys if key in given]):
             verb = "has" if len(idle) == 1 else "have"
             warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
 
 
-_GROUP_BASELINES = ("grpo", "rloo")
-_WITHOUT_CRITIC = (*_GROUP_BASELINES, "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_HOLDS_NEAR_OLD = {"kl_cov": "the penalty |log(p / p_old)|", "dro": "the penalty log(p / p_old)^2"}
+_GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
+_UNNORMALIZED = (*_GROUP_BASELINES, "remax", "optimal_token_baseline")
+_UNDISCOUNTED = (*_UNNORMALIZED, "gdpo", "reinforce_plus_plus_baseline")
+_WITHOUT_CRITIC = (*_UNDISCOUNTED, "reinforce_plus_plus")
+_DIVIDES_BY_STD = ("grpo", "grpo_passk", "gdpo")
 _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("train_backend", lambda value: value != "megatron", (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer", "megatron_overrides",
@@ -304,13 +363,15 @@ _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("train_backend", lambda value: value != "fsdp", ("fsdp_shard_size", "fsdp_reduce_dtype", "fsdp_cpu_offload")),
     ("lora_rank", lambda value: not value, ("lora_alpha", "lora_dropout", "lora_target_modules")),
     ("lr_decay_style", lambda value: value == "constant", ("min_lr", "lr_decay_iters")),
-    ("advantage_estimator", lambda value: value in _GROUP_BASELINES, ("normalize_advantages",)),
-    ("advantage_estimator", lambda value: value in (*_GROUP_BASELINES, "reinforce_plus_plus_baseline"), ("gamma",)),
+    ("advantage_estimator", lambda value: value in _UNNORMALIZED, ("normalize_advantages",)),
+    ("advantage_estimator", lambda value: value in _UNDISCOUNTED, ("gamma",)),
     ("advantage_estimator", lambda value: value in _WITHOUT_CRITIC, (
         "gae_lambda", "value_clip", "critic_lr", "critic_lr_warmup_iters", "critic_load", "critic_save",
         "critic_save_hf", "critic_num_nodes", "critic_num_gpus_per_node",
     )),
-    ("advantage_estimator", lambda value: value in (*_WITHOUT_CRITIC[1:], "gae"), ("grpo_std_normalization",)),
+    ("advantage_estimator", lambda value: value in {*_WITHOUT_CRITIC, "gae"} - {*_DIVIDES_BY_STD}, (
+        "grpo_std_normalization",
+    )),
     ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
     ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
     ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),

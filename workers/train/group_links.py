@@ -167,12 +167,13 @@ class SharedRollout(Generic[G]):
         args = self.groups[0].args
         if args.advantage_estimator != "gae":
             return []
+        from workers.algorithms.corrections import rejects  # not at the top: it imports torch
+
         wanted = [("values", "critic", "compute_values")]
+        if args.kl_coef or rejects(args):  # the critic leaves out what the actor rejects
+            wanted.append(("old_log_probs", "actor", "compute_old_log_prob"))
         if args.kl_coef:
-            wanted += [
-                ("old_log_probs", "actor", "compute_old_log_prob"),
-                ("ref_log_probs", "actor", "compute_ref_log_prob"),
-            ]
+            wanted.append(("ref_log_probs", "actor", "compute_ref_log_prob"))
         has = given.keys() if hasattr(given, "keys") else ()
         return [
             (name, method, group)

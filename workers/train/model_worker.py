@@ -348,6 +348,7 @@ class ModelWorker(TrainWorker):
             delta=self.args.update_weights_delta,
             full_every=self.args.update_weights_full_every,
             double_buffer=self.args.update_weights_double_buffer,
+            exact=self.model.exact_digest,
         )
 
     @property

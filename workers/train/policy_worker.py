@@ -17,12 +17,20 @@ import torch.distributed as dist
 from dispatch.batch import share_rows
 from single_controller import Dispatch, register
 from workers.algorithms.advantages import overlong_penalty
-from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, mean_weight
-from workers.algorithms.estimators import NEEDS, AdvantageRows, advantages_and_returns, missing
+from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, mean_weight, rejects
+from workers.algorithms.estimators import (
+    NEEDS,
+    AdvantageRows,
+    check_groups,
+    check_reward_parts,
+    missing,
+    value_targets,
+)
 from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.algorithms.policy_losses import SELECTIONS, StepTokens
+from workers.algorithms.registry import NEEDS_GROUPS
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
-from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of, token_versions
+from workers.data.rollout_data import REWARD_PART, RolloutDataError, check_rollout_data, rows_of, token_versions
 from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
@@ -49,6 +57,9 @@ class PolicyTrainWorker(ModelWorker):
         if args.rollout_data_postprocess_path is None:
             check_rollout_data(rows, args.vocab_size or known_vocab_size(args))
             check_entries({*rows.keys(), *computed}, args, role)
+            compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
+            if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
+                check_groups(rows["group_ids"], args.advantage_estimator)
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -99,38 +110,44 @@ class PolicyTrainWorker(ModelWorker):
 
     def _train_actor(self, data: Data) -> dict[str, float]:
         args = self.args
-        metrics = {**self._about(data), **self._penalize_length(data)}
+        metrics = {**self._about(data), **self._penalize_length(data), **self._filter_overlong(data)}
         waits = self._rollout_id < args.num_critic_only_steps
         if waits and args.kl_target is None:
             return {**metrics, **_mean([])}
         if "ref_log_probs" not in data and "ref" in self.backup.names:
             with self.backup.swapped("ref"):
                 self._set(data, "ref_log_probs", self.model.log_probs(data, args.temperature))
-        if "old_log_probs" not in data:
-            self._old_log_probs(data)
+        computed = "old_log_probs" not in data and self._old_log_probs(data)
         if waits:  # the critic adapts its coefficient in these rollouts too
             return {**metrics, **self._adapt_kl_coef(data), **_mean([])}
+        if "advantages" not in data and args.advantage_estimator == "optimal_token_baseline":
+            self._sum_pi_squared(data, computed=computed and not (args.use_rollout_logprobs or args.keep_old_actor))
+        metrics |= self._correct(data)
         if "advantages" not in data:
             data["advantages"] = self._advantages(data)
             metrics |= self._adapt_kl_coef(data)
         if data["advantages"].dim() == 1:
             data["advantages"] = data["advantages"][:, None] * (data["loss_mask"] != 0)
-        metrics |= self._correct(data)
+        data["loss_mask"] = self._trained(data)
         loss = policy_loss(
             partial(function_of(args, "policy_loss_type"), args=args),
             kl_coef=args.kl_loss_coef,
             kl_estimator=args.kl_loss_type,
+            unbiased_kl=args.use_unbiased_kl,
             entropy_coef=args.entropy_coef,
             opsm_delta=args.opsm_delta,
         )
         return {**metrics, **self._steps(data, loss)}
 
     def _train_critic(self, data: Data) -> dict[str, float]:
-        metrics = {**self._about(data), **self._penalize_length(data)}
+        metrics = {**self._about(data), **self._penalize_length(data), **self._filter_overlong(data)}
+        if rejects(self.args):
+            metrics["correction_rejected"] = self._correct(data)["correction_rejected"]
         if "values" not in data:
             self._set(data, "values", self.model.values(data))
-        _, data["returns"] = advantages_and_returns(self._advantage_rows(data), self.args)
+        data["returns"] = value_targets(self._advantage_rows(data), self.args)
         metrics |= self._adapt_kl_coef(data)
+        data["loss_mask"] = self._trained(data)
         return {**metrics, **self._steps(data, value_loss(eps_clip=self.args.value_clip or None))}
 
     def _steps(self, data: Data, loss: TokenLoss) -> dict[str, float]:
@@ -220,8 +237,9 @@ class PolicyTrainWorker(ModelWorker):
             return {}
         rows = self._advantage_rows(data)
         old, ref = self.of_last_stage((rows["old_log_probs"], rows["ref_log_probs"]))
-        lengths = rows.counts.sum(1)
-        of_tokens = torch.where(rows.counts, kl_estimate(old, ref, "k1").double(), 0.0)
+        counts = rows["loss_mask"] != 0  # also of completions that are left out, whose rewards have the penalty too
+        lengths = counts.sum(1)
+        of_tokens = torch.where(counts, kl_estimate(old, ref, "k1").double(), 0.0)
         parts = self._over_dp((float((of_tokens.sum(1) / lengths.clamp(min=1)).sum()), int((lengths > 0).sum())))
         total, completions = (sum(part[k] for part in parts) for k in range(2))
         coef, kl = args.kl_coef, total / max(completions, 1)
@@ -246,6 +264,38 @@ class PolicyTrainWorker(ModelWorker):
         sums = self._over_dp((float(penalty.sum()), len(penalty)))
         return {"overlong_penalty": sum(part[0] for part in sums) / max(sum(part[1] for part in sums), 1)}
 
+    def _filter_overlong(self, data: Data) -> dict[str, float]:
+        """Leave truncated completions out, as far as that is configured. Returns the metric."""
+        if not self.args.overlong_filtering:
+            return {}
+        data["left_out"] = data["truncated"].bool()
+        sums = self._over_dp((int(data["left_out"].sum()), len(data["left_out"])))
+        return {"overlong_filtered": sum(part[0] for part in sums) / max(sum(part[1] for part in sums), 1)}
+
+    def _trained(self, data: Data) -> torch.Tensor:
+        """Return the ``loss_mask`` without the completions that are left out."""
+        return data["loss_mask"] * ~data["left_out"][:, None] if "left_out" in data else data["loss_mask"]
+
+    def _sum_pi_squared(self, data: Data, *, computed: bool) -> None:
+        """Add ``sum_pi_squared`` and, if they are missing, ``old_log_probs``.
+
+        With z = logits / temperature, log p = z - log sum exp z. At half the temperature, log q = 2 z - log sum exp 2z.
+        So the sum of p^2 is exp(2 log p - log q): one more forward pass, which every backend has.
+
+        Args:
+            computed: whether ``old_log_probs`` are those of the current weights.
+        """
+        temperature = self.args.temperature
+        if "sum_pi_squared" in data and "old_log_probs" in data:
+            return
+        current = data["old_log_probs"] if computed else self.model.log_probs(data, temperature)
+        if "old_log_probs" not in data:
+            self._set(data, "old_log_probs", current)
+        if "sum_pi_squared" not in data:
+            halved = self.model.log_probs(data, temperature / 2)
+            made = None if current is None or halved is None else (2 * current - halved).exp().clamp(0, 1)
+            self._set(data, "sum_pi_squared", made)
+
     def _correct(self, data: Data) -> dict[str, float]:
         """Correct for the difference between ``rollout_log_probs`` and ``old_log_probs``: add weights, and leave out
         rejected completions. Returns the metrics, also of a rollout that has both without a correction."""
@@ -256,12 +306,12 @@ class PolicyTrainWorker(ModelWorker):
             return {}
         # All stages need the same loss_mask, so that they skip the same steps.
         old = self.of_last_stage(data["old_log_probs"])
-        made = correct(old, data["rollout_log_probs"], data["loss_mask"], correction or Correction())
+        made = correct(old, data["rollout_log_probs"], self._trained(data), correction or Correction())
         parts = self._over_dp((made.sums, float(made.largest)))
         sums = torch.stack([part[0] for part in parts]).sum(0)
         if correction is not None:
             data["correction_weights"] = made.weights / (mean_weight(sums) if correction.normalize else 1.0)
-            data["loss_mask"] = data["loss_mask"] * ~made.rejected[:, None]
+            data["left_out"] = data.get("left_out", False) | made.rejected
         return correction_metrics(sums, [part[1] for part in parts])
 
     def _old_log_probs(self, data: Data) -> bool:
@@ -365,12 +415,14 @@ class PolicyTrainWorker(ModelWorker):
         """Return metrics of the rollout itself, over all ranks."""
         tokens, real = float((data["loss_mask"] != 0).sum()), float((data["attention_mask"] != 0).sum())
         rewards = data.get("rewards", torch.zeros(0)).double()
-        said = self._over_dp((tokens, real, float(rewards.sum()), float(len(rewards)), self._staleness(data)))
+        parts = {name: float(data[name].double().sum()) for name in sorted(data) if name.startswith(REWARD_PART)}
+        said = self._over_dp((tokens, real, float(rewards.sum()), float(len(rewards)), self._staleness(data), parts))
         tokens, real, reward, rows = (sum(part[k] for part in said) for k in range(4))
         return {
             "tokens": real,
             "completion_tokens": tokens,
             **({"reward": reward / rows} if rows else {}),
+            **({name: sum(part[5][name] for part in said) / rows for name in parts} if rows else {}),
             **staleness_metrics(sum((part[4] for part in said), Counter())),
         }
 
@@ -419,7 +471,18 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
         for name in needed:
             if name not in names and not (name == "values" and role == "critic"):  # it computes them itself
                 raise missing(name, args.advantage_estimator)
+        if args.advantage_estimator == "gdpo":
+            check_reward_parts(names, args)
+    if args.overlong_filtering and "truncated" not in names:
+        raise RolloutDataError("overlong_filtering=True needs 'truncated' in the rollout data")
     if role == "critic":
+        if rejects(args) and "rollout_log_probs" not in names:
+            raise missing("rollout_log_probs", args.advantage_estimator)
+        if rejects(args) and "old_log_probs" not in names:
+            raise RolloutDataError(
+                f"rollout data has no 'old_log_probs', by which the critic leaves out what rollout_correction="
+                f"{args.rollout_correction!r} rejects; call connect() with the actor's group, or add them"
+            )
         return
     if args.kl_loss_coef and "ref_log_probs" not in names:
         raise RolloutDataError(

@@ -65,6 +65,9 @@ class TrainModel(ABC):
     hf_config: Any
     """The Hugging Face config."""
 
+    exact_digest: str | None = None
+    """What `workers.exact.probe` returned, in exact mode."""
+
     adapter_config: Any = None
     """peft's config of the adapter, if only that is trained, and therefore sent and exported; None if all weights
     are."""

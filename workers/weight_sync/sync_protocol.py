@@ -105,6 +105,7 @@ class ReceiverInfo:
         dtypes: in which the engine holds them, by name; None if the engine does not tell.
         base: key of the update whose bytes it has in host memory; None if it has none.
         buffered: whether it keeps the version before until the update is complete.
+        exact: `RolloutEngine.exact_digest` of its engine.
     """
 
     rank: int
@@ -115,6 +116,7 @@ class ReceiverInfo:
     dtypes: dict[str, torch.dtype] | None
     base: str | None
     buffered: bool
+    exact: str | None = None
 
 
 class Finished(NamedTuple):

@@ -188,7 +188,8 @@ class WeightReceiver(Worker):
             while self.channels:
                 self.channels.popitem()[1].leave()
         here = device_name(self.local_rank, self.device_ids)
-        return ReceiverInfo(self.rank, self.receiver_id, here, shapes, slices, dtypes, base, buffered)
+        exact = getattr(self.engine, "exact_digest", None)
+        return ReceiverInfo(self.rank, self.receiver_id, here, shapes, slices, dtypes, base, buffered, exact)
 
     @register(Dispatch.ONE_TO_ALL, inputs="view")
     def receive_payload(self, key: str, payload: Payload) -> None:

@@ -70,6 +70,8 @@ class WeightSender:
             for which they need host memory for another copy of the weights. None: those that have the memory. A
             receiver that does not keep it has no version from the beginning of an update to its end. Differences are
             sent only to receivers that do.
+        exact: the trainer's digest in exact mode, see `workers.exact.probe`; an update to an engine with another one,
+            or with none, fails before anything is sent. None for any engine.
 
     Raises:
         ValueError: an unknown transport, or an option that is invalid or missing.
@@ -89,6 +91,7 @@ class WeightSender:
         delta: bool = False,
         full_every: int = 0,
         double_buffer: bool | None = None,
+        exact: str | None = None,
     ) -> None:
         if transport not in get_args(TransportName):
             raise ValueError(f"transport={transport!r}: use one of {', '.join(map(repr, get_args(TransportName)))}")
@@ -114,6 +117,7 @@ class WeightSender:
         self._verify = verify
         self._full_every = full_every
         self._double_buffer = double_buffer
+        self._exact = exact
         self._transport = _transport(transport, folder)
         self._name = transport
         self._id = uuid.uuid4().hex
@@ -257,6 +261,7 @@ class WeightSender:
             held, update.tensors = merge_layouts(layouts)
             for info in infos:
                 _check_names(info, held, update.version)
+                _check_exact(info, self._exact)
             made_from = [layout_id for _, layout_id, *_ in values], [one.slices for one in classes]
             plan_id = hashlib.sha256(repr(made_from).encode()).hexdigest()
             rounds = None
@@ -418,6 +423,20 @@ def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverCl
         )
         for first, members in divided
     ]
+
+
+def _check_exact(info: ReceiverInfo, digest: str | None) -> None:
+    if digest is None or info.exact == digest:
+        return
+    if info.exact is None:
+        why = "its engine is not exact, or cannot be; use HFEngine(..., exact=True), or set args.exact=False"
+    else:
+        why = (
+            "its CPU or its libraries compute other bits than the trainer's (in the same test, the digests of the "
+            f"log-probabilities are {info.exact} and {digest}); run both on machines of one kind, and with one "
+            "param_dtype, or set args.exact=False"
+        )
+    raise WeightSyncError(f"args.exact=True, but rollout worker {info.rank} does not agree with the trainer: {why}")
 
 
 def _check_names(info: ReceiverInfo, held: dict[str, Held], version: int) -> None:

@@ -255,3 +255,51 @@ def test_create_resumes_from_a_background_checkpoint(fsdp_groups, train_pool, ll
         group.wait_for_save()
         group.release()
         assert group.create() == [0]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_critic_and_whitening_leave_out_what_is_rejected_or_truncated(pair_of, llama_folder, data, normalize):
+    """As in verl: the mean of the value loss is over the completions that are kept, and so are the moments of
+    whitening. The critic gets the log-probabilities by which they are rejected from the actor."""
+    args = {"hf_checkpoint": llama_folder, **PPO, **STILL, "normalize_advantages": normalize, "calculate_entropy": True}
+    actor, critic = pair_of(2, {**args, "rollout_correction": "token_rs", "overlong_filtering": True})
+    old, values = actor.worker_group.compute_log_prob(data), critic.worker_group.compute_values(data)
+    counts = data["loss_mask"] != 0
+    far = old.clone()
+    for row in (1, 8):
+        far[row, counts[row].nonzero()[-1, 0]] -= 20
+    truncated = torch.zeros(len(data), dtype=torch.bool)
+    truncated[[8, 11]] = True
+    kept = [row for row in range(len(data)) if row not in (1, 8, 11)]
+    rewards = torch.zeros(counts.shape)
+    for row in range(len(data)):
+        rewards[row, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
+    advantages, returns = estimates(rewards[kept], values[kept], counts[kept], 0.98, 0.9)
+    rows = data.clone().set("rollout_log_probs", far).set("truncated", truncated)
+    refs = actor.async_train(0, rows)
+    of_critic, of_actor = learn(critic, 0, rows), ray.get(refs)[0]
+    assert of_critic["return"] == pytest.approx(mean(returns), abs=1e-5)
+    assert of_critic["value_loss"] == pytest.approx(mean([one**2 / 2 for one in advantages]), abs=1e-5)
+    if not normalize:
+        assert of_actor["loss"] == pytest.approx(-mean(advantages), abs=1e-5)
+    else:
+        assert of_actor["loss"] == pytest.approx(0, abs=1e-5)  # the mean of what is whitened
+    for metrics in (of_actor, of_critic):
+        assert metrics["overlong_filtered"] == pytest.approx(2 / 15)
+        assert metrics["correction_rejected"] == pytest.approx(1 / 13)  # of those that are not truncated
+
+
+def test_decoupled_lambda_on_ranks(pair_of, llama_folder, data):
+    vapo = {"gae_lambda_value": 1.0, "gae_length_adaptive_alpha": 0.3, "gamma": 1.0, **STILL}
+    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, **vapo})
+    values, counts = critic.worker_group.compute_values(data), data["loss_mask"] != 0
+    expected = []
+    for row in range(len(data)):
+        rewards = torch.zeros(1, counts.shape[1])
+        rewards[0, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
+        lam = max(0.0, 1 - 1 / (0.3 * int(counts[row].sum())))
+        expected += estimates(rewards, values[row : row + 1], counts[row : row + 1], 1.0, lam)[0]
+    refs = actor.async_train(0, data)
+    returns = [float(row["rewards"]) for row in data for _ in range(int(row["loss_mask"].sum()))]
+    assert learn(critic, 0, data)["return"] == pytest.approx(mean(returns), abs=1e-5)
+    assert ray.get(refs)[0]["loss"] == pytest.approx(-mean(expected), abs=1e-5)

@@ -4,6 +4,7 @@ any number of dp ranks, tensor and pipeline parallel ranks, and micro-batches.""
 import own_algorithms  # registers names
 import plain_losses
 import pytest
+import test_estimators
 import torch
 from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled
@@ -34,6 +35,21 @@ CASES = {
     },
     "seq_mis": {"rollout_correction": "seq_mis"},
     "geo_mis": {"rollout_correction": "geo_mis"},
+    "geo_mean": {
+        "policy_loss_type": "geo_mean",
+        "eps_clip": 0.2,
+        "loss_aggregation": "sequence",
+        "rollout_correction": "token_tis",
+    },
+    "dppo_kl": {"policy_loss_type": "dppo_kl", "eps_clip": 1e-3, "eps_clip_dual": 1.4, "dppo_kl_tau": 0.1},
+    "clip_cov": {
+        "policy_loss_type": "clip_cov",
+        "clip_cov_ratio": 1.0,
+        "clip_cov_lb": 0.05,
+        "clip_cov_ub": 0.5,
+        "loss_aggregation": "sequence",
+    },
+    "kl_cov": {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.8, "rollout_correction": "seq_rs"},
     "normalized": {"rollout_correction": "seq_tis", "rollout_correction_normalize": True},
     "normalized_rest": {
         "rollout_correction": "error_rs+token_tis",
@@ -185,3 +201,61 @@ def test_error_of_a_loss_names_it(fsdp_groups, llama_folder, data, way):
     begin(group, arguments(way, llama_folder, rollout_correction="token_tis"))
     with pytest.raises(WorkerError, match="rollout_correction='token_tis' needs 'rollout_log_probs'"):
         group.worker_group.train(0, data.exclude("rollout_log_probs"))
+
+
+NEW = {
+    "kl in rewards": {"advantage_estimator": "grpo", "kl_coef": 0.3},
+    "opo": {"advantage_estimator": "opo"},
+    "maxrl": {"advantage_estimator": "maxrl", "kl_coef": 0.2},
+    "remax": {"advantage_estimator": "remax", "kl_coef": 0.2},
+    "gdpo": {"advantage_estimator": "gdpo", "gdpo_weights": {"short": 0.5}, "kl_coef": 0.2},
+    "grpo_passk": {"advantage_estimator": "grpo_passk", "passk_k": 2},
+    "optimal_token_baseline": {"advantage_estimator": "optimal_token_baseline", "rollout_correction": "token_tis"},
+    "overlong filtering": {"advantage_estimator": "reinforce_plus_plus_baseline", "overlong_filtering": True},
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [FSDP2, PP2, *(pytest.param(way, marks=pytest.mark.full("the same estimators")) for way in (TP2, DP2))],
+    ids=called,
+)
+def test_estimators_on_ranks_match_plain_loops(fsdp_groups, megatron_groups, llama_folder, off_policy, way):
+    """The step equals that on advantages from loops, where rows that are left out have no token that counts. The sums
+    of squared probabilities are those of a softmax over the vocabulary; ranks compute them from two
+    log-probabilities."""
+    g = torch.Generator().manual_seed(4)
+    rows = off_policy.clone().set("truncated", torch.rand(len(off_policy), generator=g) < 0.3)
+    assert 1 < int(rows["truncated"].sum()) < len(rows)
+    for name in ("reward_baselines", "rewards/right", "rewards/short"):
+        rows[name] = torch.rand(len(rows), generator=g)
+    rows["rewards"] = rows["rewards"] - rows["rewards"].min()
+    rows["old_log_probs"] = (
+        ReferenceGRPO(small_llama()).log_probs(off_policy).masked_fill(rows["loss_mask"] == 0, torch.nan)
+    )
+    known = dict(rows.items())
+    squares = torch.full(rows["input_ids"].shape, torch.nan)
+    for row in range(len(rows)):
+        real = rows["attention_mask"][row] != 0
+        logits = small_llama()(rows["input_ids"][row][real][None]).logits[0, :-1] / 1.0
+        squares[row, real.nonzero()[1:, 0]] = logits.softmax(-1).square().sum(-1).detach()
+    known["sum_pi_squared"] = squares
+    log_ratios = torch.nan_to_num(rows["old_log_probs"] - rows["rollout_log_probs"])
+    known["correction_weights"] = log_ratios.exp().clamp(max=2.0)
+    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+    for name, case in NEW.items():
+        left_out = rows["truncated"] & case.get("overlong_filtering", False)
+        of_rows = test_estimators.plain({**known, "left_out": left_out}, case)
+        advantages = torch.zeros(rows["input_ids"].shape)
+        for row, values in enumerate(of_rows):
+            advantages[row, rows["loss_mask"][row] != 0] = torch.tensor(values)
+        plain = rows.clone().set("advantages", advantages).set("loss_mask", rows["loss_mask"] * ~left_out[:, None])
+        found = []
+        own = rows.exclude("old_log_probs") if name == "optimal_token_baseline" else rows
+        for given, args in ((own, case), (plain, {"rollout_correction": case.get("rollout_correction")})):
+            begin(group, arguments(way, llama_folder, **EXPOSED, **args))
+            before = whole_weights(group)
+            learn(group, 0, given)
+            found.append(whole_weights(group))
+        assert distance(*found) < 1e-5, name
+        assert distance(found[0], before) > 1e-3, name

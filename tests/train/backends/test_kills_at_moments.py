@@ -138,20 +138,24 @@ def pair(fsdp_groups, train_pool):
 
 def step(pair, rollout_id, rows, trained=("actor", "critic")):
     learning = [group.async_train(rollout_id, rows) for group in pair if group.role in trained]
-    return [ray.get(refs)[0]["loss"] for refs in learning]
+    return [(metrics["loss"], metrics.get("kl_coef")) for metrics in (ray.get(refs)[0] for refs in learning)]
 
 
 @pytest.mark.parametrize("victim", ["actor", "critic"])
 def test_actor_and_critic_return_to_the_same_rollout(pair, llama_folder, victim):
-    """The victim dies in a step which the other one has finished."""
+    """The victim dies in a step which the other one has finished, whose KL coefficient has changed already."""
     rollouts = [rollout(small_llama(), prompts=3, samples=2, seed=seed) for seed in range(4)]
-    args = {**PPO, "hf_checkpoint": llama_folder}
+    args = {**PPO, "hf_checkpoint": llama_folder, "num_critic_only_steps": 1, "num_steps_per_rollout": 2,
+            "shuffle_minibatches": True, "kl_coef": 0.2, "kl_target": 1e-3, "kl_horizon": 20}  # fmt: skip
     for group in pair:
-        begin(group, args)
+        begin(group, args, with_ref=group.role == "actor")
     expected = [step(pair, number, rows) for number, rows in enumerate(rollouts)]
+    coefs = [[coef for _, coef in of_groups] for of_groups in expected]
+    assert all(of_actor == of_critic for of_actor, of_critic in coefs)
+    assert len({coef for coef, _ in coefs}) == len(rollouts)
     weights = [states(group) for group in pair]
     for group in pair:
-        begin(group, args)
+        begin(group, args, with_ref=group.role == "actor")
     found = [step(pair, number, rows) for number, rows in enumerate(rollouts[:2])]
     for group in pair:
         wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)

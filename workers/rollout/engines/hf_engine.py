@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,14 @@ class HFEngine(RequestEngine):
         lora: the trainer's `LoraSettings`, or their keyword arguments; None if it trains all weights. With an adapter,
             an update has the adapter's tensors alone, and the engine keeps them apart from the base model, which must
             be the trainer's: the same folder, or random weights of the same config and seed.
+        exact: compute log-probabilities that equal those of a trainer with ``args.exact``, bit for bit, in any batch;
+            see `workers.exact`. Rows of a model with sliding windows can then join a running batch as well.
 
     Raises:
         ImportError: transformers is not installed, or peft, with ``lora``.
         ValueError: an option is out of range.
         OSError: transformers did not find the model.
+        ExactError: ``exact`` is not possible with this model, or on this machine.
     """
 
     keeps_weights = True
@@ -64,6 +68,7 @@ class HFEngine(RequestEngine):
         max_batch_size: int = 64,
         trust_remote_code: bool = False,
         lora: LoraSettings | Mapping[str, Any] | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__()
         if max_batch_size < 1:
@@ -74,7 +79,7 @@ class HFEngine(RequestEngine):
         transformers = require("transformers", extra="hf")
         self.max_batch_size = max_batch_size
         self.device = current_device()
-        made = make_model(model, random_weights, seed, trust_remote_code)
+        made = make_model(copy.deepcopy(model) if exact else model, random_weights, seed, trust_remote_code)
         self._adapter = LoraSettings.of(lora)
         if self._adapter is not None:
             with torch.random.fork_rng(devices=[]):
@@ -86,14 +91,21 @@ class HFEngine(RequestEngine):
         self.vocab_size = self.model.get_input_embeddings().num_embeddings
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self._batch: Batch | None = None
+        if exact:
+            from workers.exact import make_exact, probe
+
+            make_exact(self.model)
+            self.exact_digest = probe(self.model.config, dtype, self.device, trust_remote_code=trust_remote_code)
 
     def prepare_thread(self) -> None:
         use_device(self.device)
 
     def serve(self) -> None:
         from workers.rollout.engines.decoding import Batch
+        from workers.rollout.engines.exact_decoding import ExactBatch
 
-        self._batch = batch = Batch(self.model, self.device)
+        batch = Batch(self.model, self.device) if self.exact_digest is None else ExactBatch(self.model, self.device)
+        self._batch = batch
         waiting: list[Request] = []
         while (changes := self.next_step()) is not None:
             if changes.recompute:

@@ -62,6 +62,10 @@ class SamplingParams:
         ok = all(token is not None and token >= 0 for token in stops)
         take("stop_token_ids", stops, ok, "a sequence of token ids, integers from 0 on")
 
+    def greedy(self) -> SamplingParams:
+        """Return parameters that take the most likely token each time."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0)
+
     @property
     def truncates(self) -> bool:
         """Whether tokens are left out before one is drawn. Taking the most likely one draws nothing."""
@@ -279,12 +283,14 @@ class RolloutEngine(ABC):
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
+        exact_digest: what `workers.exact.probe` returned, in exact mode; None otherwise.
     """
 
     weight_version: int | None = 0
     any_rank = False
     partial_updates = False
     sampling_masks = False
+    exact_digest: str | None = None
 
     @property
     def keeps_weights(self) -> bool:

@@ -11,7 +11,26 @@ from workers.rollout.rollout_errors import RewardError
 
 RewardFunction = Callable[..., Any]
 """``reward(prompt_ids, completion_ids, **extras) -> float``, plain or ``async def``. With a parameter ``info``, it also
-gets `Completion.info`, {} if there is none, unless ``extras`` has an entry of that name."""
+gets `Completion.info`, {} if there is none, unless ``extras`` has an entry of that name. Instead of a number it may
+return several by name, as a dict: see `Reward`."""
+
+
+class Reward(float):
+    """The sum of several rewards of a completion. As ``rewards/NAME`` the single ones are columns of the rollout data.
+
+    Attributes:
+        parts: name -> reward.
+    """
+
+    parts: dict[str, float]
+
+    def __new__(cls, parts: Mapping[str, float]) -> Reward:
+        made = super().__new__(cls, sum(parts.values()))
+        made.parts = dict(parts)
+        return made
+
+    def __reduce__(self) -> tuple[type[Reward], tuple[dict[str, float]]]:
+        return Reward, (self.parts,)
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class RewardCall:
         return (prompts[0], completions[0]), {name: values[0] for name, values in given.items()}
 
     def rewards(self, value: Any) -> list[float]:
-        """Return one finite number per sample, from what the function returned.
+        """Return one finite number per sample, from what the function returned; a `Reward` for a dict.
 
         Raises:
             RewardError: it returned something else.
@@ -68,6 +87,8 @@ class RewardCall:
         return [self._number(one, number) for number, one in enumerate(values)]
 
     def _number(self, value: Any, number: int) -> float:
+        if isinstance(value, Mapping) and value:
+            return Reward({str(name): self._number(one, number) for name, one in value.items()})
         try:
             reward = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError):

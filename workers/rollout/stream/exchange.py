@@ -47,6 +47,7 @@ class GroupRequest:
         partials: completions to continue, one per sample; those whose finish reason is not "abort" are complete. None
             begins with the prompt alone.
         extras: of the prompt, for the engine.
+        greedy: whether the last sample takes the most likely tokens.
     """
 
     attempt: Attempt
@@ -55,6 +56,7 @@ class GroupRequest:
     seeds: Sequence[int]
     partials: Sequence[Completion] | None = None
     extras: Mapping[str, Any] | None = None
+    greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,10 @@ class Exchange:
         try:
             for sample in sorted(group.left):
                 partial = partials[sample]
+                greedy = request.greedy and sample == len(partials) - 1
                 future = engine.submit(
                     request.prompt,
-                    request.sampling_params,
+                    request.sampling_params.greedy() if greedy else request.sampling_params,
                     group.ids[sample],
                     seed=request.seeds[sample],
                     partial=partial if partial.token_ids else None,

@@ -100,7 +100,6 @@ class RolloutStream(Closing):
         self.buffer = buffer
         self._manager = manager
         self._update_mode = update_mode
-        self._first_group = unique_groups()
         self._router = Router(
             manager, prompts, buffer, dynamic_sampling=dynamic_sampling, requests_per_worker=requests_per_worker
         )
@@ -160,9 +159,8 @@ class RolloutStream(Closing):
             timeout: seconds to wait, or None. After a timeout, call it again.
 
         Returns:
-            One row per completion, as `RolloutManager.generate` returns them. `group_numbers` of ``group_ids`` are the
-            groups' numbers. A batch that is taken again has the same ``group_ids``; a stream of another driver, also of
-            one that continues from this one's state, has others.
+            One row per completion, as `RolloutManager.generate` returns them. ``group_ids`` differ from those of all
+            other calls, also when a batch is taken again; `group_numbers` of them are the groups' numbers.
 
         Raises:
             TimeoutError: the batch is not complete.
@@ -194,15 +192,23 @@ class RolloutStream(Closing):
         rows = [
             (group.prompt, completion, one.number)
             for one, group in zip(taken, groups, strict=True)
-            for completion in group.completions
+            for completion in group.completions[: group.rows]
         ]
-        rewards = [reward for group in groups for reward in group.rewards or ()]
+        rewards = [reward for group in groups for reward in (group.rewards or ())[: group.rows]]
+        baselines = [group.rewards[-1] for group in groups if group.greedy and group.rewards for _ in range(group.rows)]
+        if self._manager.greedy_baselines and len(baselines) != len(rows):
+            raise RolloutError(
+                "the stream continues from a state with groups that were generated without greedy_baselines=True; go "
+                "on without them, or from another checkpoint"
+            )
+        first_group = unique_groups()
         return collate(
             [prompt for prompt, _, _ in rows],
             [completion for _, completion, _ in rows],
-            group_ids=[self._first_group + number for _, _, number in rows],
+            group_ids=[first_group + number for _, _, number in rows],
             weight_versions=[None] * len(rows),
             rewards=rewards if self._manager.reward_function is not None else None,
+            reward_baselines=baselines if self._manager.greedy_baselines else None,
             pad_token_id=self._manager.pad_token_id,
         )
 

@@ -68,11 +68,18 @@ class GroupData(NamedTuple):
         prompt: token ids.
         completions: one per sample; each with the versions of its tokens.
         rewards: one per sample; None if there is no reward function, or if the group is not complete.
+        greedy: whether the last sample is the greedy one, which is no row but gives the others' baseline.
     """
 
     prompt: list[int]
     completions: list[Completion]
     rewards: list[float] | None = None
+    greedy: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The number of samples that are rows."""
+        return len(self.completions) - self.greedy
 
 
 @dataclass(eq=False)
@@ -164,20 +171,21 @@ class Router:
 
     def _has_room(self, worker: _Worker) -> bool:
         waiting = 0 if worker.report is None else worker.report.load.waiting
-        more = worker.requests + self._manager.samples_per_prompt
+        more = worker.requests + self._manager.samples_per_prompt + self._manager.greedy_baselines
         return not waiting and (not worker.running or more <= self._limit)
 
     def _request(self, number: int, partial: GroupData | None) -> GroupRequest:
         manager, (rollout_id, index) = self._manager, divmod(number, self._buffer.groups_per_batch)
         prompt = self._rollout(rollout_id)[0][index] if partial is None else partial.prompt
         completions = None if partial is None else partial.completions
-        samples = manager.samples_per_prompt if completions is None else len(completions)
+        greedy = manager.greedy_baselines if partial is None else partial.greedy
+        samples = manager.samples_per_prompt + greedy if completions is None else len(completions)
         seeds = [mixed_seed(manager.seed, rollout_id, index, sample) for sample in range(samples)]
         attempt = Attempt(number, next(self._attempts))
         extras = None
         if manager.engine_extras:
             extras = {name: of[index] for name, of in manager.for_engine(self._rollout(rollout_id)[1]).items()}
-        return GroupRequest(attempt, prompt, manager.sampling_params, seeds, completions, extras)
+        return GroupRequest(attempt, prompt, manager.sampling_params, seeds, completions, extras, greedy)
 
     def _rollout(self, rollout_id: int) -> tuple[list[list[int]], Mapping[str, Sequence[Any]]]:
         """Return the prompts of a rollout, and their extras."""
@@ -322,7 +330,7 @@ class Router:
             raise finished.error
         self._losses.pop(number, None)
         completions = [replace(one, weight_versions=[*token_versions(one, version)]) for one in finished.completions]
-        group = GroupData(list(request.prompt), completions)
+        group = GroupData(list(request.prompt), completions, greedy=request.greedy)
         tokens = sum(len(one.token_ids) for one in completions)
         if any(one.finish_reason == "abort" for one in completions):
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
@@ -349,7 +357,7 @@ class Router:
         versions = [
             version for one in group.completions for version in one.weight_versions or () if version is not None
         ]
-        flat = self._dynamic_sampling and group.rewards is not None and len(set(group.rewards)) == 1
+        flat = self._dynamic_sampling and group.rewards is not None and is_flat(group.rewards[: group.rows])
         self._buffer.put(
             number,
             store(group),
@@ -365,6 +373,11 @@ class Router:
                 self._manager.group.exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
             except SingleControllerError as error:
                 logger.debug("the stream could not take leave of its workers: %s", error)
+
+
+def is_flat(rewards: Sequence[float]) -> bool:
+    """Whether all rewards of a group are equal; if they are several, each of them."""
+    return len({(reward, *sorted(getattr(reward, "parts", {}).items())) for reward in rewards}) == 1
 
 
 def store(value: Any) -> Any:

@@ -1,0 +1,179 @@
+"""Exact mode without Ray: what an engine generates has the log-probabilities of a plain forward pass, bit for bit."""
+
+import random
+
+import pytest
+import torch
+from rollout_helpers import LLAMA
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from waits import wait_until
+
+from workers.algorithms.token_log_probs import next_token_log_probs
+from workers.exact import ExactError, exact_logits, make_exact, probe
+from workers.rollout.engines.hf_engine import HFEngine
+from workers.rollout.engines.rollout_engine import SamplingParams
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 100, "max_position_embeddings": 256}  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=20),
+    "qwen3": Qwen3Config(**SIZES),
+    "gemma2": Gemma2Config(**SIZES, sliding_window=24),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=256, resid_pdrop=0.0,
+                       embd_pdrop=0.0, attn_pdrop=0.0),
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def prompts(count, seed=0, longest=70):
+    draw = random.Random(seed)
+    return [[draw.randrange(100) for _ in range(draw.choice([1, 2, 3, 9, longest]))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding_equals_forward_passes_over_any_rows(name, dtype):
+    torch.manual_seed(1)
+    engine = HFEngine(CONFIGS[name], seed=4, max_batch_size=5, param_dtype=dtype, exact=True)
+    given = prompts(13)
+    how = [SamplingParams(count, temperature=0.7) for count in (1, 3, 12)]
+    futures = [engine.submit(one, how[at % 3], str(at), seed=at) for at, one in enumerate(given)]
+    completions = [future.result(60) for future in futures]
+    rows = [prompt + made.token_ids for prompt, made in zip(given, completions, strict=True)]
+    passes = trainer_log_probs(engine, rows)
+    for of_pass in passes:
+        for prompt, made, found in zip(given, completions, of_pass, strict=True):
+            assert made.log_probs == found[len(prompt) - 1 :].tolist()
+    engine.close()
+
+
+def trainer_log_probs(engine, rows, temperature=0.7):
+    """The log-probabilities of `next_token_log_probs` in passes over one, two and all rows."""
+    passes = []
+    for together in (1, 2, len(rows)):
+        found = []
+        for begin in range(0, len(rows), together):
+            part = rows[begin : begin + together]
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in part], batch_first=True)
+            with torch.no_grad():
+                logits = exact_logits(engine.model, ids, torch.arange(ids.shape[1]).expand(ids.shape))
+            log_probs, _ = next_token_log_probs(logits, ids, temperature=temperature)
+            found += [of_row[1 : len(row)] for row, of_row in zip(part, log_probs, strict=True)]
+        passes.append(found)
+    return passes
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_without_it_they_differ(name):
+    """So that the test above can fail."""
+    engine = HFEngine(CONFIGS[name], seed=4)
+    given = prompts(13)
+    completions = engine.generate(given, SamplingParams(12, temperature=0.7), range(13))
+    rows = [prompt + made.token_ids for prompt, made in zip(given, completions, strict=True)]
+    differences = [
+        abs(one - other)
+        for of_pass in trainer_log_probs(engine, rows)
+        for prompt, made, found in zip(given, completions, of_pass, strict=True)
+        for one, other in zip(made.log_probs, found[len(prompt) - 1 :].tolist(), strict=True)
+    ]
+    assert 0 < max(differences) < 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_the_same_model(name):
+    """Against transformers' own attention and experts, in float64."""
+    torch.manual_seed(2)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name].to_dict()), dtype=torch.float64)
+    if name == "qwen3_moe":
+        plain.set_experts_implementation("eager")  # the others take no float64
+    ids = torch.randint(0, 100, (3, 90))
+    positions = torch.arange(90).expand(3, 90)
+    with torch.no_grad():
+        expected = plain.eval()(ids).logits
+        exact = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name].to_dict())).eval()
+        exact.load_state_dict(plain.state_dict())
+        make_exact(exact)
+        torch.testing.assert_close(exact_logits(exact, ids, positions).double(), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_gradients_are_those_of_the_plain_model():
+    torch.manual_seed(2)
+    plain = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    exact = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    exact.load_state_dict(plain.state_dict())
+    make_exact(exact)
+    ids = torch.randint(0, 100, (3, 70))
+    for model in (plain, exact):
+        model(ids, position_ids=torch.arange(70).expand(3, 70), use_cache=False).logits.logsumexp(-1).sum().backward()
+    for one, other in zip(plain.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-4, rtol=1e-3)
+
+
+def test_completions_do_not_depend_on_the_batch():
+    engine = HFEngine(CONFIGS["llama"], seed=4, exact=True)
+    given, how = prompts(9), SamplingParams(20)
+    together = engine.generate(given, how, range(9))
+    for size in (1, 2, 5):
+        engine.max_batch_size = size
+        assert engine.generate(given, how, range(9)) == together
+    engine.max_batch_size = 64
+    aborted = [engine.submit(one, SamplingParams(200), f"a{at}", seed=at) for at, one in enumerate(given[:4])]
+    wait_until(lambda: engine.load().running)
+    engine.abort([f"a{at}" for at in range(4)])
+    for at, future in enumerate(aborted):
+        partial = future.result(60)
+        whole = engine.submit(given[at], SamplingParams(200), f"b{at}", seed=at, partial=partial).result(60)
+        assert whole == engine.generate([given[at]], SamplingParams(200), [at])[0]
+    engine.close()
+
+
+def test_a_given_config_is_not_changed():
+    config = LlamaConfig(**SIZES)
+    HFEngine(config, exact=True)
+    assert config._attn_implementation != "exact"
+    assert HFEngine(config).model.config._attn_implementation != "exact"
+
+
+def test_the_probe_finds_what_differs(monkeypatch):
+    """An attention whose sums depend on the number of queries, a hair off."""
+    from workers import exact
+
+    one = probe(LLAMA, torch.float32, CPU)
+    assert one == probe(LLAMA, torch.float32, CPU) != probe(LLAMA, torch.bfloat16, CPU)
+    exactly = exact.exact_attention
+
+    def rough(module, query, *others, **more):
+        made, _ = exactly(module, query, *others, **more)
+        return made * (1 + 1e-6 * (query.shape[2] == 1)), None
+
+    monkeypatch.setattr(exact, "exact_attention", rough)
+    with pytest.raises(ExactError, match=r"'llama' model of this size in torch.float32 and 1 threads, \d+ of \d+ log-"):
+        HFEngine(LLAMA, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, state_size=8), "ordinary key/value cache"),
+        (BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4), "cannot replace the attention of Bloom"),
+        (GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=32), "dropout of this 'gpt2' config"),
+        (LlamaConfig(**SIZES, attention_dropout=0.1), "dropout of this 'llama' config"),
+    ],
+    ids=["mamba", "bloom", "dropout", "attention dropout"],
+)
+def test_what_cannot_be_exact_is_refused(config, why):
+    with pytest.raises(ExactError, match=why):
+        HFEngine(config, exact=True)

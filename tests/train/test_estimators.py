@@ -1,0 +1,482 @@
+"""Advantage estimators compared with loops over completions and tokens, on any number of ranks, and with numbers that
+the code of other libraries returned."""
+
+import itertools
+import logging
+import math
+import statistics
+import threading
+
+import pytest
+import torch
+
+from workers.algorithms.advantages import pass_at_k_advantages
+from workers.algorithms.estimators import AdvantageRows, value_targets
+from workers.data.rollout_data import RolloutDataError
+from workers.train.args import read_args
+from workers.train.args_checks import TrainArgsError, function_of
+from workers.train.policy_worker import PolicyTrainWorker, check_entries
+
+ROWS, TOKENS = 11, 9
+SPLITS = [[11], [4, 7], [1, 0, 5, 5]]
+
+
+def made(seed=0):
+    """Ragged rows with padding on either side, one without a token that counts, and one with a tool's output between;
+    groups of 4, 3, 3 and 1, not in order. What does not count is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    at, first = torch.arange(TOKENS), torch.tensor([0, 3, 1, 2, 0, 4, 1, 0, 0, 2, 5])[:, None]
+    real = (at >= first) & (at < first + torch.tensor([9, 4, 6, 2, 7, 5, 8, 3, 9, 6, 3])[:, None])
+    mask = real & (at > first + 1)  # none in row 3
+    mask[0, 4:6] = False
+    data = {"attention_mask": real.long(), "loss_mask": mask.long(), "input_ids": real.long()}
+    for name in ("old_log_probs", "ref_log_probs"):
+        data[name] = -(torch.rand(ROWS, TOKENS, generator=g) * 2 + 0.05)
+    data["sum_pi_squared"] = data["old_log_probs"].exp().square() + 0.1 * torch.rand(ROWS, TOKENS, generator=g)
+    data["values"] = torch.randn(ROWS, TOKENS, generator=g)
+    data = {
+        name: value.masked_fill(~mask, math.nan) if value.is_floating_point() else value for name, value in data.items()
+    }
+    data["group_ids"] = torch.tensor([5, 2**40, 9, 5, 9, 2**40, 9, 7, 5, 2**40, 5])
+    data["rewards"] = torch.randint(0, 4, (ROWS,), generator=g) / 4.0
+    data["rewards/right"] = torch.randint(0, 2, (ROWS,), generator=g).float()
+    data["rewards/short"] = 10 * torch.rand(ROWS, generator=g)
+    data["reward_baselines"] = torch.rand(ROWS, generator=g)
+    data["left_out"] = torch.zeros(ROWS, dtype=torch.bool)
+    return data
+
+
+# --- loops -----------------------------------------------------------------------------------------------------
+
+
+def counted(data, name):
+    return [
+        [float(value) for value, counts in zip(values, mask, strict=True) if counts]
+        for values, mask in zip(data[name].tolist(), data["loss_mask"].tolist(), strict=True)
+    ]
+
+
+def greatest(rewards):
+    return max(rewards, default=0.0)
+
+
+def plain(data, args):
+    """A list of floats per row, one per token that counts, from the papers' formulas."""
+    kind, groups = args["advantage_estimator"], data["group_ids"].tolist()
+    rewards, rows = data["rewards"].tolist(), range(len(data["group_ids"]))
+    left_out = data["left_out"].tolist()
+    old, ref = counted(data, "old_log_probs"), counted(data, "ref_log_probs")
+    penalties = [
+        [args.get("kl_coef", 0.0) * (a - b) for a, b in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)
+    ]
+    lengths = [len(row) for row in old]
+    whole = [reward - sum(of) for reward, of in zip(rewards, penalties, strict=True)]
+    to_go = [
+        [rewards[row] - sum(penalties[row][t:]) for t in range(lengths[row])] for row in rows
+    ]  # without a discount
+    members = {group: [row for row in rows if groups[row] == group] for group in groups}
+
+    def above(values, row):
+        return values[row] - statistics.fmean(values[other] for other in members[groups[row]])
+
+    def std(values, row):
+        of_group = [values[other] for other in members[groups[row]]]
+        return statistics.stdev(of_group) if len(of_group) > 1 else 0.0
+
+    def whitened(found):
+        every = [value for row in rows if not left_out[row] for value in found[row]]
+        mean, deviation = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+        return [[(value - mean) / deviation for value in row] for row in found]
+
+    def spread(of_rows):
+        return [[of_rows[row]] * lengths[row] for row in rows]
+
+    if kind == "grpo":
+        return spread([above(whole, row) / (std(whole, row) + 1e-6) for row in rows])
+    if kind == "rloo":
+        sizes = [len(members[group]) for group in groups]
+        return spread([above(whole, row) * sizes[row] / max(sizes[row] - 1, 1) for row in rows])
+    if kind == "reinforce_plus_plus_baseline":
+        return whitened(spread([above(whole, row) for row in rows]))
+    if kind == "reinforce_plus_plus":
+        return whitened(to_go)
+    if kind == "opo":
+        found = []
+        for row in rows:
+            of_group = members[groups[row]]
+            total = sum(lengths[other] for other in of_group)
+            found.append(whole[row] - sum(lengths[other] * whole[other] for other in of_group) / total)
+        return spread(found)
+    if kind == "remax":
+        baselines = data["reward_baselines"].tolist()
+        return [[value - baselines[row] for value in to_go[row]] for row in rows]
+    if kind == "maxrl":
+        sums = [sum(of) for of in penalties]
+        return spread(
+            [above(rewards, row) / (rewards[row] - above(rewards, row) + 1e-6) - above(sums, row) for row in rows]
+        )
+    if kind == "gdpo":
+        total = [0.0] * len(rewards)
+        for name in ("right", "short"):
+            of = data[f"rewards/{name}"].tolist()
+            weight = args.get("gdpo_weights", {}).get(name, 1.0)
+            total = [total[row] + weight * above(of, row) / (std(of, row) + 1e-6) for row in rows]
+        sums = [sum(of) for of in penalties]
+        return whitened(spread([total[row] - above(sums, row) for row in rows]))
+    if kind == "grpo_passk":
+        found = []
+        for row in rows:
+            others = [whole[other] for other in members[groups[row]] if other != row]
+            k = min(args.get("passk_k") or len(others) + 1, len(others) + 1)
+            gains = [max(whole[row], *some) - max(some) for some in itertools.combinations(others, k - 1) if some]
+            gain = statistics.fmean(gains) if gains else 0.0
+            found.append(gain / (std(whole, row) + 1e-6) if args.get("grpo_std_normalization", True) else gain)
+        return spread(found)
+    if kind == "optimal_token_baseline":
+        squares = counted(data, "sum_pi_squared")
+        factors = counted(data, "correction_weights") if "correction_weights" in data else [[1.0] * n for n in lengths]
+        found = []
+        for row in rows:
+            of_row = []
+            for t in range(lengths[row]):
+                alive = [other for other in members[groups[row]] if lengths[other] > t and not left_out[other]]
+                energy = {
+                    other: sum(
+                        factors[other][j] ** 2 * (1 - 2 * math.exp(old[other][j]) + squares[other][j])
+                        for j in range(t + 1)
+                    )
+                    for other in alive
+                }
+                weighted = sum(energy[other] * to_go[other][t] for other in alive)
+                baseline = weighted / (sum(energy.values()) + 1e-8) if len(alive) > 1 else 0.0
+                of_row.append(0.0 if left_out[row] else to_go[row][t] - baseline)
+            found.append(of_row)
+        return found
+    raise AssertionError(kind)
+
+
+def on_ranks(function, data, args, split):
+    """What a function of rows returns on each dp rank, which are threads."""
+    both, slots, found = threading.Barrier(len(split), timeout=30), [None] * len(split), [None] * len(split)
+
+    def run(rank, part):
+        def gather(value):
+            slots[rank] = value
+            both.wait()
+            said = list(slots)
+            both.wait()
+            return said
+
+        try:
+            found[rank] = function(AdvantageRows(part, rank, gather, args.advantage_estimator), args)
+        except RolloutDataError as error:
+            found[rank] = error
+
+    begins = [sum(split[:rank]) for rank in range(len(split))]
+    parts = [
+        {name: value[begin : begin + size] for name, value in data.items()}
+        for begin, size in zip(begins, split, strict=True)
+    ]
+    threads = [threading.Thread(target=run, args=(rank, part)) for rank, part in enumerate(parts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def check(data, given, split=(ROWS,)):
+    args = read_args(given)
+    of_rows = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, split))
+    expected = plain(data, given)
+    for row in range(ROWS):
+        counts = data["loss_mask"][row] != 0
+        if data["left_out"][row] and of_rows.dim() == 2:
+            assert not of_rows[row].isnan().any()  # not trained
+            continue
+        found = of_rows[row].expand(int(counts.sum())) if of_rows.dim() == 1 else of_rows[row][counts]
+        assert found.tolist() == pytest.approx(expected[row], abs=2e-5), (row, given)
+        assert of_rows.dim() == 1 or not of_rows[row][~counts].any()
+    assert any(abs(value) > 0.01 for row in expected for value in row)
+
+
+ESTIMATORS = [
+    "grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "remax",
+    "grpo_passk",
+    "maxrl",
+]
+ESTIMATORS += ["gdpo", "optimal_token_baseline"]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.2])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimator_matches_a_loop_on_any_number_of_ranks(estimator, kl_coef, split):
+    for seed in range(2):
+        check(made(seed), {"advantage_estimator": estimator, "kl_coef": kl_coef}, split)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_options_of_estimators(split):
+    data = made(3)
+    data["correction_weights"] = (0.5 + torch.rand(ROWS, TOKENS)).masked_fill(data["loss_mask"] == 0, math.nan)
+    check(data, {"advantage_estimator": "optimal_token_baseline", "kl_coef": 0.1}, split)
+    check(data, {"advantage_estimator": "gdpo", "gdpo_weights": {"short": 0.25}}, split)
+    check(data, {"advantage_estimator": "grpo_passk", "grpo_std_normalization": False}, split)
+    for k in (2, 3, 4):
+        check(data, {"advantage_estimator": "grpo_passk", "passk_k": k}, split)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_left_out_completions_are_in_their_groups_but_not_in_the_whitening(estimator, split):
+    data = made(1)
+    data["left_out"][torch.tensor([0, 5, 6])] = True
+    check(data, {"advantage_estimator": estimator, "kl_coef": 0.1}, split)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_decoupled_and_length_adaptive_lambda(split, normalize):
+    """VAPO (2504.05118): the policy's lambda is 1 - 1 / (alpha l), the critic's is 1."""
+    data = made(2)
+    data["left_out"][4] = True
+    given = {"advantage_estimator": "gae", "gamma": 0.97, "kl_coef": 0.1, "normalize_advantages": normalize}
+    args = read_args({**given, "gae_length_adaptive_alpha": 0.4, "gae_lambda_value": 1.0})
+    advantages = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, split))
+    targets = torch.cat(on_ranks(value_targets, data, args, split))
+    old, ref, values = (counted(data, name) for name in ("old_log_probs", "ref_log_probs", "values"))
+    expected = []
+    for row in range(ROWS):
+        length = len(old[row])
+        lam = max(0.0, 1 - 1 / (0.4 * length)) if length else 0.0
+        rewards = [-0.1 * (a - b) for a, b in zip(old[row], ref[row], strict=True)]
+        if rewards:
+            rewards[-1] += float(data["rewards"][row])
+        following = [*values[row][1:], 0.0]
+        deltas = [rewards[t] + 0.97 * following[t] - values[row][t] for t in range(length)]
+        expected.append([sum((0.97 * lam) ** (j - t) * deltas[j] for j in range(t, length)) for t in range(length)])
+        of_row = [sum(0.97 ** (j - t) * rewards[j] for j in range(t, length)) for t in range(length)]
+        assert targets[row][data["loss_mask"][row] != 0].tolist() == pytest.approx(of_row, abs=1e-5)
+    if normalize:
+        every = [value for row in range(ROWS) if row != 4 for value in expected[row]]
+        mean, deviation = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+        expected = [[(value - mean) / deviation for value in row] for row in expected]
+    for row in set(range(ROWS)) - ({4} if normalize else set()):
+        assert advantages[row][data["loss_mask"][row] != 0].tolist() == pytest.approx(expected[row], abs=1e-5)
+    # By default both are gae_lambda.
+    plain_args = read_args({**given, "gae_lambda": 1.0})
+    torch.testing.assert_close(torch.cat(on_ranks(value_targets, data, plain_args, split)), targets)
+
+
+def test_long_completions_keep_their_lambda():
+    """1 - 1 / (0.05 * 20,000) = 0.999 to the power of 20,000, in float32, would be wrong in the fourth digit."""
+    length = 20_000
+    data = {name: torch.zeros(1, length) for name in ("input_ids", "values")}
+    data |= {"loss_mask": torch.ones(1, length), "rewards": torch.ones(1)}
+    given = {"advantage_estimator": "gae", "gae_length_adaptive_alpha": 0.05, "normalize_advantages": False}
+    args = read_args(given)
+    advantages = function_of(args, "advantage_estimator")(AdvantageRows(data), args)
+    assert float(advantages[0, 0]) == pytest.approx(0.999**19_999, rel=1e-6)
+
+
+def test_pass_at_k_is_the_gradient_of_pass_at_k():
+    """Two answers, one of which is right with probability s(x): the expected sum of k * advantage * d log p / dx over a
+    group of k, and its mean over larger groups, is d pass@k / dx, where pass@k = 1 - (1 - s)^k."""
+    x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    k, size = 3, 4
+    expected = torch.autograd.grad(1 - (1 - x.sigmoid()) ** k, x)[0]
+    total = 0.0
+    for answers in itertools.product([0.0, 1.0], repeat=size):
+        right = torch.tensor(answers)
+        advantages = pass_at_k_advantages(right, torch.zeros(size, dtype=torch.int64), k, divide_by_std=False)
+        s = float(x.detach().sigmoid())
+        probability = math.prod(s if one else 1 - s for one in answers)
+        scores = torch.where(right > 0, 1 - s, -s)  # d log p / dx
+        total += probability * float((k * advantages * scores).mean())
+    assert total == pytest.approx(float(expected), abs=1e-6)
+
+
+# --- other libraries -------------------------------------------------------------------------------------------
+
+
+LENGTHS = [5, 3, 4, 2, 4, 3, 1]
+
+
+def cell(a, b, m):
+    return torch.tensor([[((a * i + b * t + i * t) % m) / m for t in range(5)] for i in range(7)])
+
+
+def small():
+    mask = (torch.arange(5) < torch.tensor(LENGTHS)[:, None]).long()
+    data = {"input_ids": mask, "loss_mask": mask, "group_ids": torch.tensor([3, 3, 8, 3, 8, 8, 3])}
+    data["rewards"] = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 2.0, 0.25])
+    data |= {"rewards/right": data["rewards"], "rewards/format": torch.tensor([0.0, 1, 1, 1, 0, 1, 0])}
+    data["reward_baselines"] = torch.tensor([0.5, 0.5, 1, 0.5, 1, 1, 0.5])
+    data |= {"old_log_probs": -(0.1 + 2 * cell(3, 5, 7)), "ref_log_probs": -(0.2 + 2 * cell(5, 2, 11))}
+    return data | {"sum_pi_squared": 0.3 + 0.6 * cell(4, 3, 5), "values": cell(2, 7, 13) - 0.3}
+
+
+# What verl's core_algos.py returned (verl-project/verl at 1dda039b9c63), the first token of each row; with a KL penalty
+# of .2 in token_level_rewards where it says "kl".
+VERL = {
+    "grpo kl": [1.050376, -1.14078, 0.338095, 0.588908, -1.125221, 0.787126, -0.498504],
+    "rloo kl": [0.77961, -0.84671, 0.531558, 0.4371, -1.769091, 1.237532, -0.37],
+    "opo": [0.340909, -0.659091, -0.227273, 0.340909, -0.727273, 1.272727, -0.409091],
+    "opo kl": [0.457745, -0.761995, 0.429374, 0.200862, -1.104392, 0.900024, -0.404463],
+    "grpo_passk": [0, 0, 0, 0, 0, 1.441152, 0],
+    "grpo_passk kl": [0.461468, 0, 0, 0, 0, 0.449031, 0],
+    "remax": [0.5, -0.5, -0.5, 0.5, -1.0, 1.0, -0.25],
+    "remax kl": [0.52987, -0.68987, 0.064156, 0.272987, -1.46961, 0.534805, -0.332338],
+    "optimal_token_baseline": [0.860975, -0.139025, 0.257933, 0.860975, -0.242067, 1.757933, 0.110975],
+    "optimal_token_baseline kl": [1.081565, -0.138175, 0.681705, 0.824682, -0.852062, 1.152354, 0.219357],
+}
+# All tokens of row 0 and of row 2: whose tails are beyond those of the others, or not.
+VERL_TOKENS = {
+    "remax kl": [[0.52987, 0.54987, 0.356883, 0.350909, 0.531948], [0.064156, 0.104935, -0.108831, -0.177143]],
+    "optimal_token_baseline": [[0.860975, 0.436899, 0.572133, 1.0, 1.0], [0.257933, -0.246504, -0.068272, 0.140112]],
+}
+# With rollout_is_weights 1 + cell(1, 2, 3).
+VERL_WITH_WEIGHTS = [[0.897326, 0.332362, 0.445118, 1.0, 1.0], [0.212823, -0.084762, 0.068145, 0.124687]]
+# With weights 1 and .5; verl whitens by the variance of a sample (n - 1), of 22 tokens.
+VERL_GDPO = [0.415002, -0.683323, -0.042465, 1.300427, -1.419037, 1.430974, -1.072811]
+# compute_maxrl_advantage of NovaSky-AI/SkyRL at a9564572eb8e.
+SKYRL_MAXRL = [0.777776, -0.999998, -0.399999, 0.777776, -0.999999, 1.399998, -0.555555]
+# GeneralizedAdvantageEstimator of NVIDIA-NeMo/RL at 7ea279abfbeb: gamma .9, length_adaptive_alpha .5, gae_lambda_value
+# 1.
+NEMO_ADAPTIVE = [[0.452333, -0.115337, 0.599803, 0.172, 1.146154], [-0.009977, 0.594923, -0.129231, 0.415385]]
+NEMO_VALUE = [[0.6561, 0.729, 0.81, 0.9, 1.0], [0.3645, 0.405, 0.45, 0.5]]
+
+
+def computed(data, **given):
+    args = read_args(given)
+    made = function_of(args, "advantage_estimator")(AdvantageRows(data), args)
+    return made[:, None] * data["loss_mask"] if made.dim() == 1 else made
+
+
+def rows_0_and_2(of_tokens):
+    return of_tokens[0].tolist() + of_tokens[2, :4].tolist()
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_numbers_of_verl(name):
+    estimator, *kl = name.split()
+    found = computed(small(), advantage_estimator=estimator, kl_coef=0.2 if kl else 0.0)
+    assert found[:, 0].tolist() == pytest.approx(VERL[name], abs=2e-6)
+    if name in VERL_TOKENS:
+        assert rows_0_and_2(found) == pytest.approx([*itertools.chain(*VERL_TOKENS[name])], abs=2e-6)
+
+
+def test_numbers_of_verl_with_weights_and_several_rewards():
+    data = small() | {"correction_weights": 1 + cell(1, 2, 3)}
+    found = computed(data, advantage_estimator="optimal_token_baseline")
+    assert rows_0_and_2(found) == pytest.approx([*itertools.chain(*VERL_WITH_WEIGHTS)], abs=2e-6)
+    found = computed(small(), advantage_estimator="gdpo", gdpo_weights={"format": 0.5})
+    assert (found[:, 0] * math.sqrt(21 / 22)).tolist() == pytest.approx(VERL_GDPO, abs=2e-6)
+
+
+def test_numbers_of_skyrl_and_nemo_rl():
+    found = computed(small(), advantage_estimator="maxrl")
+    assert found[:, 0].tolist() == pytest.approx(SKYRL_MAXRL, abs=2e-6)
+    given = {"advantage_estimator": "gae", "gamma": 0.9, "normalize_advantages": False}
+    given |= {"gae_length_adaptive_alpha": 0.5, "gae_lambda_value": 1.0}
+    found = computed(small(), **given)
+    assert rows_0_and_2(found) == pytest.approx([*itertools.chain(*NEMO_ADAPTIVE)], abs=2e-6)
+    targets = value_targets(AdvantageRows(small()), read_args(given))
+    assert rows_0_and_2(targets) == pytest.approx([*itertools.chain(*NEMO_VALUE)], abs=2e-6)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+COMPARE = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "grpo_passk", "maxrl", "gdpo"]
+
+
+@pytest.mark.parametrize("estimator", COMPARE)
+def test_groups_of_one_are_an_error_and_single_ones_a_warning(estimator, caplog):
+    with pytest.raises(TrainArgsError, match=rf"n_samples_per_prompt=1: advantage_estimator='{estimator}' compares"):
+        read_args({"advantage_estimator": estimator, "n_samples_per_prompt": 1})
+    args, data = read_args({"advantage_estimator": estimator}), made()
+    alone = {**data, "group_ids": torch.arange(ROWS)}
+    message = rf"each of the 11 completions is alone in its group.*'{estimator}' would give .*samples_per_prompt"
+    # On the driver, before anything is sent; and on all ranks, where a user's function may have dropped rows.
+    tokens = {"input_ids": torch.ones(ROWS, TOKENS, dtype=torch.int64)}
+    kept = ("attention_mask", "loss_mask", "rewards", "rewards/right", "group_ids")
+    rows = {name: alone[name] for name in kept} | tokens
+    with pytest.raises(RolloutDataError, match=message):
+        PolicyTrainWorker.check_rows(args, rows, "actor", ())
+    PolicyTrainWorker.check_rows(args, rows | {"group_ids": data["group_ids"]}, "actor", ())
+    PolicyTrainWorker.check_rows(args, rows | {"advantages": torch.zeros(ROWS)}, "actor", ())
+    function = function_of(args, "advantage_estimator")
+    for error in on_ranks(function, alone, args, [4, 0, 7]):
+        with pytest.raises(RolloutDataError, match=message):
+            raise error
+    with caplog.at_level(logging.WARNING):
+        on_ranks(function, data, args, [4, 7])
+    (record,) = caplog.records
+    assert "1 of 11 completions are alone in their groups" in record.getMessage()
+
+
+def test_estimators_without_groups_take_one_completion_per_prompt():
+    for estimator in ("reinforce_plus_plus", "remax", "gae", "optimal_token_baseline"):
+        read_args({"advantage_estimator": estimator, "n_samples_per_prompt": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"passk_k": 2}, "passk_k=2 needs advantage_estimator='grpo_passk'"),
+        ({"advantage_estimator": "grpo_passk", "passk_k": 9}, "passk_k=9 is more than n_samples_per_prompt=8"),
+        ({"advantage_estimator": "grpo_passk", "passk_k": 1}, "passk_k=1: expected a number of at least 2"),
+        ({"gdpo_weights": {"right": 1}}, "gdpo_weights=.* needs advantage_estimator='gdpo'"),
+        ({"gae_lambda_value": 1}, "gae_lambda_value=1.0 needs advantage_estimator='gae'"),
+        ({"gae_length_adaptive_alpha": 0.05}, "gae_length_adaptive_alpha=0.05 needs advantage_estimator='gae'"),
+        ({"advantage_estimator": "maxrl", "overlong_buffer_len": 4}, "which divides by the mean reward.*overlong_filt"),
+        ({"advantage_estimator": "gdpo", "overlong_buffer_len": 4}, "normalizes each reward by itself"),
+    ],
+)
+def test_options_that_an_estimator_does_not_have(given, message):
+    with pytest.raises(TrainArgsError, match=message):
+        read_args(given)
+
+
+def test_negative_rewards_of_maxrl_are_an_error_on_all_ranks():
+    args, data = read_args({"advantage_estimator": "maxrl"}), made()
+    data["rewards"][9] = -0.5
+    for error in on_ranks(function_of(args, "advantage_estimator"), data, args, [4, 7]):
+        with pytest.raises(RolloutDataError, match=r"rewards go down to -0\.5; MaxRL divides by their mean"):
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "message"),
+    [
+        (
+            {"advantage_estimator": "remax"},
+            "rewards",
+            r"no 'reward_baselines'.*RolloutManager\(greedy_baselines=True\)",
+        ),
+        ({"advantage_estimator": "gdpo"}, "rewards group_ids", "no entry 'rewards/NAME'"),
+        (
+            {"advantage_estimator": "gdpo", "gdpo_weights": {"format": 2}},
+            "rewards group_ids rewards/right",
+            "gdpo_weights has 'format', but the rewards in the rollout data are right",
+        ),
+        ({"kl_coef": 0.1}, "rewards group_ids", "no 'ref_log_probs'"),
+        ({"overlong_filtering": True}, "rewards group_ids", "overlong_filtering=True needs 'truncated'"),
+        (
+            {"advantage_estimator": "gae", "rollout_correction": "geo_rs", "role": "critic"},
+            "rewards values rollout_log_probs",
+            r"no 'old_log_probs', by which the critic leaves out.*connect\(\) with the actor's group",
+        ),
+    ],
+)
+def test_entries_that_estimators_need(given, names, message):
+    role = given.pop("role", "actor")
+    with pytest.raises(RolloutDataError, match=message):
+        check_entries(names.split(), read_args(given), role)
