@@ -30,6 +30,8 @@ HOW = [
     SamplingParams(12, top_p=0.8),
     SamplingParams(12, top_k=5),
     SamplingParams(12, temperature=0.7, top_p=0.8, top_k=9),
+    SamplingParams(12, min_p=0.1),
+    SamplingParams(12, top_p=0.8, top_k=9, min_p=0.2),
     SamplingParams(12, temperature=0.0),
 ]
 SECONDS = 30.0
@@ -74,6 +76,7 @@ BAD: dict[str, Callable[[RolloutEngine], object]] = {
     **{f"temperature {value!r}": bad_params(temperature=value) for value in (1e-9, -1, math.nan, math.inf, "1", None)},
     **{f"top_p {value!r}": bad_params(top_p=value) for value in (0, 1.5, math.nan, "1")},
     **{f"top_k {value!r}": bad_params(top_k=value) for value in (-1, 0.5, True)},
+    **{f"min_p {value!r}": bad_params(min_p=value) for value in (-0.1, 1.5, math.nan, "1", None)},
     **{f"stop_token_ids {ids!r}": bad_params(stop_token_ids=ids) for ids in (2, [10**9], [-1], ["a"], [0.5])},
     "prompt and seed of generate": lambda engine: engine.generate([[1], [2]], SamplingParams(4), [0, 0.5]),
 }

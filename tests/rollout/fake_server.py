@@ -73,7 +73,7 @@ class FakeServer(ThreadingHTTPServer):
             rows = [numbers[k : k + VOCABULARY] for k in range(0, len(numbers), VOCABULARY)]
             setattr(self, name, rows if name == "following" else rows[0])
 
-    def tokens(self, prompt, count, temperature, top_p, top_k, draw, stops=()):
+    def tokens(self, prompt, count, temperature, top_p, top_k, draw, stops=(), min_p=0.0):
         """Yield (token, its log-probability, log-probabilities of all tokens) at temperature 1 or as configured."""
         last = prompt[-1]
         for _ in range(count):
@@ -82,7 +82,7 @@ class FakeServer(ThreadingHTTPServer):
                     self.changed.wait()
                 logits = [a + b for a, b in zip(self.following[last], self.bias, strict=True)]
             raw, tempered = log_softmax(logits), log_softmax([one / (temperature or 1.0) for one in logits])
-            kept = truncated(tempered, top_p, 1 if temperature == 0 else top_k)
+            kept = truncated(tempered, top_p, 1 if temperature == 0 else top_k, min_p)
             weights = [math.exp(one) for one in kept]
             token = draw(weights)
             whole = {
@@ -104,9 +104,10 @@ def log_softmax(logits):
     return [one - total for one in logits]
 
 
-def truncated(log_probs, top_p, top_k):
+def truncated(log_probs, top_p, top_k, min_p):
     order = sorted(range(len(log_probs)), key=lambda token: -log_probs[token])
-    order = order[: top_k if top_k > 0 else None]
+    lowest = min_p * math.exp(log_probs[order[0]])
+    order = [token for token in order[: top_k if top_k > 0 else None] if math.exp(log_probs[token]) >= lowest]
     whole = sum(math.exp(log_probs[token]) for token in order)
     kept, mass = [], 0.0
     for token in order:
@@ -209,6 +210,7 @@ class Handler(BaseHTTPRequestHandler):
                 body.get("top_k", 0),
                 lambda weights: state.choices(range(VOCABULARY), weights)[0],
                 stops,
+                body.get("min_p", 0.0),
             )
             for number, (token, log_prob, whole) in enumerate(tokens, 1):
                 order = sorted(range(VOCABULARY), key=lambda one: -whole[one])[:top]

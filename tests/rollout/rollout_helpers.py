@@ -76,10 +76,12 @@ def chosen_log_probs(distributions, completion, sampling_mask=None):
 
 
 def left_to_choose(log_probs, how):
-    """The tokens that `how` leaves, from the definition: the most likely `top_k`, and of these the most likely ones
-    until they reach `top_p` of their probability. Empty if nothing is left out."""
+    """The tokens that `how` leaves, from the definition: the most likely `top_k`, of these those with `min_p` of the
+    most likely one's probability, and of these the most likely ones until they reach `top_p` of their probability.
+    Empty if nothing is left out."""
     ranked = sorted(range(len(log_probs)), key=lambda token: -float(log_probs[token]))
-    ranked = ranked[: how.top_k or None]
+    lowest = how.min_p * math.exp(float(log_probs[ranked[0]]))
+    ranked = [token for token in ranked[: how.top_k or None] if math.exp(float(log_probs[token])) >= lowest]
     total = sum(math.exp(float(log_probs[token])) for token in ranked)
     kept, mass = [], 0.0
     for token in ranked:
@@ -87,7 +89,7 @@ def left_to_choose(log_probs, how):
         mass += math.exp(float(log_probs[token])) / total
         if mass >= how.top_p:
             break
-    return sorted(kept) if how.temperature and (how.top_k or how.top_p < 1) else []
+    return sorted(kept) if how.temperature and (how.top_k or how.min_p or how.top_p < 1) else []
 
 
 def check_versions(data, log_probs_of, atol=1e-5):
@@ -230,7 +232,7 @@ class BigramEngine(RequestEngine):
         if not logits.isfinite().all():
             raise RolloutError("the logits are not finite")
         log_probs = logits.log_softmax(-1)
-        left = truncated(log_probs[None], how.top_k if how.temperature else 0, how.top_p if how.temperature else 1)[0]
+        left = truncated(log_probs[None], how.top_k, how.top_p, how.min_p)[0] if how.temperature else log_probs
         draw = torch.Generator().manual_seed((1_000_003 * request.seed + place) % 2**63)  # the same, however it came
         token = int(log_probs.argmax() if how.temperature == 0 else torch.multinomial(left.exp(), 1, generator=draw))
         ended = "stop" if token in how.stop_token_ids else "length" if request.remaining == 1 else None

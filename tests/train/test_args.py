@@ -185,7 +185,11 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
         ({"update_weights_disk_dir": "x"}, "update_weights_disk_dir has no effect with .*='store'"),
         ({"update_weights_full_every": 3}, "update_weights_full_every has no effect"),
         ({"kl_loss_coef": 0.1, "kl_loss_type": "k1"}, "the gradient of k1 has mean 0"),
-        ({"rollout_top_p": 0.9}, "rollout_top_p=0.9 and rollout_top_k=0 may leave any .* rollout_top_k to at most 512"),
+        (
+            {"rollout_top_p": 0.9},
+            "rollout_top_p=0.9, rollout_top_k=0 and rollout_min_p=0.0 may leave any .* rollout_top_k to at most 512",
+        ),
+        ({"rollout_min_p": 0.1}, "may leave any number of tokens"),
         ({"rollout_top_k": 513}, "may leave any number of tokens"),
         ({"policy_loss_type": "kl_cov"}, r"'kl_cov': the penalty \|log\(p / p_old\)\| is 0 in the first step"),
         (
@@ -252,8 +256,8 @@ def test_critic_has_its_own_keys():
 def test_keys_of_evaluation_replace_those_of_the_rollout():
     given = {"temperature": 0.7, "rollout_top_p": 0.9, "rollout_max_response_len": 8, "rollout_stop_token_ids": [3]}
     assert SamplingParams.for_eval(given) == SamplingParams.from_args(given) == SamplingParams(8, 0.7, 0.9, 0, (3,))
-    given |= {"eval_temperature": 0, "eval_top_p": 1.0, "eval_top_k": 5, "eval_max_response_len": 20}
-    assert SamplingParams.for_eval(given) == SamplingParams(20, 0.0, 1.0, 5, (3,))
+    given |= {"eval_temperature": 0, "eval_top_p": 1.0, "eval_top_k": 5, "eval_min_p": 0.1, "eval_max_response_len": 20}
+    assert SamplingParams.for_eval(given) == SamplingParams(20, 0.0, 1.0, 5, (3,), 0.1)
     with pytest.raises(TrainArgsError, match=r"n_samples_per_eval_prompt=4: with eval_temperature=0"):
         read_args({"eval_temperature": 0, "n_samples_per_eval_prompt": 4})
     with pytest.raises(TrainArgsError, match=r"on_reward_timeout=0\.0 needs reward_timeout"):

@@ -160,14 +160,15 @@ class RolloutWorker(WeightReceiver):
             return
         self._told_bias = True
         logger.warning(
-            "%s does not return the tokens that top_p=%g and top_k=%d leave to choose from. It samples from the "
-            "distribution renormalized over them, but rollout_log_probs and the trainer's log-probabilities are those "
-            "before: each token's importance weight against the sampler is wrong by the log of the probability that "
-            "was kept%s. Use top_p=1 and top_k=0, or an engine that returns the sets, see docs/engines.md",
+            "%s does not return the tokens that top_p=%g, top_k=%d and min_p=%g leave to choose from. It samples from "
+            "the distribution renormalized over them, but rollout_log_probs and the trainer's log-probabilities are "
+            "those before: each token's importance weight against the sampler is wrong by the log of the probability "
+            "that was kept%s. Use top_p=1, top_k=0 and min_p=0, or an engine that returns the sets: docs/losses.md",
             type(self.engine).__name__,
             how.top_p,
             how.top_k,
-            f", up to {-math.log(how.top_p):.2g} nats per token" if not how.top_k else "",
+            how.min_p,
+            f", up to {-math.log(how.top_p):.2g} nats per token" if not how.top_k and not how.min_p else "",
         )
 
     def _take_held(self, orders: Orders) -> None:

@@ -382,6 +382,9 @@ class TrainArgs:
     rollout_max_response_len: int = _key(16, "maximum length of a completion, in tokens", least=1)
     rollout_top_p: float = _key(1.0, "sample from the most likely tokens with this total probability", above=0, most=1)
     rollout_top_k: int = _key(0, "sample from this many of the most likely tokens; 0 for all", least=0)
+    rollout_min_p: float = _key(
+        0.0, "sample from the tokens with at least this share of the most likely one's probability", least=0, most=1
+    )
     rollout_stop_token_ids: list[int] | None = _key(
         None,
         "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
@@ -416,6 +419,7 @@ class TrainArgs:
     )
     eval_top_p: float | None = _key(None, "rollout_top_p in an evaluation; by default rollout_top_p", above=0, most=1)
     eval_top_k: int | None = _key(None, "rollout_top_k in an evaluation; by default rollout_top_k", least=0)
+    eval_min_p: float | None = _key(None, "rollout_min_p in an evaluation; by default rollout_min_p", least=0, most=1)
     eval_max_response_len: int | None = _key(
         None, "rollout_max_response_len in an evaluation; by default rollout_max_response_len", least=1
     )

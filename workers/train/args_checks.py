@@ -325,15 +325,13 @@ def check_effects(given: Collection[str], args: Any) -> None:
             "args.kl_loss_type='k1': the gradient of k1 has mean 0, so kl_loss_coef adds only noise; use 'k1+' or 'k3'",
             stacklevel=3,
         )
-    if (
-        args.temperature
-        and (args.rollout_top_p < 1 or args.rollout_top_k)
-        and not 0 < args.rollout_top_k <= LARGEST_SET
-    ):
+    truncates = args.rollout_top_p < 1 or args.rollout_top_k or args.rollout_min_p
+    if truncates and not 0 < args.rollout_top_k <= LARGEST_SET:
         warnings.warn(
-            f"args.rollout_top_p={args.rollout_top_p} and rollout_top_k={args.rollout_top_k} may leave any number of "
-            "tokens to choose from. The rollout data has 4 bytes for each of them, and VLLMEngine and HTTPEngine "
-            f"return no sets of more than {LARGEST_SET}. Set rollout_top_k to at most {LARGEST_SET}",
+            f"args.rollout_top_p={args.rollout_top_p}, rollout_top_k={args.rollout_top_k} and rollout_min_p="
+            f"{args.rollout_min_p} may leave any number of tokens to choose from. The rollout data has 4 bytes for "
+            f"each of them, and VLLMEngine and HTTPEngine return no sets of more than {LARGEST_SET}. Set rollout_top_k "
+            f"to at most {LARGEST_SET}",
             stacklevel=3,
         )
     on_policy = args.num_steps_per_rollout * args.ppo_epochs == 1 and not (

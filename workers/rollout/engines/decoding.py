@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -283,16 +284,16 @@ def sample(
         The tokens, their log-probabilities, see `Completion`, and the tokens that each was drawn from, see
         `SamplingMask`: none where nothing was left out.
     """
-    alike: dict[tuple[float, int, float], list[int]] = {}
+    alike: dict[tuple[float, int, float, float], list[int]] = {}
     for row, how in enumerate(sampling_params):
-        alike.setdefault((how.temperature, how.top_k, how.top_p), []).append(row)
+        alike.setdefault((how.temperature, how.top_k, how.top_p, how.min_p), []).append(row)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(len(logits), device=logits.device)
     kept: list[Sequence[int]] = [()] * len(logits)
-    for (temperature, top_k, top_p), rows in alike.items():
+    for (temperature, top_k, top_p, min_p), rows in alike.items():
         where: torch.Tensor | slice = slice(None) if len(alike) == 1 else torch.tensor(rows, device=logits.device)
         of_model = torch.log_softmax(logits[where].float() / (temperature or 1.0), dim=-1)
-        left = truncated(of_model, top_k, top_p) if temperature else of_model
+        left = truncated(of_model, top_k, top_p, min_p) if temperature else of_model
         noisy = _with_noise(left, [generators[row] for row in rows]) if temperature else of_model
         chosen = noisy.argmax(dim=-1)
         sets = None
@@ -316,23 +317,26 @@ def _with_noise(log_probs: torch.Tensor, generators: Sequence[torch.Generator]) 
     return log_probs - noise.clamp_(min=smallest).log_()
 
 
-def truncated(log_probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Set log-probabilities to -inf outside ``top_k``, then outside ``top_p`` of the renormalized rest. The most likely
-    token always stays.
+def truncated(log_probs: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
+    """Set log-probabilities to -inf outside ``top_k`` and ``min_p``, then outside ``top_p`` of the renormalized rest.
+    The most likely token always stays.
 
     Args:
         log_probs: (rows, vocabulary).
         top_k: number of tokens to keep; 0 for all.
         top_p: probability to keep; 1 for all.
+        min_p: lowest probability to keep, as a share of the most likely token's; 0 for all.
 
     Returns:
         (rows, vocabulary), not renormalized.
     """
     vocabulary = log_probs.shape[-1]
     kept = min(top_k or vocabulary, vocabulary)
-    if kept == vocabulary and top_p >= 1:
+    if kept == vocabulary and top_p >= 1 and min_p <= 0:
         return log_probs
     best, tokens = log_probs.topk(kept, dim=-1)
+    if min_p > 0:
+        best = best.masked_fill(best < best[:, :1] + math.log(min_p), -torch.inf)
     if top_p < 1:
         probs = best.softmax(-1)
         best = best.masked_fill(probs.cumsum(-1) - probs >= top_p, -torch.inf)

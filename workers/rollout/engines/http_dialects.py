@@ -102,6 +102,7 @@ class OpenAI:
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
             **({"top_k": how.top_k} if how.top_k else {}),
+            **({"min_p": how.min_p} if how.min_p else {}),
         }
 
     async def parts(
@@ -180,8 +181,8 @@ class VLLM(OpenAI):
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
         """See `OpenAI.body`. What is not sent would be taken from the model's generation_config.json."""
-        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
-        return {**super().body(prompt, how, new_tokens, seed, top), "top_k": how.top_k, **neutral}
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return {**super().body(prompt, how, new_tokens, seed, top), "top_k": how.top_k, "min_p": how.min_p, **neutral}
 
     def pause(self) -> None:
         """See `OpenAI.pause`. Requests keep their keys and values."""
@@ -285,11 +286,10 @@ def check_log_probs(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) ->
         RolloutError: they would not.
     """
     url = dialect.server.url
-    truncated = how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)
     if log_probs == "raw" and how.temperature not in (0, 1):
         is_, wanted = "at temperature 1", f"temperature={how.temperature}"
-    elif log_probs == "processed" and truncated:
-        is_, wanted = "after top_p and top_k", f"top_p={how.top_p}, top_k={how.top_k}"
+    elif log_probs == "processed" and how.truncates:
+        is_, wanted = "after top_p, top_k and min_p", f"top_p={how.top_p}, top_k={how.top_k}, min_p={how.min_p}"
     else:
         return
     raise RolloutError(

@@ -31,6 +31,7 @@ from workers.rollout.engines.rollout_engine import (
     FinishReason,
     PauseMode,
     SamplingParams,
+    check_min_p,
     check_tensor,
     left_of_top,
     top_wanted,
@@ -199,9 +200,12 @@ class HTTPEngine(RequestEngine):
 
         Raises:
             RolloutError: also if the server's log-probabilities would not be those of `Completion`.
+            ValueError: also if ``min_p`` needs another ``top_k``.
         """
         super().check_request(number, prompt, sampling_params)
         check_log_probs(self._log_probs, self._dialect, sampling_params)
+        if self._log_probs == "tempered":
+            check_min_p(sampling_params, self.vocab_size)
 
     def serve(self) -> None:
         arrived: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
@@ -298,7 +302,7 @@ class HTTPEngine(RequestEngine):
     def _parts_of(self, request: Request) -> AsyncIterator[Part]:
         how, seed, done = request.sampling_params, request.seed, len(request.token_ids)
         if how.temperature == 0 and self._log_probs == "tempered":  # vLLM's LogProbs leaves temperature 0 alone
-            how = replace(how, temperature=1.0, top_p=1.0, top_k=1)
+            how = replace(how, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
         if done:
             seed = mixed_seed(seed, done)  # the seed itself would repeat the first random numbers
         prompt, top = request.prompt + request.token_ids, self._top(request.sampling_params)

@@ -28,6 +28,8 @@ class SamplingParams:
         top_p: sample only from the most likely tokens that together have this probability; 1 keeps all tokens.
         top_k: sample only from this many of the most likely tokens; 0 keeps all tokens.
         stop_token_ids: a completion ends with the first of these tokens and includes it.
+        min_p: sample only from tokens with at least this share of the most likely one's probability (Nguyen et al.
+            2024, arXiv 2407.01082); 0 keeps all tokens. ``top_p`` is of what ``top_k`` and ``min_p`` keep.
 
     Raises:
         ValueError: a value is out of range.
@@ -38,6 +40,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         def take(name: str, value: Any, ok: bool, expected: str) -> None:
@@ -46,10 +49,11 @@ class SamplingParams:
             object.__setattr__(self, name, value)  # Python's own number, whatever was given
 
         new, top_k = as_integer(self.max_new_tokens), as_integer(self.top_k)
-        temperature, top_p = _as_number(self.temperature), _as_number(self.top_p)
+        temperature, top_p, min_p = map(_as_number, (self.temperature, self.top_p, self.min_p))
         take("max_new_tokens", new, new is not None and new >= 1, "an integer of at least 1")
         take("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0")
         take("top_p", top_p, 0 < top_p <= 1, "a number above 0 and at most 1")
+        take("min_p", min_p, 0 <= min_p <= 1, "a number from 0 to 1")
         take("top_k", top_k, top_k is not None and top_k >= 0, "an integer of at least 0")
         try:
             stops = tuple(as_integer(token) for token in self.stop_token_ids)
@@ -65,7 +69,7 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         """Whether tokens are left out before one is drawn. Taking the most likely one draws nothing."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @classmethod
     def from_args(cls, args: Any) -> SamplingParams:
@@ -85,6 +89,7 @@ class SamplingParams:
             top_p=args.rollout_top_p,
             top_k=args.rollout_top_k,
             stop_token_ids=tuple(end_tokens(args) if stops is None else stops),
+            min_p=args.rollout_min_p,
         )
 
     @classmethod
@@ -102,6 +107,7 @@ class SamplingParams:
             "temperature": args.eval_temperature,
             "top_p": args.eval_top_p,
             "top_k": args.eval_top_k,
+            "min_p": args.eval_min_p,
         }
         return replace(cls.from_args(args), **{name: value for name, value in given.items() if value is not None})
 
@@ -128,8 +134,8 @@ PauseMode = Literal["keep", "abort", "wait"]
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """The tokens that ``top_p`` and ``top_k`` left to choose from, for each token of a completion: 4 bytes per kept
-    token, and 4 per position.
+    """The tokens that ``top_p``, ``top_k`` and ``min_p`` left to choose from, for each token of a completion: 4 bytes
+    per kept token, and 4 per position.
 
     Attributes:
         token_ids: int32, those of all positions, one position after the other, in any order within one.
@@ -178,6 +184,21 @@ def top_wanted(sampling_params: SamplingParams, most: int) -> int:
     return min(min(sampling_params.top_k or LARGEST_SET, LARGEST_SET) + TIES, most)
 
 
+def check_min_p(sampling_params: SamplingParams, vocab_size: int | None) -> None:
+    """Raise if a set may be too large to be found by `left_of_top`. vLLM applies ``min_p`` before `LogProbs` of
+    `workers.rollout.engines.vllm_worker`, so that the log-probability before it is not known.
+
+    Raises:
+        ValueError: ``min_p`` needs another ``top_k``.
+    """
+    bounded = 0 < sampling_params.top_k <= LARGEST_SET or (vocab_size is not None and vocab_size <= LARGEST_SET)
+    if sampling_params.min_p and sampling_params.truncates and not bounded:
+        raise ValueError(
+            f"SamplingParams: min_p={sampling_params.min_p} needs top_k from 1 to {LARGEST_SET} with vLLM, so that the "
+            "tokens that are left can be told"
+        )
+
+
 def left_of_top(
     log_prob: float, top: Mapping[int, float], wanted: int, vocab_size: int | None
 ) -> tuple[Sequence[int], float]:
@@ -208,8 +229,8 @@ class Completion:
         token_ids: the generated tokens, including the stop token.
         log_probs: log-probability of each token, in nats, under the model at the sampling temperature (at temperature 1
             if it is 0). With a ``sampling_mask``, of the distribution that the token was drawn from, renormalized over
-            the tokens that were left; otherwise before ``top_p`` and ``top_k`` truncate it. This is what a trainer
-            computes for the same tokens and mask.
+            the tokens that were left; otherwise before ``top_p``, ``top_k`` and ``min_p`` truncate it. This is what a
+            trainer computes for the same tokens and mask.
         finish_reason: "stop" if a stop token ended it, "length" if ``max_new_tokens`` did, "abort" if
             `RolloutEngine.abort` did.
         weight_versions: version of the weights that generated each token; None if the engine does not say, and then all
@@ -219,8 +240,8 @@ class Completion:
             if it chose all of them. It becomes the ``loss_mask`` of the rollout data.
         info: what the engine's environment knows of the completion, such as whether a test passed. A reward function
             with a parameter ``info`` gets it.
-        sampling_mask: what ``top_p`` and ``top_k`` left to choose from; None if they left everything at every token, or
-            if the engine does not say. It becomes the ``sampling_mask`` of the rollout data.
+        sampling_mask: what ``top_p``, ``top_k`` and ``min_p`` left to choose from; None if they left everything at
+            every token, or if the engine does not say. It becomes the ``sampling_mask`` of the rollout data.
     """
 
     token_ids: list[int]
@@ -261,7 +282,7 @@ class RolloutEngine(ABC):
             the others go on, and starts a worker with another rank. Otherwise it restarts the worker at its rank, and
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
-        sampling_masks: whether completions have a `Completion.sampling_mask` if ``top_p`` or ``top_k`` truncate.
+        sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
         exact_digest: what `workers.exact.probe` returned, in exact mode; None otherwise.
     """
 

@@ -41,7 +41,14 @@ from typing import TYPE_CHECKING, Any
 from workers.device import current_device, dtype_of, use_device
 from workers.hf_files import config_of, make_model, meta_model, shapes_of
 from workers.rollout.engines.request_engine import CLOSE_SECONDS, READING, Request, RequestEngine
-from workers.rollout.engines.rollout_engine import FinishReason, check_tensor, left_of_top, top_wanted
+from workers.rollout.engines.rollout_engine import (
+    FinishReason,
+    SamplingParams,
+    check_min_p,
+    check_tensor,
+    left_of_top,
+    top_wanted,
+)
 from workers.rollout.engines.vllm_layout import joined
 from workers.rollout.engines.vllm_options import EngineFolder, LastLines, arguments_for, files_in, import_vllm
 from workers.rollout.rollout_errors import RolloutError, WeightsError
@@ -167,6 +174,15 @@ class VLLMEngine(RequestEngine):
 
     # --- requests -------------------------------------------------------------------------------------------------
 
+    def check_request(self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams) -> None:
+        """See `RequestEngine.check_request`.
+
+        Raises:
+            ValueError: also if ``min_p`` needs another ``top_k``.
+        """
+        super().check_request(number, prompt, sampling_params)
+        check_min_p(sampling_params, self.vocab_size)
+
     def prepare_thread(self) -> None:
         """CUDA's current device is per thread."""
         use_device(self._device)
@@ -207,6 +223,7 @@ class VLLMEngine(RequestEngine):
             max_tokens=request.remaining,
             temperature=1.0 if greedy else params.temperature,
             top_p=1.0 if greedy else params.top_p,
+            min_p=0.0 if greedy else params.min_p,
             top_k=1 if greedy else min(params.top_k, self.vocab_size or params.top_k),  # vLLM's has 32 bits
             seed=_seed(request),
             stop_token_ids=list(params.stop_token_ids),
