@@ -176,7 +176,7 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected k numbers per token, {(*ids.shape, 'k')}"
             )
-        if (name in PER_ROW or name.startswith(REWARD_PART)) and _shape(value) != (len(ids),):
+        if (name in PER_ROW or str(name).startswith(REWARD_PART)) and _shape(value) != (len(ids),):
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected one number per row, ({len(ids)},)"
             )
