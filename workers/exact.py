@@ -26,8 +26,8 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from workers.extras import require
 EXACT = "exact"
 """Name of the attention and of the experts, among transformers' implementations."""
 
-COLUMNS = 64
+COLUMNS = 16
 """Keys are padded to a multiple of this."""
 
 VECTOR = 64
@@ -52,16 +52,18 @@ class ExactError(SingleControllerError, RuntimeError):
     """Exact mode is not possible with this model, or on this machine."""
 
 
-class _Positions(NamedTuple):
-    """Where queries and keys are, in the forward pass of an engine.
+class _Positions:
+    """Where queries and keys are, in one forward pass of an engine; see `row_positions`."""
 
-    Attributes:
-        queries: (B, M) int64, position of each query in its row.
-        begin: (B,) int64, column of each row's first key; None for 0.
-    """
+    def __init__(self, queries: torch.Tensor, begin: torch.Tensor | None) -> None:
+        self.queries, self.begin = queries, begin
+        self._hidden: dict[tuple[int, int | None], torch.Tensor] = {}
 
-    queries: torch.Tensor
-    begin: torch.Tensor | None
+    def hidden(self, width: int, window: int | None) -> torch.Tensor:
+        """Return (B, M, width) bool: which columns a query does not see. It is the same for most layers."""
+        if (width, window) not in self._hidden:
+            self._hidden[width, window] = _unseen(self.queries, width, window)
+        return self._hidden[width, window]
 
 
 _positions: ContextVar[_Positions | None] = ContextVar("exact_positions", default=None)
@@ -126,34 +128,47 @@ def exact_attention(
     batch, heads, count, size = query.shape
     groups, length = key.shape[1:3]
     at = _positions.get()
-    if at is None:
-        queries = torch.arange(length - count, length, device=query.device)[None]
-    else:
-        queries = at.queries
-        if at.begin is not None:
-            columns = (torch.arange(length, device=key.device) + at.begin[:, None]).clamp_(max=length - 1)
-            index = columns[:, None, :, None].expand(batch, groups, length, size)
-            key, value = key.gather(2, index), value.gather(2, index)
+    if at is not None and at.begin is not None:
+        columns = (torch.arange(length, device=key.device) + at.begin[:, None]).clamp_(max=length - 1)
+        index = columns[:, None, :, None].expand(batch, groups, length, size)
+        key, value = key.gather(2, index), value.gather(2, index)
     if more := -length % COLUMNS:
         key, value = F.pad(key, (0, 0, 0, more)), F.pad(value, (0, 0, 0, more))
-    width, together = length + more, heads // groups * count
-    query = _with_rows(query.reshape(batch, groups, together, size))
-    columns = torch.arange(width, device=query.device)
-    hidden = columns > queries[..., None]
-    if sliding_window is not None:
-        hidden |= columns <= queries[..., None] - sliding_window
-    scores = torch.matmul(query, key.transpose(-1, -2)) * (size**-0.5 if scaling is None else scaling)
+    width = length + more
+    if at is None:
+        hidden = _hidden(length - count, length, width, sliding_window, query.device)
+    else:
+        hidden = at.hidden(width, sliding_window)
+    query = query * (size**-0.5 if scaling is None else scaling)
+    rows = heads // groups * count
+    lacking = max(0, least_rows() - rows)
+    query = query.reshape(batch, groups, rows, size)
+    if lacking and count == 1:  # the other rows are of the same position
+        query, rows = F.pad(query, (0, 0, 0, lacking)), rows + lacking
+    elif lacking:
+        query = F.pad(query, (0, 0, 0, lacking))
+    scores = torch.matmul(query, key.transpose(-1, -2))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores[:, :, :together].unflatten(2, (-1, count)).masked_fill(hidden[:, None, None], -torch.inf)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    made = torch.matmul(_with_rows(weights.flatten(2, 3)), value)[:, :, :together]
+    scores = scores[:, :, :rows].unflatten(2, (-1, count)).masked_fill(hidden[:, None, None], -torch.inf)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype).flatten(2, 3)
+    if lacking and count > 1:
+        weights = F.pad(weights, (0, 0, 0, lacking))
+    made = torch.matmul(weights, value)[:, :, : heads // groups * count]
     return made.reshape(batch, heads, count, size).transpose(1, 2).contiguous(), None
 
 
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Pad the second to last dim with zeros."""
-    return F.pad(tensor, (0, 0, 0, max(0, least_rows() - tensor.shape[-2])))
+@lru_cache(maxsize=4)
+def _hidden(begin: int, end: int, width: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return (1, M, width) bool: which columns the queries at positions from ``begin`` to before ``end`` do not see."""
+    with torch.inference_mode(False):  # or it could not be used again in training
+        return _unseen(torch.arange(begin, end, device=device)[None], width, window)
+
+
+def _unseen(queries: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
+    columns = torch.arange(width, device=queries.device)
+    hidden = columns > queries[..., None]
+    return hidden if window is None else hidden | (columns <= queries[..., None] - window)
 
 
 def exact_experts(

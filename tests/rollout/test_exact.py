@@ -80,7 +80,7 @@ def trainer_log_probs(engine, rows, temperature=0.7):
 
 
 def test_many_tokens_equal():
-    """What only some values show: the ends of activations' inputs in other kernels differ in one token of a thousand."""
+    """What only some values show: the ends of activations' inputs differ in one token of a thousand."""
     engine = HFEngine(CONFIGS["llama"], seed=4, max_batch_size=5, exact=True)
     given = prompts(150, longest=4)
     completions = engine.generate(given, SamplingParams(20, temperature=0.7), range(150))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -37,19 +38,20 @@ class ExactBatch(Batch):
     def _forward(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any = None) -> Any:
         count, new = len(tokens), max(map(len, tokens))
         spare = max(0, least_rows() - count)
-        ids = torch.zeros(count + spare, new, dtype=torch.int64)
-        for row, of_row in enumerate(tokens):
-            ids[row, new - len(of_row) :] = torch.tensor(of_row)
-        last = torch.tensor([*lengths, *[1] * spare]) - 1
-        ids, last = ids.to(self._device), last.to(self._device)
-        positions = (last[:, None] - torch.arange(new - 1, -1, -1, device=self._device)).clamp_(min=0)
+        tokens = [*tokens, *([0] for _ in range(spare))]
+        ids = torch.tensor([[*repeat(0, new - len(row)), *row] for row in tokens], device=self._device)
+        last = torch.tensor([*lengths, *repeat(1, spare)], device=self._device) - 1
+        positions = last[:, None]
+        if new > 1:
+            positions = (positions - torch.arange(new - 1, -1, -1, device=self._device)).clamp_(min=0)
         begin = None
         if cache is None:
             cache = DynamicCache()
             begin = new - 1 - last if spare or min(lengths) < new else None
         else:
+            at = last[:, None, None, None]
             for layer in cache.layers:
-                layer.at, layer.width = last, width
+                layer.at, layer.width = at, width
         with row_positions(positions, begin):
             made = self._model(
                 input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **self._options
@@ -80,7 +82,7 @@ class _AlignedLayer(DynamicLayer):
         capacity: number of columns to allocate.
 
     Attributes:
-        at: (rows,) int64, the column of each row's next token; set before each forward pass.
+        at: (rows, 1, 1, 1) int64, the column of each row's next token; set before each forward pass.
         width: number of tokens of the longest row after it.
     """
 
@@ -101,9 +103,8 @@ class _AlignedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.arange(len(self.at), device=self.at.device)
-        self._all_keys[rows, :, self.at] = key_states[:, :, 0]
-        self._all_values[rows, :, self.at] = value_states[:, :, 0]
+        self._all_keys.scatter_(2, self.at.expand_as(key_states), key_states)
+        self._all_values.scatter_(2, self.at.expand_as(value_states), value_states)
         self._set_width(self.width)
         return self.keys, self.values
 
