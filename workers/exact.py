@@ -12,7 +12,9 @@ computed with it:
   zeros to a multiple of `COLUMNS`. Keys of a row start at column 0 in both, because a sum over keys depends on the
   columns that they are in.
 - Experts (`exact_experts`): each expert gets at least that many rows.
-- Norms, activations, rotary embeddings and the log-softmax are computed for each token alone, always alike.
+- Activations: the kernels of some (SiLU, the tanh form of GELU) compute whole vectors in another way than the numbers
+  that are left at the end. So their inputs are padded to whole vectors.
+- Norms, rotary embeddings, the softmax and the log-softmax are computed for each token alone, always alike.
 
 None of this is a promise of the kernels. `probe` tests it with the shapes of a model, on the machine that is to run it.
 """
@@ -21,9 +23,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +41,9 @@ EXACT = "exact"
 
 COLUMNS = 64
 """Keys are padded to a multiple of this."""
+
+VECTOR = 64
+"""Inputs of activations are padded to a multiple of this: kernels take two vectors of up to 512 bits at a time."""
 
 PROBE_LAYERS = 2
 
@@ -201,10 +207,19 @@ def make_exact(model: Any) -> None:
         raise ExactError(f"exact mode cannot replace the attention of {type(model).__name__}: {error}") from error
     if model.config.get_text_config()._attn_implementation != EXACT:
         raise ExactError(f"exact mode cannot replace the attention of {type(model).__name__}")
+    for module in model.modules():
+        if type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
+            module.forward = partial(_in_whole_vectors, module.forward)
     head = model.get_output_embeddings()
     if head is not None:
         # Of the last tokens of longer rows, which are not contiguous, torch would multiply each row for itself.
         head.register_forward_pre_hook(_contiguous)
+
+
+def _in_whole_vectors(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    flat = x.reshape(-1)
+    made = activation(F.pad(flat, (0, more)) if (more := -len(flat) % VECTOR) else flat)
+    return made[: len(flat)].view(x.shape)
 
 
 def _contiguous(module: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from single_controller import Dispatch, Worker, register
-from workers.rollout.engines.rollout_engine import Completion, RolloutEngine
+from workers.rollout.engines.rollout_engine import Completion, RolloutEngine, SamplingParams
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.weight_sync import WeightSender
 from workers.weight_sync.digest import digest
@@ -173,7 +173,7 @@ class Rollout(RolloutWorker):
     @register(Dispatch.ONE_TO_ALL)
     def completes(self):
         """The token that this worker generates now, or None if it takes no prompts."""
-        (made,) = self.generate([[1]], None, [0])
+        (made,) = self.generate([[1]], SamplingParams(1), [0])
         return None if made.completion is None else made.completion.token_ids[0]
 
     @register(Dispatch.ONE_TO_ALL)

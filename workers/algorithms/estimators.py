@@ -9,7 +9,8 @@ those of the task's rewards.
 Completions that are left out of the loss (rejected, or truncated with ``overlong_filtering``) still have their part in
 the means and deviations of their groups: what they earned is known, and without them the others' baselines would be
 biased towards what is kept. They have none in whitening, in the optimal token baseline and in the critic's loss, which
-are over the tokens that are trained. verl and NeMo-RL do the same.
+are over the tokens that are trained. verl does the same with rejected completions; the overlong filtering of NeMo-RL
+and SkyRL keeps the rewards in the groups, too.
 """
 
 from __future__ import annotations
