@@ -21,6 +21,7 @@ def server(tmp_path_factory):
     server = VLLMServer(
         tmp_path_factory.mktemp("model"),
         *("--logprobs-mode", "processed_logits", "--logits-processors", "workers.rollout.engines.vllm_worker:LogProbs"),
+        *("--max-logprobs", "64"),
         VLLM_SERVER_DEV_MODE="1",
         VLLM_USE_V2_MODEL_RUNNER="0",
     )
@@ -30,7 +31,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def subject(server):
-    engine = HTTPEngine(server.url, timeout=60)
+    engine = HTTPEngine(server.url, timeout=60, max_logprobs=64)
     yield Subject(engine, config=CONFIG, positions=512)
     engine.close()
 

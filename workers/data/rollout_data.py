@@ -254,7 +254,7 @@ def _check_sampling_mask(data: Mapping[str, Any], real: torch.Tensor, vocab_size
             f"rollout data: row {row} has a sampling_mask at padding or at its first token, which was not drawn; set "
             "its sampling_mask_lengths to 0 there"
         )
-    values, flat = kept.values(), lengths.reshape(-1)
+    values, ends = kept.values(), kept.offsets().tolist()
     if not len(values):
         return
     if int(values.min()) < 0 or (vocab_size is not None and int(values.max()) >= vocab_size):
@@ -262,15 +262,16 @@ def _check_sampling_mask(data: Mapping[str, Any], real: torch.Tensor, vocab_size
             f"rollout data: sampling_mask has token ids from {int(values.min())} to {int(values.max())}; expected 0 to "
             f"below {vocab_size or 'the size of the vocabulary'}"
         )
-    places = torch.arange(len(flat)).repeat_interleave(flat, output_size=len(values))
-    own = torch.zeros(len(flat), dtype=torch.bool)
-    own[places[values == data["input_ids"].reshape(-1)[places]]] = True
-    if bool((~own & (flat > 0)).any()):
-        row, column = divmod(int((~own & (flat > 0)).nonzero()[0]), lengths.shape[1])
-        raise RolloutDataError(
-            f"rollout data: the token at position {column} of row {row}, {int(data['input_ids'][row, column])}, is not "
-            "in its own sampling_mask, so it cannot have been drawn from it"
-        )
+    for row, ids in enumerate(data["input_ids"]):  # one by one: the places of all tokens would be twice the column
+        places = torch.arange(len(ids)).repeat_interleave(lengths[row])
+        own = lengths[row] == 0
+        own[places[values[ends[row] : ends[row + 1]] == ids[places]]] = True
+        if not bool(own.all()):
+            column = int((~own).nonzero()[0])
+            raise RolloutDataError(
+                f"rollout data: the token at position {column} of row {row}, {int(ids[column])}, is not in its own "
+                "sampling_mask, so it cannot have been drawn from it"
+            )
 
 
 def token_versions(data: Mapping[str, Any]) -> Any:
