@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from workers import MegatronLMWorker, read_args, transformer_config
 from workers.data.micro_batches import cut_by_tokens
+from workers.megatron.config import scaled_rope
 from workers.megatron.hf_weights import check_state_dict, hf_shapes
 from workers.megatron.lm_worker import checked_batch
 from workers.megatron.megatron_optimizer import AdamOptions
@@ -150,6 +151,22 @@ def test_wrong_state_dict(change, message):
 def test_unsupported_models(config, options, message):
     with pytest.raises(ValueError, match=message):
         transformer_config(config, **options)
+
+
+@pytest.mark.parametrize(("beta_fast", "truncate"), [(32.0, True), (2.0, True), (2.0, False)])
+def test_yarn_is_megatron_cores(beta_fast, truncate):
+    """The frequencies that a model gets are those of megatron-core's formulas, where it has the options."""
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as core
+
+    rope = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": beta_fast}
+    config = Qwen3Config(**SIZES, head_dim=32, rope_parameters={"rope_type": "yarn", "truncate": truncate, **rope})
+    low, high = core._yarn_find_correction_range(beta_fast, 1.0, 32, 1e4, 64, truncate)
+    keep = 1 - core._yarn_linear_ramp_mask(low, high, 16, torch.device("cpu"))
+    plain = 1 / 1e4 ** (torch.arange(0, 32, 2) / 32)
+    frequencies, factor = scaled_rope(config)
+    torch.testing.assert_close(frequencies, plain * keep + plain / 4 * (1 - keep), rtol=1e-6, atol=0)
+    assert factor == core._yarn_get_concentration_factor(4.0, None, None)
+    assert transformer_config(config).softmax_scale == pytest.approx(factor**2 / 32**0.5)
 
 
 @pytest.mark.parametrize(
