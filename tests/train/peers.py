@@ -22,9 +22,10 @@ from workers.algorithms.corrections import (
     mean_weight,
     off_policy_sequences,
 )
-from workers.algorithms.estimators import AdvantageRows
+from workers.algorithms.estimators import AdvantageRows, value_targets
 from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.algorithms.policy_losses import SELECTIONS, StepTokens
+from workers.algorithms.schedule import adaptive_kl_coef
 from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs, token_log_probs
 from workers.data.micro_batches import MicroBatch
 from workers.train.args import read_args
@@ -133,17 +134,43 @@ def policy_loss_of(given: dict[str, Any]) -> Found:
     return {"loss": total, "gradient": torch.autograd.grad(total, log_probs)[0]}
 
 
-@run
-def advantages(given: dict[str, Any]) -> Found:
+def of_rows(given: dict[str, Any]) -> tuple[AdvantageRows, Any]:
     args, mask = args_of(given["args"]), counted(given)
     data = {"loss_mask": mask, "input_ids": torch.zeros_like(mask), "group_ids": INPUTS[given["groups"]]}
-    for name in ("old_log_probs", "ref_log_probs", "values"):
+    for name in ("old_log_probs", "ref_log_probs", "values", "sum_pi_squared"):
         data[name] = INPUTS[name]
     data["rewards"] = INPUTS[given.get("rewards", "rewards")]
-    rows = AdvantageRows(data, estimator=args.advantage_estimator)
+    data["reward_baselines"] = INPUTS["baseline_rewards"]
+    for name in given.get("components", ()):
+        data[f"rewards/{name}"] = INPUTS[name]
+    return AdvantageRows(data, estimator=args.advantage_estimator), args
+
+
+@run
+def advantages(given: dict[str, Any]) -> Found:
+    rows, args = of_rows(given)
     made = function_of(args, "advantage_estimator")(rows, args)
-    made = per_token(made) * mask
-    return {"advantages": without_bessel(made, mask) if given.get("convert") == "bessel" else made}
+    if given.get("convert") == "by_rows":
+        made = made[:, 0]  # every row begins with a token that counts
+        made = (made - made.mean()) / made.std()
+    made = per_token(made) * counted(given)
+    return {"advantages": without_bessel(made, counted(given)) if given.get("convert") == "bessel" else made}
+
+
+@run
+def advantages_and_returns(given: dict[str, Any]) -> Found:
+    return {**advantages(given), "returns": value_targets(*of_rows(given))}
+
+
+@run
+def adaptive_kl(given: dict[str, Any]) -> Found:
+    coef, found = given["coef"], []
+    for divergence in given["kl"]:
+        coef = adaptive_kl_coef(
+            coef, divergence, target=given["target"], horizon=given["horizon"], completions=given["rows"]
+        )
+        found.append(coef)
+    return {"value": torch.tensor(found, dtype=torch.float64)}
 
 
 @run
@@ -280,6 +307,7 @@ SOURCES = {
     "Overlong": "2503.14476",
     "PPO with IcePop": "2510.18855",
     "PPO with KL loss, unbiased": RL2506,
+    "PPO with off-policy": "2512.02556",
     "PPO with KL": "Schulman 2020",
     "PPO with MIS": "Liu et al. 2025",
     "PPO with seq-mask-tis": "Liu et al. 2025",
@@ -309,6 +337,7 @@ FUNCTIONS = {
     "aggregate": "token_weights",
     "token_rewards_of": "token_rewards",
     "overlong": "overlong_penalty",
+    "adaptive_kl": "adaptive_kl_coef",
     "mismatch": "correction_metrics",
     "kept_by_opsm": "off_policy_sequences",
     "log_probs": "token_log_probs",
