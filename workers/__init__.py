@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.algorithms.registry import register_policy_loss as register_policy_loss
     from workers.data.collate import collate as collate
     from workers.data.rollout_data import RolloutDataError as RolloutDataError
+    from workers.exact import ExactError as ExactError
     from workers.fsdp.fsdp_model import FSDPTrainModel as FSDPTrainModel
     from workers.fsdp.fsdp_worker import FSDPTrainWorker as FSDPTrainWorker
     from workers.hf_export import export_hf as export_hf

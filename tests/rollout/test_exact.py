@@ -20,7 +20,8 @@ from transformers import (
 from waits import wait_until
 
 from workers.algorithms.token_log_probs import next_token_log_probs
-from workers.exact import ExactError, exact_logits, make_exact, probe
+from workers.exact import ExactError, exact_logits, make_exact
+from workers.rollout.engines.exact_decoding import probe
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.rollout_engine import SamplingParams
 

@@ -172,7 +172,7 @@ class RolloutEngine(ABC):
             the others go on, and starts a worker with another rank. Otherwise it restarts the worker at its rank, and
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
-        exact_digest: what `workers.exact.probe` returned, in exact mode; None otherwise.
+        exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
     """
 
     weight_version: int | None = 0
