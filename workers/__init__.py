@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.data.collate import collate as collate
     from workers.data.rollout_data import RolloutDataError as RolloutDataError
     from workers.data.rollout_data import group_numbers as group_numbers
+    from workers.exact import ExactError as ExactError
     from workers.fsdp.fsdp_model import FSDPTrainModel as FSDPTrainModel
     from workers.fsdp.fsdp_worker import FSDPTrainWorker as FSDPTrainWorker
     from workers.hf_export import export_hf as export_hf

@@ -23,7 +23,8 @@ from workers.algorithms.token_log_probs import next_token_log_probs
 from workers.data.collate import collate
 from workers.data.micro_batches import cut_by_tokens, restore
 from workers.data.rollout_data import SAMPLING_MASK, inputs_of
-from workers.exact import ExactError, exact_logits, make_exact, probe
+from workers.exact import ExactError, exact_logits, make_exact
+from workers.rollout.engines.exact_decoding import probe
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.rollout_engine import SamplingParams
 

@@ -22,7 +22,7 @@ from workers.algorithms.token_log_probs import candidate_log_probs, next_token_l
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.data.rollout_data import inputs_of
 from workers.distributed import all_or_none
-from workers.exact import ExactError, exact_logits, probe
+from workers.exact import ExactError, exact_logits
 from workers.fsdp.fsdp_build import build, compute_output_in_float32, mesh_of, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
@@ -114,6 +114,8 @@ class FSDPTrainModel(TrainModel):
         trust = options.trust_remote_code
         seed = None if empty else options.seed
         if options.exact:
+            from workers.rollout.engines.exact_decoding import probe  # imports transformers
+
             with all_or_none(ExactError, "the ranks cannot train exactly"):
                 self.exact_digest = probe(hf_config, options.param_dtype, device, trust_remote_code=trust)
         self.module: Any = build(

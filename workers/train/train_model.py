@@ -66,7 +66,7 @@ class TrainModel(ABC):
     """The Hugging Face config."""
 
     exact_digest: str | None = None
-    """What `workers.exact.probe` returned, in exact mode."""
+    """What `exact_decoding.probe` returned, in exact mode."""
 
     adapter_config: Any = None
     """peft's config of the adapter, if only that is trained, and therefore sent and exported; None if all weights

@@ -70,7 +70,7 @@ class WeightSender:
             for which they need host memory for another copy of the weights. None: those that have the memory. A
             receiver that does not keep it has no version from the beginning of an update to its end. Differences are
             sent only to receivers that do.
-        exact: the trainer's digest in exact mode, see `workers.exact.probe`; an update to an engine with another one,
+        exact: the trainer's digest in exact mode, see `exact_decoding.probe`; an update to an engine with another one,
             or with none, fails before anything is sent. None for any engine.
 
     Raises:

@@ -1,7 +1,9 @@
-"""Decoding for exact mode; see `workers.exact`."""
+"""Decoding for exact mode, and the probe that compares it with a trainer; see `workers.exact`."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
@@ -9,8 +11,14 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from workers.exact import COLUMNS, ExactError, least_rows, row_positions
+from workers.algorithms.token_log_probs import next_token_log_probs
+from workers.exact import COLUMNS, ExactError, exact_logits, least_rows, make_exact, row_positions
+from workers.extras import require
 from workers.rollout.engines.decoding import ROOM, Batch
+from workers.rollout.engines.request_engine import Request
+from workers.rollout.engines.rollout_engine import SamplingParams
+
+PROBE_LAYERS = 2
 
 
 class ExactBatch(Batch):
@@ -131,3 +139,85 @@ def _aligned(
             whole[places, :, :count] = tensor[:, :, begin : begin + count].index_select(0, source)
         first += len(rows)
     return whole
+
+
+def probe(config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False) -> str:
+    """Compare what an engine and a trainer compute, with a model of this config with random weights and at most
+    `PROBE_LAYERS` layers: completions of prompts of several lengths that join a running batch and end one by one,
+    against forward passes over all of them, over some and over each one alone.
+
+    Args:
+        config: the Hugging Face config.
+        dtype: of the computation.
+        device: of the computation.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Returns:
+        A digest of the log-probabilities: equal on machines that compute equal bits.
+
+    Raises:
+        ExactError: a log-probability differs, with how much and between what.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = min(text.num_hidden_layers, PROBE_LAYERS)
+    if "layer_types" in vars(text) and text.layer_types:
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    auto = require("transformers", extra="hf").AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    make_exact(model)
+    dropout = max((one.p for one in model.modules() if isinstance(one, torch.nn.Dropout)), default=0.0)
+    if dropout or getattr(text, "attention_dropout", 0.0):
+        raise ExactError(
+            f"exact mode does not go with the dropout of this {config.model_type!r} config: training would compute "
+            "other log-probabilities than the rollout did. Set its probabilities to 0"
+        )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.eval().requires_grad_(False).to(device)
+
+    most = min(getattr(text, "max_position_embeddings", None) or COLUMNS + 8, COLUMNS + 8)
+    # The longest row crosses a multiple of COLUMNS while it is decoded.
+    sizes = [(min(length, most - count), count) for length, count in ((1, 8), (most, 12), (3, 2), (11, 5), (6, 1))]
+    requests = [
+        Request(str(row), [(7 * row + 3 * at) % text.vocab_size for at in range(length)], SamplingParams(count), row)
+        for row, (length, count) in enumerate(sizes)
+    ]
+    batch = ExactBatch(model, device)
+    batch.add(requests[:3])
+    waiting = requests[3:]
+    while len(batch):
+        for request, token, log_prob in zip(*batch.step()[:3], strict=True):
+            if not request.ended:
+                request.token_ids.append(token)
+                request.log_probs.append(log_prob)
+                request.ended = request.remaining <= 0
+        batch.add(waiting[:2])
+        del waiting[:2]
+
+    decoded = [torch.tensor(request.log_probs) for request in requests]
+    rows = [torch.tensor(request.prompt + request.token_ids) for request in requests]
+    with torch.no_grad():
+        for name, size in (("all rows", len(rows)), ("three rows", 3), ("one row", 1)):
+            for begin in range(0, len(rows), size):
+                ids = torch.nn.utils.rnn.pad_sequence(rows[begin : begin + size], batch_first=True).to(device)
+                positions = torch.arange(ids.shape[1], device=device).expand(ids.shape)
+                found, _ = next_token_log_probs(exact_logits(model, ids, positions), ids)
+                for row, of_row in enumerate(found.cpu(), begin):
+                    prompt, length = len(requests[row].prompt), len(rows[row])
+                    _compare(decoded[row], of_row[prompt:length], f"a forward pass over {name}", config, dtype)
+    return hashlib.sha256(torch.cat(decoded).numpy().tobytes()).hexdigest()[:16]
+
+
+def _compare(one: torch.Tensor, other: torch.Tensor, what: str, config: Any, dtype: torch.dtype) -> None:
+    if torch.equal(one, other):
+        return
+    difference = (one - other).abs()
+    raise ExactError(
+        f"exact mode is not possible here: with a {config.model_type!r} model of this size in {dtype} and "
+        f"{torch.get_num_threads()} threads, {int((difference > 0).sum())} of {len(one)} log-probabilities differ "
+        f"between decoding and {what}, by up to {float(difference.max()):.1e}. Use one thread (OMP_NUM_THREADS=1) and "
+        "float32, or set exact=False"
+    )

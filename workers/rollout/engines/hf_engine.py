@@ -92,7 +92,8 @@ class HFEngine(RequestEngine):
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self._batch: Batch | None = None
         if exact:
-            from workers.exact import make_exact, probe
+            from workers.exact import make_exact
+            from workers.rollout.engines.exact_decoding import probe
 
             make_exact(self.model)
             self.exact_digest = probe(self.model.config, dtype, self.device, trust_remote_code=trust_remote_code)

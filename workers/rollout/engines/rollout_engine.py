@@ -283,7 +283,7 @@ class RolloutEngine(ABC):
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
-        exact_digest: what `workers.exact.probe` returned, in exact mode; None otherwise.
+        exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
     """
 
     weight_version: int | None = 0

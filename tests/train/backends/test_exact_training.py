@@ -1,0 +1,169 @@
+"""Exact mode with real trainers and rollout workers: FSDP on two ranks, HFEngine, weights by the object store."""
+
+import os
+import random
+import signal
+
+import pytest
+import ray
+import torch
+from rollout_helpers import LLAMA, Toy
+from train_helpers import begin, distance, learn, whole_weights
+
+from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from workers import HFEngine, RolloutManager, RolloutStream, SampleBuffer, SamplingParams
+from workers.algorithms.corrections import PRESETS
+from workers.weight_sync.sync_protocol import WeightSyncError
+
+pytestmark = pytest.mark.timeout(240)
+
+B, SAMPLES, ROLLOUTS = 4, 3, 8
+HOW = SamplingParams(9, temperature=0.9, stop_token_ids=(6, 17))
+MODEL = {"model_type": "llama", **{name: LLAMA.to_dict()[name] for name in (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings",
+)}}  # fmt: skip
+ARGS = {"hf_config": MODEL, "lr": 1e-2, "temperature": HOW.temperature, "seed": 3, "exact": True,
+        "max_tokens_per_micro_batch": 40}  # fmt: skip
+
+
+def prompts(rollout_id):
+    draw = random.Random(rollout_id)
+    return [[draw.randrange(32) for _ in range(draw.randint(1, 4))] for _ in range(B)]
+
+
+def reward(prompt_ids, completion_ids):
+    return sum(token < 12 for token in completion_ids) / len(completion_ids) + len(completion_ids) / 100
+
+
+@pytest.fixture(scope="module")
+def rollout_of(train_pool):
+    """A group of so many rollout workers: ``rollout_of(2)``."""
+    groups = {}
+
+    def of(workers):
+        if workers not in groups:
+            made = RayClassWithInitArgs(Toy, HFEngine, LLAMA, exact=True, max_batch_size=5)
+            groups[workers] = RayWorkerGroup(
+                train_pool[:workers], made, name_prefix=f"exact{workers}_", collectives=False
+            )
+        return groups[workers]
+
+    yield of
+    for group in groups.values():
+        group.close()
+
+
+def trained(group, rollout, rollouts=ROLLOUTS, *, stream=False, victims=(), **args):
+    """Train. Returns the weights, the data and the metrics of each rollout.
+
+    Args:
+        stream: generate asynchronously, at staleness 0.
+        victims: rollouts after which rank 1 of the trainer is killed and replaced.
+    """
+    group.weight_version = 0
+    begin(group, {**ARGS, **args})
+    manager = RolloutManager(rollout, HOW, reward, samples_per_prompt=SAMPLES, seed=5)
+    group.set_rollout_manager(manager)
+    buffer = SampleBuffer(B, num_batches=rollouts, max_staleness=0, keep_batches=2)
+    source = RolloutStream(manager, prompts, buffer) if stream else None
+    data, metrics, victims, step = {}, {}, set(victims), 0
+    while step < rollouts:
+        group.update_weights()
+        data[step] = source.take(60) if source else manager.generate(prompts(step), rollout_id=step)
+        metrics[step] = learn(group, step, data[step])
+        step += 1
+        if step in victims:
+            victims.remove(step)
+            pid = group.worker_group.status().ranks[1].process.pid
+            os.kill(pid, signal.SIGKILL)
+            (step, *_) = group.replace()
+    if source:
+        source.close()
+    group.set_rollout_manager(None)
+    return whole_weights(group), data, metrics
+
+
+def timeless(metrics, *without):
+    """Metrics without those of time and of snapshots, and without those that begin so."""
+    left_out = ("snapshot", "peer", *without)
+    return {name: value for name, value in metrics.items() if "seconds" not in name and not name.startswith(left_out)}
+
+
+def assert_same_run(one, other):
+    assert distance(one[0], other[0]) == 0.0
+    for step in range(ROLLOUTS):
+        for name in one[1][step].keys() - {"group_ids", "weight_versions", "min_weight_versions",
+                                           "max_weight_versions"}:  # fmt: skip
+            assert torch.equal(one[1][step][name], other[1][step][name]), (step, name)
+        assert timeless(one[2][step]) == timeless(other[2][step]), step
+
+
+@pytest.fixture(scope="module")
+def synchronous(fsdp_groups, rollout_of):
+    return trained(fsdp_groups(2), rollout_of(1))
+
+
+def test_rollout_and_trainer_agree_to_the_last_bit(fsdp_groups, rollout_of, synchronous):
+    weights, _, metrics = synchronous
+    assert [metrics[step]["rollout_log_prob_diff"] for step in range(ROLLOUTS)] == [0.0] * ROLLOUTS
+    assert len({metrics[step]["loss"] for step in range(ROLLOUTS)}) == ROLLOUTS, "it learns"
+    assert distance(weights, trained(fsdp_groups(2), rollout_of(1), 1)[0]) > 1e-3
+
+
+def test_asynchronous_at_staleness_0_equals_synchronous_with_any_workers(fsdp_groups, rollout_of, synchronous):
+    for workers, stream in ((1, True), (2, False), (2, True), (4, True)):
+        assert_same_run(synchronous, trained(fsdp_groups(2), rollout_of(workers), stream=stream))
+
+
+def test_a_killed_and_replaced_run_equals_the_other(fsdp_groups, rollout_of, synchronous):
+    assert_same_run(
+        synchronous, trained(fsdp_groups(2), rollout_of(2), peer_snapshot_interval=1, victims=(3, 6), stream=True)
+    )
+
+
+def test_a_replayed_step_is_equal(fsdp_groups, synchronous, tmp_path):
+    """The weights were never sent here, so their version, and with it the staleness, is another one."""
+    weights, data, metrics = synchronous
+    group = fsdp_groups(2)
+    begin(group, {**ARGS, "save": str(tmp_path)})
+    for step in range(ROLLOUTS - 1):
+        learn(group, step, data[step])
+    group.save_model(ROLLOUTS - 2)
+    for _ in range(2):
+        begin(group, {**ARGS, "load": str(tmp_path)})
+        found = learn(group, ROLLOUTS - 1, data[ROLLOUTS - 1])
+        assert timeless(found, "staleness") == timeless(metrics[ROLLOUTS - 1], "staleness")
+        assert distance(whole_weights(group), weights) == 0.0
+
+
+def test_corrections_on_policy_do_nothing(fsdp_groups, synchronous):
+    """Not even to the last bit: rollout and trainer agree, so each weight is 1."""
+    _, data, metrics = synchronous
+    names = sorted({*PRESETS, "report"})
+    assert len(names) > 9
+    for name in names:
+        group = fsdp_groups(2)
+        begin(group, {**ARGS, "rollout_correction": name})
+        for step in range(3):
+            found = learn(group, step, data[step])
+            assert found["loss"] == metrics[step]["loss"], name
+            assert found["grad_norm"] == metrics[step]["grad_norm"], name
+
+
+def test_an_engine_that_is_not_exact_is_refused_before_anything_is_sent(fsdp_groups, train_pool):
+    group = fsdp_groups(2)
+    begin(group, ARGS)
+    made = RayClassWithInitArgs(Toy, HFEngine, LLAMA)
+    with RayWorkerGroup(train_pool[2:3], made, name_prefix="plain_", collectives=False) as rollout:
+        group.set_rollout_manager(RolloutManager(rollout, HOW, reward))
+        with pytest.raises(WeightSyncError, match=r"rollout worker 0 does not agree .* its engine is not exact"):
+            group.update_weights()
+        assert rollout.version_of_weights() != [1]
+        group.set_rollout_manager(None)
+
+
+def test_every_rank_is_told_when_one_cannot_be_exact(fsdp_groups):
+    with pytest.raises(Exception, match=r"the ranks cannot train exactly: rank 0: ExactError: .* dropout of this"):
+        begin(fsdp_groups(2), {**ARGS, "hf_config": {**MODEL, "attention_dropout": 0.1}})
+    ray.get(fsdp_groups(2).async_init({"hf_config": MODEL}))
