@@ -124,6 +124,7 @@ def policy_loss_of(given: dict[str, Any]) -> Found:
         kl_coef=args.kl_loss_coef,
         kl_estimator=args.kl_loss_type,
         opsm_delta=args.opsm_delta,
+        unbiased_kl=args.use_unbiased_kl,
     )
     select = SELECTIONS.get(function_of(args, "policy_loss_type"))
     if select is not None:  # of the whole step, which is one micro-batch here

@@ -107,7 +107,7 @@ def selected(data, advantages, args, ranks=1):
     return {"selected_tokens": torch.cat(in_threads(select, rows, ranks))}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "given",
     [
