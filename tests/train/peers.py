@@ -144,6 +144,9 @@ def of_rows(given: dict[str, Any]) -> tuple[AdvantageRows, Any]:
     data["reward_baselines"] = INPUTS["baseline_rewards"]
     for name in given.get("components", ()):
         data[f"rewards/{name}"] = INPUTS[name]
+    if given.get("weighted"):
+        made = correct(data["old_log_probs"], INPUTS["rollout_log_probs"], mask, find_correction("token_tis"))
+        data["correction_weights"] = made.weights
     return AdvantageRows(data, estimator=args.advantage_estimator), args
 
 
@@ -154,7 +157,8 @@ def advantages(given: dict[str, Any]) -> Found:
     if given.get("convert") == "by_rows":
         made = made[:, 0]  # every row begins with a token that counts
         made = (made - made.mean()) / made.std()
-    made = per_token(made) * counted(given)
+    if made.dim() == 1:
+        made = per_token(made) * counted(given)
     return {"advantages": without_bessel(made, counted(given)) if given.get("convert") == "bessel" else made}
 
 
