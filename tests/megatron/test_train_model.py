@@ -356,6 +356,7 @@ def test_offloaded_model_continues_unchanged(four, saved, param_dtype, distribut
     ("config", "before", "after", "distributed"),
     [
         pytest.param(QWEN2, TP2, PP2, True, id="dp2 tp2 to dp2 pp2, distributed optimizer, Qwen2"),
+        pytest.param(MODELS["qwen3"], {**TP2, **PP2}, TP2, True, id="tp2 pp2 to dp2 tp2, distributed optimizer, Qwen3"),
         pytest.param(LLAMA, {**TP2, **PP2}, PP2, False, id="tp2 pp2 to dp2 pp2", marks=rare),
         pytest.param(TIED, PP4, TP2, False, id="pp4 to dp2 tp2, tied"),
         pytest.param(TIED, {}, {**TP2, **PP2}, False, id="dp4 to tp2 pp2, tied", marks=rare),

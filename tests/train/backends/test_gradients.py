@@ -9,7 +9,8 @@ import torch
 from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled
 from test_both_backends import DP2, DP4, FSDP1, FSDP2, FSDP4, PP2, TP2, TP2_DP2, TP2_PP2, arguments, called
-from train_helpers import begin, distance, gradients, learn, whole_weights
+from train_helpers import begin, distance, gradients, learn, saved, whole_weights
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from single_controller import Broadcast, WorkerError
 
@@ -71,11 +72,25 @@ MASKS = {
 EXPOSED = {"lr": 1e6, "adam_eps": 1e6, "adam_beta1": 0.0, "clip_grad": 0.0, "rollout_max_response_len": 16}
 
 
+FIELDS = {**small_llama().config.to_diff_dict(), "initializer_range": 0.1, "head_dim": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+for llamas in ("model_type", "architectures", "rope_parameters"):
+    FIELDS.pop(llamas, None)
+OTHERS = {
+    "mistral": MistralConfig(**FIELDS, sliding_window=4),
+    "qwen3": Qwen3Config(**FIELDS, rope_parameters=YARN),
+}
+
+
 @pytest.fixture(scope="module")
 def off_policy(data):
     """The rollout with log-probabilities of other policies: an older one, the engine's and a reference's."""
+    return with_other_policies(small_llama(), data)
+
+
+def with_other_policies(model, data):
     g = torch.Generator().manual_seed(1)
-    now = ReferenceGRPO(small_llama()).log_probs(data)
+    now = ReferenceGRPO(model).log_probs(data)
     made = {"old_log_probs": now + 0.2 * torch.randn(now.shape, generator=g)}
     made["rollout_log_probs"] = made["old_log_probs"] + 0.4 * torch.randn(now.shape, generator=g)
     made["ref_log_probs"] = now + 0.3 * torch.randn(now.shape, generator=g)
@@ -88,10 +103,13 @@ def off_policy(data):
 @pytest.fixture(scope="module")
 def expected(off_policy):
     """Case -> (loss, name of a parameter -> gradient), in float64."""
-    model = small_llama().double()
+    return of_loops(small_llama().double(), off_policy, CASES)
+
+
+def of_loops(model, off_policy, cases):
     plain = ReferenceGRPO(model)
     found = {}
-    for name, args in CASES.items():
+    for name, args in cases.items():
         model.zero_grad()
         log_probs = []
         for row in range(len(off_policy)):
@@ -143,6 +161,41 @@ def test_gradients_match_plain_loops(fsdp_groups, megatron_groups, llama_folder,
         assert max(value.abs().max() for value in of_parameters.values()) > 1e-2  # so that 1e-5 says something
         for metric in MASKS.get(name, ()):
             assert 0 < metrics[0][metric] < 1, "the case masks nothing, or everything"
+
+
+@pytest.mark.parametrize(
+    ("way", "model_type"),
+    [
+        (TP2, "qwen3"),
+        (PP2, "mistral"),
+        (FSDP2, "mistral"),
+        *(
+            pytest.param(*one, marks=pytest.mark.full("gradients of each type of model"))
+            for one in ((FSDP2, "qwen3"), (PP2, "qwen3"), (TP2, "mistral"), (TP2_PP2, "qwen3"), (TP2_DP2, "mistral"))
+        ),
+    ],
+    ids=called,
+)
+def test_gradients_of_other_model_types(fsdp_groups, megatron_groups, tmp_path, data, way, model_type):
+    """Of every parameter: those of Qwen3's norms of queries and keys are sums over the tensor-parallel ranks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = AutoModelForCausalLM.from_config(OTHERS[model_type]).eval()
+    folder, rows = saved(model, tmp_path), with_other_policies(model, data)
+    (loss, of_parameters) = of_loops(model.double(), rows, {"grpo": CASES["grpo"]})["grpo"]
+    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+    begin(group, arguments(way, folder, **EXPOSED))
+    parts = group.worker_group.execute_with_func_generator(
+        gradients, Broadcast(rows), Broadcast({"grpo": CASES["grpo"]}), 40
+    )
+    assert parts[0]["grpo"][0]["loss"] == pytest.approx(loss, abs=1e-5)
+    found = assembled([part["grpo"][1] for part in parts])
+    assert found.keys() == of_parameters.keys()
+    for name, expected in of_parameters.items():
+        assert (found[name] - expected).abs().max() < 1e-5 + 1e-4 * expected.abs().max(), name
+    least = min(of_parameters.items(), key=lambda one: one[1].abs().max())
+    print(f"{model_type}: difference {distance(found, of_parameters):.1e}, least gradient {least[1].abs().max():.1e}")
+    assert least[1].abs().max() > 1e-4, least[0]
 
 
 @pytest.mark.parametrize("way", [FSDP2, PP2], ids=called)

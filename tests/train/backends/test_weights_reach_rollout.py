@@ -15,7 +15,7 @@ from reference import ReferenceGRPO
 from rollout_helpers import plain_model
 from tensordict import TensorDict
 from train_helpers import begin, learn, saved
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from single_controller import Dispatch, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError, WorkerError, register
 from workers.rollout.engines.hf_engine import HFEngine
@@ -42,6 +42,12 @@ CONFIGS = {
     "untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
 }
+OTHERS = {
+    "mistral": MistralConfig(**SIZES, head_dim=16, sliding_window=4),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}),
+}  # fmt: skip
+"""Further model types, each with few layouts."""
 LAYOUTS = {
     "fsdp": {},
     "tp2": {"tensor_model_parallel_size": 2},
@@ -101,7 +107,8 @@ def rollout(train_pool):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The trainers' model folders, by whether the embeddings are tied."""
-    return {tie: saved(sharp_model(config), tmp_path_factory.mktemp(tie)) for tie, config in CONFIGS.items()}
+    every = {**CONFIGS, **OTHERS}
+    return {tie: saved(sharp_model(config), tmp_path_factory.mktemp(tie)) for tie, config in every.items()}
 
 
 @pytest.fixture
@@ -157,12 +164,15 @@ def combinations():
         yield pytest.param(layout, tie, transport, marks=() if (row + column) % 2 == kind else other)
     for layout in LAYOUTS:
         yield layout, "tied", "device"
+    yield "tp2", "qwen3", "store"
+    yield "pp2", "mistral", "group"
 
 
 @pytest.mark.parametrize(("layout", "tie", "transport"), combinations())
 def test_rollout_log_probs_match_the_trainers(trainer, rollout, folders, layout, tie, transport):
     train = trainer(layout, tie, update_weights_transport=transport, update_weights_bucket_bytes=6000)
-    rollout.generate_with(CONFIGS[tie])
+    config = {**CONFIGS, **OTHERS}[tie]
+    rollout.generate_with(config)
     manager = generating(rollout, train)
     before = manager.generate(PROMPTS)
     assert before["max_weight_versions"].tolist() == [0] * 2 * len(PROMPTS)
@@ -171,7 +181,7 @@ def test_rollout_log_probs_match_the_trainers(trainer, rollout, folders, layout,
     data = manager.generate(PROMPTS)
     assert data["max_weight_versions"].tolist() == [1] * 2 * len(PROMPTS)
     assert difference(train, data) < 1e-4
-    plain = ReferenceGRPO(sharp_model(CONFIGS[tie]), temperature=HOW.temperature)
+    plain = ReferenceGRPO(sharp_model(config), temperature=HOW.temperature)
     expected = plain.log_probs(data) * (data["loss_mask"] != 0)
     torch.testing.assert_close(data["rollout_log_probs"], expected, atol=1e-4, rtol=0)
     learn(train, 0, data)
