@@ -47,11 +47,13 @@ def prompts(count, seed=0, longest=70):
     return [[draw.randrange(100) for _ in range(draw.choice([1, 2, 3, 9, longest]))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_decoding_equals_forward_passes_over_any_rows(name, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype", "fp32_lm_head"),
+    [*((name, dtype, False) for name in CONFIGS for dtype in ("fp32", "bf16")), ("llama", "bf16", True)],
+)
+def test_decoding_equals_forward_passes_over_any_rows(name, dtype, fp32_lm_head):
     torch.manual_seed(1)
-    engine = HFEngine(CONFIGS[name], seed=4, max_batch_size=5, param_dtype=dtype, exact=True)
+    engine = HFEngine(CONFIGS[name], seed=4, max_batch_size=5, param_dtype=dtype, exact=True, fp32_lm_head=fp32_lm_head)
     given = prompts(13)
     how = [SamplingParams(count, temperature=0.7) for count in (1, 3, 12)]
     futures = [engine.submit(one, how[at % 3], str(at), seed=at) for at, one in enumerate(given)]
@@ -168,7 +170,9 @@ def test_the_probe_finds_what_differs(monkeypatch):
     from workers import exact
 
     one = probe(LLAMA, torch.float32, CPU)
-    assert one == probe(LLAMA, torch.float32, CPU) != probe(LLAMA, torch.bfloat16, CPU)
+    in_bfloat16 = probe(LLAMA, torch.bfloat16, CPU)
+    assert one == probe(LLAMA, torch.float32, CPU) != in_bfloat16
+    assert in_bfloat16 != probe(LLAMA, torch.bfloat16, CPU, fp32_lm_head=True)  # trainer and engine must both have it
     exactly = exact.exact_attention
 
     def rough(module, query, *others, **more):

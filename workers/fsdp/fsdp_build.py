@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -101,29 +100,6 @@ def build(
         if exact:
             make_exact(model)
     return model.train()
-
-
-def compute_output_in_float32(model: Any) -> None:
-    """Make a causal language model compute its output layer in float32, whatever its dtype, from the same weights: the
-    logits are not rounded to bfloat16 (MiniMax 2025, arXiv 2506.13585; Khatri et al. 2025, arXiv
-    2510.13786). Call it before `shard`. The weights stay in the dtype of the computation, as an engine has them.
-
-    Raises:
-        ValueError: the output layer is no plain linear layer, for example because it has an adapter.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
-        raise ValueError(
-            f"fp32_lm_head=True: the output layer of {type(model).__name__} is a {type(head).__name__}; expected a "
-            "torch.nn.Linear, without a LoRA adapter. Leave out fp32_lm_head"
-        )
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        bias = None if head.bias is None else head.bias.float()
-        return F.linear(hidden.float(), head.weight.float(), bias)
-
-    layer: Any = head
-    layer.forward = forward
 
 
 def _sees_later_tokens(hf_config: Any) -> bool:

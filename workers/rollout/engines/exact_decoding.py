@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from workers.algorithms.token_log_probs import next_token_log_probs
 from workers.exact import COLUMNS, ExactError, exact_logits, least_rows, make_exact, row_positions
 from workers.extras import require
+from workers.hf_files import compute_output_in_float32
 from workers.rollout.engines.decoding import ROOM, Batch
 from workers.rollout.engines.request_engine import Request
 from workers.rollout.engines.rollout_engine import SamplingParams
@@ -141,7 +142,14 @@ def _aligned(
     return whole
 
 
-def probe(config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False) -> str:
+def probe(
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    fp32_lm_head: bool = False,
+) -> str:
     """Compare what an engine and a trainer compute, with a model of this config with random weights and at most
     `PROBE_LAYERS` layers: completions of prompts of several lengths that join a running batch and end one by one,
     against forward passes over all of them, over some and over each one alone.
@@ -151,6 +159,7 @@ def probe(config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote
         dtype: of the computation.
         device: of the computation.
         trust_remote_code: whether code that comes with the model may run.
+        fp32_lm_head: whether the output layer is computed in float32.
 
     Returns:
         A digest of the log-probabilities: equal on machines that compute equal bits.
@@ -176,6 +185,8 @@ def probe(config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote
         )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    if fp32_lm_head:
+        compute_output_in_float32(model)
     model.eval().requires_grad_(False).to(device)
 
     most = min(getattr(text, "max_position_embeddings", None) or COLUMNS + 8, COLUMNS + 8)
