@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,6 +115,44 @@ def _sees_later_tokens(hf_config: Any) -> bool:
         return True
     encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not hf_config.is_encoder_decoder
     return encoder and getattr(hf_config, "is_decoder", None) is False
+
+
+class _Rows(threading.local):
+    of_one_sequence = False
+
+
+_rows = _Rows()
+
+
+@contextmanager
+def one_sequence_per_row() -> Iterator[None]:
+    """Tell transformers that no row has several packed sequences, in what this thread runs inside.
+
+    transformers asks the position ids in each forward pass without an attention mask, and so waits for the device once
+    per micro-batch: all its work has to end before the next micro-batch is begun.
+    """
+    _let_rows_be_of_one_sequence()
+    before, _rows.of_one_sequence = _rows.of_one_sequence, True
+    try:
+        yield
+    finally:
+        _rows.of_one_sequence = before
+
+
+@functools.cache
+def _let_rows_be_of_one_sequence() -> None:
+    """Replace transformers' function that asks; it asks as before outside of `one_sequence_per_row`."""
+    from transformers import masking_utils
+
+    find = getattr(masking_utils, "find_packed_sequence_indices", None)  # not in all versions
+    if find is None:
+        return
+
+    @functools.wraps(find)
+    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if _rows.of_one_sequence else find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = found
 
 
 def shard(
