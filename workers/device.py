@@ -402,7 +402,7 @@ def collect_shared() -> None:
         torch.cuda.ipc_collect()
 
 
-def cuda_runtime(folder: Path) -> tuple[str, list[Path]]:
+def device_runtime(folder: Path) -> tuple[str, list[Path]]:
     """Return the major version of torch's CUDA, "" without one, and the CUDA runtimes that pip has installed."""
     import torch
 

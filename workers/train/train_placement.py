@@ -17,7 +17,7 @@ from single_controller import RayResourcePool
 from single_controller.call.state import Closing
 from single_controller.ray.rank.devices import NOSET
 from single_controller.ray.runtime import ensure_ray
-from workers.device import ACCELERATORS, CUMEM, cuda_runtime
+from workers.device import ACCELERATORS, CUMEM, device_runtime
 from workers.train.args import TrainArgsError, read_args
 from workers.train.args_checks import actor_size, critic_size
 
@@ -206,7 +206,7 @@ def _memory_saver() -> dict[str, str]:
     # library that does not find its runtime ends the process before Python starts.
     stem = "torch_memory_saver_hook_mode_preload"
     folder = Path(spec.origin).parent.parent
-    major, runtime = cuda_runtime(folder)
+    major, runtime = device_runtime(folder)
     found = sorted(folder.glob(f"{stem}_cu{major}*.so")) if major else []
     found = found or sorted(folder.glob(f"{stem}.*so"))
     if not found:
