@@ -23,6 +23,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -42,11 +43,27 @@ size_t env(const char* name, size_t otherwise) {
 }
 const size_t TOTAL = env("SIMDEVICE_BYTES", size_t(8) << 30);
 const bool LAZY = env("SIMDEVICE_LAZY", 1), STRICT = env("SIMDEVICE_STRICT", 1);
-int the_count = 1;
 thread_local DeviceIndex the_device = 0;
 thread_local int inside = 0;            // a kernel: copies happen at once
 std::map<std::string, int64_t> counts;  // copies, host reads
 std::vector<std::string> faults;
+
+// The ids of the devices that this process sees. As in CUDA, the list is fixed when memory is first allocated.
+std::vector<std::string> the_ids;
+bool ids_are_fixed = false;
+const std::vector<std::string>& ids() {
+  Hold hold(lock);
+  if (ids_are_fixed) return the_ids;
+  the_ids.clear();
+  if (auto* list = getenv("CUDA_VISIBLE_DEVICES")) {
+    std::stringstream in(list);
+    for (std::string id; std::getline(in, id, ',');)
+      if (!id.empty() && id != "-1") the_ids.push_back(id);
+  } else
+    for (size_t i = 0; i < env("SIMDEVICE_DEVICES", 16); ++i) the_ids.push_back(std::to_string(i));
+  return the_ids;
+}
+DeviceIndex count() { return (DeviceIndex)ids().size(); }
 
 // ---- memory
 struct Region {
@@ -144,6 +161,7 @@ Pool& pool_of(DeviceIndex d) {
   auto& p = pools[d];
   if (!p.region || p.owner != getpid()) {  // a forked process has a device of its own
     p = Pool{};
+    ids_are_fixed = ids_are_fixed || !ids().empty();
     p.owner = getpid();
     int fd = memfd_create("simdevice", MFD_CLOEXEC);
     TORCH_CHECK(fd >= 0 && !ftruncate(fd, TOTAL), "memfd: ", strerror(errno));
@@ -362,12 +380,12 @@ const at::Generator& default_generator(DeviceIndex d) {
 struct Hooks final : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isAvailable() const override { return count() > 0; }
   void init() const override {}
-  bool hasCUDA() const override { return true; }
+  bool hasCUDA() const override { return count() > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return the_count; }
-  int getNumGPUs() const override { return the_count; }
+  DeviceIndex deviceCount() const override { return count(); }
+  int getNumGPUs() const override { return count(); }
   DeviceIndex current_device() const override { return the_device; }
   DeviceIndex getCurrentDevice() const override { return the_device; }
   void setCurrentDevice(DeviceIndex d) const override { the_device = d; }
@@ -398,7 +416,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   Device getDevice() const override { return Device(KIND, the_device); }
   void setDevice(Device d) const override {
-    TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
+    TORCH_CHECK(d.index() < count(), "CUDA error: invalid device ordinal");
     if (d.index() >= 0) the_device = d.index();
   }
   void uncheckedSetDevice(Device d) const noexcept override {
@@ -438,7 +456,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* v = (Event*)e;
     return v->queue->done >= v->until;
   }
-  DeviceIndex deviceCount() const noexcept override { return the_count; }
+  DeviceIndex deviceCount() const noexcept override { return count(); }
   bool queryStream(const Stream& s) const override {
     Hold hold(lock);
     auto& q = queue_of(s);
@@ -588,7 +606,7 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   auto d = c10::device_or_default(device);
   c10::DeviceGuard guard(d);
-  TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
+  TORCH_CHECK(d.index() < count(), "CUDA error: invalid device ordinal");
   return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
                                    c10::dtype_or_default(dtype), format);
 }
@@ -596,7 +614,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
                          std::optional<at::Layout>, std::optional<Device> device, std::optional<bool> pin) {
   auto d = c10::device_or_default(device);
   c10::DeviceGuard guard(d);
-  TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
+  TORCH_CHECK(d.index() < count(), "CUDA error: invalid device ordinal");
   return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
                                            c10::dtype_or_default(dtype));
 }
@@ -944,13 +962,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("install", [](int count) {
-    the_count = count;
-    return at::globalContext().hasCUDA();
-  });
+  m.def("installed", [] { return dynamic_cast<const Hooks*>(&at::detail::getCUDAHooks()) != nullptr; });
+  m.def("ids", [] { return ids(); });
   m.def("device", [] { return (int)the_device; });
   m.def("set_device", [](int d) {
-    TORCH_CHECK(d < the_count, "CUDA error: invalid device ordinal");
+    TORCH_CHECK(d < count(), "CUDA error: invalid device ordinal");
     if (d >= 0) the_device = d;
   });
   m.def("exchange_device", [](int d) {
