@@ -158,7 +158,7 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
     if not pinned or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
-    if not torch.cuda.is_available():
+    if kind() != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     # CUDA pins whole pages, so no other memory may share them. `weakref.finalize` runs before the array is freed.
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
