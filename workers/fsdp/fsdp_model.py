@@ -80,7 +80,7 @@ class FSDPOptions:
 class FSDPTrainModel(TrainModel):
     """A Hugging Face model, sharded by FSDP2. Every rank is a data-parallel rank.
 
-    torch.distributed must be initialized; on CUDA, with a backend for the CPU as well (``"cpu:gloo,cuda:nccl"``).
+    torch.distributed must be initialized, with a backend for the CPU too: see `workers.device.every_backend`.
 
     Args:
         hf_config: the Hugging Face config.
