@@ -36,7 +36,8 @@ def check(packed, rows):
     tokens, positions = packed.input_ids[0].tolist(), packed.position_ids[0].tolist()
     seen = {}
     for segment in packed.segments:
-        before = [token for span in segment.before for token in range(*span)]
+        parts = [packed.segments[number] for number in segment.before]
+        before = [token for part in parts for token in range(part.begin, part.end)]
         for token in range(segment.begin, segment.end):
             seen[token] = [*before, *range(segment.begin, token + 1)]
     assert sorted(seen) == list(range(len(tokens)))

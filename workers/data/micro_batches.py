@@ -55,6 +55,11 @@ class MicroBatch:
         return (self.input_ids if self.packed is None else self.packed.input_ids).numel()
 
     @property
+    def real(self) -> int:
+        """Number of tokens of its rows. Waits for a device."""
+        return 0 if self.is_filler else int(self.lengths.sum())
+
+    @property
     def sampling_mask(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The tokens that each token was drawn from: ids of all positions, and their number at each, (b, s); None if
         they are not known. It is the argument of `workers.algorithms.token_log_probs.token_log_probs`."""

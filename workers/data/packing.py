@@ -27,12 +27,12 @@ class Segment:
     Attributes:
         begin: its first token.
         end: the token after its last one.
-        before: (begin, end) of the segments before it in its rows, the first one first.
+        before: numbers of the segments before it in its rows, the first one first.
     """
 
     begin: int
     end: int
-    before: tuple[tuple[int, int], ...] = ()
+    before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PackedRows:
         predictors: (N,) int64, the token before each one in its rows; 0 for the first of a row, which nothing predicts.
         owners: (N,) int64, one of the places of each token in the rows, as an index of (b * s). They ascend.
         places: (b, s) int64, the token at each place of the rows; N for padding and for the first token of a row.
-        segments: what attention needs, in order.
+        segments: the sequence, divided where rows begin and divide.
     """
 
     input_ids: torch.Tensor
@@ -98,13 +98,12 @@ def pack_rows(input_ids: torch.Tensor, lengths: Sequence[int], shared: Sequence[
     predictors = torch.arange(-1, count - 1)
     predictors[starts] = torch.tensor(branches)
     segments: list[Segment] = []
-    ending: dict[int, Segment] = {}
+    ending: dict[int, int] = {}
     cuts = sorted({*starts, *(token + 1 for token in branches if token >= 0), count})
     for begin, end in pairwise(cuts):
         last = ending.get(int(predictors[begin]))
-        before = () if last is None else (*last.before, (last.begin, last.end))
-        segments.append(Segment(begin, end, before))
-        ending[end - 1] = segments[-1]
+        ending[end - 1] = len(segments)
+        segments.append(Segment(begin, end, () if last is None else (*segments[last].before, last)))
     places[places < 0] = count
     places[:, 0] = count
     return PackedRows(

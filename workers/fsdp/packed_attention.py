@@ -26,10 +26,21 @@ class SeenTokens:
 
     Args:
         rows: the packed rows, on the model's device.
+
+    Attributes:
+        sizes: number of tokens of each segment.
+        seen: numbers of the segments that each one sees, itself last.
+        alike: (tokens of a segment, tokens that its last one sees) -> numbers of such segments, which one call of the
+            kernel computes.
     """
 
     def __init__(self, rows: PackedRows) -> None:
-        self.segments = rows.segments
+        self.sizes = [segment.end - segment.begin for segment in rows.segments]
+        self.seen = [(*segment.before, number) for number, segment in enumerate(rows.segments)]
+        self.alike: dict[tuple[int, int], list[int]] = {}
+        for number, seen in enumerate(self.seen):
+            length = sum(self.sizes[part] for part in seen)
+            self.alike.setdefault((self.sizes[number], length), []).append(number)
         self._device = rows.input_ids.device
         self._masks: dict[tuple[int, int, int | None, torch.dtype], torch.Tensor] = {}
 
@@ -83,16 +94,19 @@ def packed_attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise NotImplementedError(f"packed rows have no attention with {name}")
-    made = []
-    for segment in seen_tokens.segments:
-        own = slice(segment.begin, segment.end)
-        seen = [slice(*before) for before in segment.before]
-        keys, values = (torch.cat([of[:, :, at] for at in (*seen, own)], dim=2) for of in (key, value))
-        count, length = segment.end - segment.begin, keys.shape[2]
+    query_parts, key_parts, value_parts = (of.split(seen_tokens.sizes, dim=2) for of in (query, key, value))
+    made: dict[int, torch.Tensor] = {}
+    for (count, length), numbers in seen_tokens.alike.items():
         window = sliding_window if sliding_window is not None and sliding_window < length else None
         mask = None if count == length and window is None else seen_tokens.mask(count, length, window, query.dtype)
-        part = F.scaled_dot_product_attention(
-            query[:, :, own],
+        keys, values = (
+            torch.cat([of[part] for number in numbers for part in seen_tokens.seen[number]], dim=2)
+            .unflatten(2, (len(numbers), length))
+            .transpose(1, 2)[0]
+            for of in (key_parts, value_parts)
+        )
+        parts = F.scaled_dot_product_attention(
+            torch.cat([query_parts[number] for number in numbers]),
             keys,
             values,
             attn_mask=mask,
@@ -101,8 +115,8 @@ def packed_attention(
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        made.append(part.transpose(1, 2))
-    return torch.cat(made, dim=1), None
+        made.update(zip(numbers, parts.transpose(1, 2).split(1), strict=True))
+    return torch.cat([made[number] for number in range(len(made))], dim=1), None
 
 
 def use_packed_attention(model: Any, *, on: bool = True) -> None:
