@@ -15,7 +15,7 @@ from workers import register_advantage, register_policy_loss
 from workers.algorithms.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
 from workers.algorithms.estimators import AdvantageRows
 from workers.algorithms.losses import policy_loss, token_weights
-from workers.algorithms.policy_losses import SELECTIONS, PolicyTokens, StepTokens
+from workers.algorithms.policy_losses import SELECTIONS, PolicyTokens, StepTokens, ppo_clip
 from workers.algorithms.registry import POLICY_LOSS_KEYS
 from workers.data.micro_batches import cut_by_tokens
 from workers.data.rollout_data import RolloutDataError
@@ -278,6 +278,15 @@ def test_numbers_of_skyrl():
         assert gae(rewards, values, mask, gamma=gamma, lam=lam)[1].tolist() == [expected]
     # REINFORCE++ before whitening
     assert gae(rewards, torch.zeros(1, 3), mask, gamma=0.5, lam=1.0)[0].tolist() == [[2.75, 3.5, 3.0]]
+
+
+def test_dual_clip_by_hand():
+    """Clipped at 2 where A = -1 and r = 3; at 0.8 where r = 0.5; not where r = 1.5; and at 1.2 where A = 1."""
+    ratios, advantages = torch.tensor([3.0, 0.5, 1.5, 3.0]), torch.tensor([-1.0, -1.0, -1.0, 1.0])
+    loss, ratio, clipped = ppo_clip(ratios.log(), torch.zeros(4), advantages, eps_clip_dual=2.0)
+    assert loss.tolist() == pytest.approx([2.0, 0.8, 1.5, -1.2])
+    assert ratio.tolist() == pytest.approx(ratios.tolist())
+    assert clipped.tolist() == [True, True, False, True]
 
 
 def test_gspo_by_hand():
