@@ -193,15 +193,17 @@ def test_tokens_chosen_by_covariance_do_not_depend_on_ranks_or_on_the_order_of_r
 
 
 def test_clip_cov_draws_its_share_of_the_tokens_at_random():
-    """Of 10,000 tokens within the bounds, 5 % are drawn: others with another seed, the same on any number of ranks,
-    and small and large covariances alike."""
+    """Of 10,000 tokens within the bounds, 5 % are drawn: others with another seed, the same on any number of ranks and
+    in any order of rows, and small and large covariances alike."""
     g = torch.Generator().manual_seed(0)
     shape = (20, 500)
     rows = {name: torch.randn(shape, generator=g) * 0.5 - 2 for name in ("log_probs", "advantages")}
     rows |= {"old_log_probs": rows["log_probs"].clone(), "loss_mask": torch.ones(shape)}
-    args = read_args({"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.05, "clip_cov_lb": -50, "clip_cov_ub": 50})
+    bounds = {"policy_loss_type": "clip_cov", "clip_cov_lb": -50, "clip_cov_ub": 50}
 
-    def drawn(ranks, seed):
+    def drawn(ranks, seed, rows=rows, share=0.05):
+        args = read_args({**bounds, "clip_cov_ratio": share})
+
         def select(own, gather):
             tokens = [own[name] for name in ("log_probs", "old_log_probs", "advantages")]
             return SELECTIONS[function_of(args, "policy_loss_type")](
@@ -213,6 +215,9 @@ def test_clip_cov_draws_its_share_of_the_tokens_at_random():
     first = drawn(1, 0)
     assert int(first.sum()) == 500
     assert torch.equal(first, drawn(4, 0))
+    backwards = {name: value.flip(0) for name, value in rows.items()}
+    assert torch.equal(first.flip(0), drawn(3, 0, backwards))
+    assert int(drawn(2, 0, share=1e-6).sum()) == 1  # at least one
     again = drawn(1, 1)
     assert int(again.sum()) == 500 and 5 < int((first & again).sum()) < 60  # 25 by chance
     parts = (rows["log_probs"] - rows["log_probs"].mean()) * (rows["advantages"] - rows["advantages"].mean())
