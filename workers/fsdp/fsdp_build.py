@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from workers.device import on_accelerator
 from workers.distributed import all_or_none, new_rows
 from workers.exact import make_exact
 from workers.extras import require
@@ -113,6 +118,44 @@ def _sees_later_tokens(hf_config: Any) -> bool:
     return encoder and getattr(hf_config, "is_decoder", None) is False
 
 
+class _Rows(threading.local):
+    of_one_sequence = False
+
+
+_rows = _Rows()
+
+
+@contextmanager
+def one_sequence_per_row() -> Iterator[None]:
+    """Tell transformers that no row has several packed sequences, in what this thread runs inside.
+
+    transformers asks the position ids in each forward pass without an attention mask, and so waits for the device once
+    per micro-batch: all its work has to end before the next micro-batch is begun.
+    """
+    _let_rows_be_of_one_sequence()
+    before, _rows.of_one_sequence = _rows.of_one_sequence, True
+    try:
+        yield
+    finally:
+        _rows.of_one_sequence = before
+
+
+@functools.cache
+def _let_rows_be_of_one_sequence() -> None:
+    """Replace transformers' function that asks; it asks as before outside of `one_sequence_per_row`."""
+    from transformers import masking_utils
+
+    find = getattr(masking_utils, "find_packed_sequence_indices", None)  # not in all versions
+    if find is None:
+        return
+
+    @functools.wraps(find)
+    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if _rows.of_one_sequence else find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = found
+
+
 def shard(
     model: Any, mesh: DeviceMesh, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype,
     cpu_offload: bool = False, empty: bool = False,
@@ -136,8 +179,7 @@ def shard(
     mixed = MixedPrecisionPolicy(
         param_dtype=None if param_dtype is torch.float32 else param_dtype, reduce_dtype=reduce_dtype
     )
-    pinned = device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=on_accelerator(device)) if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
     sharded: list[str] = []

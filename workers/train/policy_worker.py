@@ -531,10 +531,7 @@ def _profiled(args: Any, role: str, rollout_id: int, rank: int) -> Iterator[None
     if start is None or not start <= rollout_id < end:
         yield
         return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile() as profiler:  # by default, of the CPU and whatever device torch can profile
         yield
     folder = Path(args.profile_dir)
     folder.mkdir(parents=True, exist_ok=True)

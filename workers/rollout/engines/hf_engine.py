@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workers.device import current_device, dtype_of, use_device
+from workers.device import current_device, dtype_of, empty_cache, use_device
 from workers.extras import require
 from workers.hf_files import compute_output_in_float32, make_model, shapes_of
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_tensors
@@ -207,8 +207,5 @@ class HFEngine(RequestEngine):
         self._release("sleep")
 
     def _move(self, device: Any) -> None:
-        import torch
-
         self.model.to(device)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache()
