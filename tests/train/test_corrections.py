@@ -293,6 +293,9 @@ def test_functions_of_ratios():
         for log in (5000.0, -5000.0):
             extreme = importance_ratios(logs([log]), torch.zeros(1, 1), torch.ones(1, 1), level)
             assert extreme.tolist() == [[pytest.approx(math.exp(math.copysign(20, log)))]]
+    assert probability_errors(logs([5000.0]), torch.zeros(1, 1), torch.ones(1, 1)).tolist() == [
+        [pytest.approx(math.exp(20))]
+    ]
 
 
 def test_ratios_of_long_completions_are_exact():
