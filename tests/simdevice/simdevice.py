@@ -8,8 +8,8 @@ itself: memory that the host cannot read, streams whose copies happen as late as
 Environment: ``SIMDEVICE_DEVICES``, the number of devices (16); ``SIMDEVICE_BYTES``, the memory of each (8 GiB);
 ``CUDA_VISIBLE_DEVICES`` as usual: it is read when a process first uses a device, which may be after torch was imported.
 
-Not simulated: kernels and collectives run at once, so a missing ``work.wait()`` is not found; CUDA graphs, triton and
-flash kernels, errors of nccl, speed. Processes do not share the budget of a device.
+Not simulated: kernels run at once, so what is missing between the kernels of two streams is not found; CUDA graphs,
+triton and flash kernels, the device's side of profiles, speed. Processes do not share the budget of a device.
 """
 
 import contextlib
@@ -70,6 +70,7 @@ def install():
     _install_cuda(torch, device)
     _install_storages(torch, device)
     _install_nccl(torch, device)
+    _install_profiler(torch)
     torch.version.cuda = "12.8"
     torch.backends.cuda.is_built = lambda: True
 
@@ -314,9 +315,24 @@ def _install_nccl(torch, device):
     group.Options = device.Options
     group.eager_connect_single_device = lambda self, at: None
     group.abort = lambda self: self._abort()
-    group.get_error = lambda self: types.SimpleNamespace(name="SUCCESS")
+    group.get_error = lambda self: types.SimpleNamespace(name="REMOTE_ERROR" if self._failed() else "SUCCESS")
     group.perform_nocolor_split = lambda self, at: None
     group._set_default_timeout = lambda self, timeout: None
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = torch._C._distributed_c10d.ProcessGroupNCCL = group
     c10d._NCCL_AVAILABLE = True
     constants.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout = datetime.timedelta(minutes=10)
+
+
+def _install_profiler(torch):
+    """Record the host's side only: without CUPTI, torch fails to record each operator, and takes long for that."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler.profiler import _KinetoProfile
+
+    begin = _KinetoProfile.__init__
+
+    def __init__(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.activities.discard(ProfilerActivity.CUDA)
+        self.use_device = None
+
+    _KinetoProfile.__init__ = __init__
