@@ -1,6 +1,7 @@
 """The README and docs/: Python blocks run as written, tables are complete, links are valid."""
 
 import gc
+import inspect
 import os
 import re
 import subprocess
@@ -110,6 +111,16 @@ def test_every_public_name_is_in_the_api_reference():
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
     assert {*single_controller.__all__, *workers.__all__} - listed == set()
+    returned = {
+        name
+        for cls in (single_controller.WorkerGroup, workers.RayTrainGroup, workers.RolloutManager, workers.TrainModel)
+        for method, function in vars(cls).items()
+        if inspect.isfunction(function) and not method.startswith("_")
+        for name in re.findall(r"\b[A-Z]\w+", str(function.__annotations__.get("return")))
+        if getattr(function.__globals__.get(name), "__module__", "").startswith(("single_controller.", "workers."))
+    }
+    assert {"ReferencedFuture", "ComputedFuture", "WorkerFuture"} <= returned
+    assert returned - listed == {"RoleGroup"}  # a group of one role has a group's methods
 
 
 # --- links ----------------------------------------------------------------------------------------------------

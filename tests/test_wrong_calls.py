@@ -212,6 +212,9 @@ CALLS = {
                lambda k: WeightSender("store", k.manager, bucket_bytes=0)),
     "proof": (ValueError, "use one of 'fingerprint', 'full', 'none'",
               lambda k: WeightSender("store", k.manager, verify="y")),
+    "no receivers": (TypeError, "must be a group of rollout workers.*got None", lambda k: WeightSender("store", None)),
+    "other receivers": (TypeError, "got 3", lambda k: WeightSender("store", [k.group, 3])),
+    "receivers later": (TypeError, "got None", lambda k: WeightSender("store", k.group).connect(None)),
     "snapshot": (BackupError, r"Call copy\('old'\) to take one", lambda k: WeightBackup(lambda: []).restore("old")),
     # layouts, modes, groups and pools
     "axes": (ValueError, r"pass a dict of coordinates, such as \{'dp': \[0, 1\]\}", lambda k: Layout([0, 1])),

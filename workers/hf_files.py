@@ -38,8 +38,12 @@ def refuse_no_model(args: Any) -> None:
         raise ModelFilesError("args names no model: set hf_checkpoint (a folder or hub name) or hf_config (a dict)")
 
 
-def read_config(args: Any) -> Any:
+def read_config(args: Any, local_files_only: bool = False) -> Any:
     """Return the Hugging Face config of the model that ``args`` names.
+
+    Args:
+        args: the configuration.
+        local_files_only: whether to look for a name on the hub in this host's cache alone.
 
     Raises:
         ModelFilesError: no model is named, or its type is not ``model_name``.
@@ -51,7 +55,7 @@ def read_config(args: Any) -> Any:
         from omegaconf import OmegaConf
 
         model = OmegaConf.to_container(args.hf_config)
-    config = config_of("hf_checkpoint", model, args.trust_remote_code)
+    config = config_of("hf_checkpoint", model, args.trust_remote_code, local_files_only)
     if args.model_name is not None and args.model_name != config.model_type:
         raise ModelFilesError(f"args.model_name={args.model_name!r}, but the model's type is {config.model_type!r}")
     return config
@@ -112,14 +116,30 @@ def tokens_of(config: Any) -> int:
 
 
 def known_config(args: Any) -> Any:
-    """Return the config of the model that ``args`` name, as `read_config` does, from files on this host; None if there
-    are none, or no transformers."""
-    if args.hf_config is None and not (args.hf_checkpoint and Path(args.hf_checkpoint, "config.json").is_file()):
-        return None
+    """Return the config of the model that ``args`` name, as `read_config` does, from files on this host: a folder, or
+    the hub's cache. None if there are none, or no transformers; nothing is downloaded."""
+    model = args.hf_checkpoint
+    is_here = args.hf_config is not None or (model is not None and Path(model, "config.json").is_file())
     try:
-        return read_config(args)
+        if not is_here and not _in_hub_cache(model):
+            return None
+        return read_config(args, local_files_only=True)
     except ImportError:  # only the ranks need transformers
         return None
+    except (OSError, ValueError) as error:
+        if is_here or isinstance(error, ModelFilesError):
+            raise
+        return None  # the ranks download what is missing, or say what is wrong
+
+
+def _in_hub_cache(model: str | None) -> bool:
+    """Whether the config of a model on the hub was downloaded. transformers' own ``local_files_only`` would still ask
+    the hub for other things if it was not."""
+    if model is None or Path(model).is_dir():
+        return False
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
 def known_vocab_size(args: Any) -> int | None:
@@ -141,13 +161,14 @@ def end_tokens(args: Any) -> list[int]:
     return [] if token_ids is None else [token_ids] if isinstance(token_ids, int) else list(token_ids)
 
 
-def config_of(name: str, model: Any, trust_remote_code: bool) -> Any:
+def config_of(name: str, model: Any, trust_remote_code: bool, local_files_only: bool = False) -> Any:
     """Return transformers' config object.
 
     Args:
         name: of the argument, for the error.
         model: such an object, the dict of one with ``model_type``, a folder, or a name on the hub.
         trust_remote_code: whether code that comes with the model may run.
+        local_files_only: whether a name is looked for in this host's cache alone.
 
     Raises:
         ValueError: ``model`` is none of these.
@@ -157,7 +178,9 @@ def config_of(name: str, model: Any, trust_remote_code: bool) -> Any:
     transformers.utils.logging.disable_progress_bar()  # every rank would show its own
     if isinstance(model, (str, Path)):
         _check_folder(name, model)
-        return transformers.AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(
+            str(model), trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     if isinstance(model, Mapping):
         return config_from(model)
     if not isinstance(model, transformers.PretrainedConfig):
@@ -191,6 +214,32 @@ def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: b
         torch.manual_seed(seed)
         # As the trainer does: a config may name another dtype, in which random numbers are others.
         return auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+
+
+def compute_output_in_float32(model: Any) -> None:
+    """Make a causal language model compute its output layer in float32, whatever its dtype, from the same weights: the
+    logits are not rounded to bfloat16 (MiniMax 2025, arXiv 2506.13585; Khatri et al. 2025, arXiv 2510.13786). The
+    weights stay in the dtype of the computation, so trainers and engines have the same.
+
+    Raises:
+        ValueError: the output layer is no plain linear layer, for example because it has an adapter.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ValueError(
+            f"fp32_lm_head=True: the output layer of {type(model).__name__} is a {type(head).__name__}; expected a "
+            "torch.nn.Linear, without a LoRA adapter. Leave out fp32_lm_head"
+        )
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(hidden.float(), head.weight.float(), bias)
+
+    layer: Any = head
+    layer.forward = forward
 
 
 def meta_model(config: Any, trust_remote_code: bool) -> Any:

@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -32,7 +33,15 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
+#ifdef SIMDEVICE_NPU  // the device of an extension, which names torch's PrivateUse1, instead of CUDA
+constexpr DeviceType KIND = DeviceType::PrivateUse1;
+constexpr auto VISIBLE = "ASCEND_RT_VISIBLE_DEVICES";
+#define KEY PrivateUse1
+#else
 constexpr DeviceType KIND = DeviceType::CUDA;
+constexpr auto VISIBLE = "CUDA_VISIBLE_DEVICES";
+#define KEY CUDA
+#endif
 
 namespace {
 std::recursive_mutex lock;  // of everything here
@@ -56,7 +65,7 @@ const std::vector<std::string>& ids() {
   Hold hold(lock);
   if (ids_are_fixed) return the_ids;
   the_ids.clear();
-  if (auto* list = getenv("CUDA_VISIBLE_DEVICES")) {
+  if (auto* list = getenv(VISIBLE)) {
     std::stringstream in(list);
     for (std::string id; std::getline(in, id, ',');)
       if (!id.empty() && id != "-1") the_ids.push_back(id);
@@ -354,7 +363,7 @@ struct SimHostAllocator final : at::HostAllocator {
 struct SimGenerator final : c10::GeneratorImpl {
   at::Generator inner;
   SimGenerator(DeviceIndex d, at::Generator g)
-      : c10::GeneratorImpl(Device(KIND, d), c10::DispatchKeySet(c10::DispatchKey::CUDA)), inner(std::move(g)) {}
+      : c10::GeneratorImpl(Device(KIND, d), c10::DispatchKeySet(c10::DispatchKey::KEY)), inner(std::move(g)) {}
   void set_current_seed(uint64_t s) override { inner.set_current_seed(s); }
   void set_offset(uint64_t o) override { inner.set_offset(o); }
   uint64_t get_offset() const override { return 0; }
@@ -378,16 +387,27 @@ const at::Generator& default_generator(DeviceIndex d) {
 }
 
 // ---- torch's view of the device
+#ifdef SIMDEVICE_NPU
+void resize_storage(c10::StorageImpl* s, size_t n);
+struct Hooks final : at::PrivateUse1HooksInterface {
+  void resizePrivateUse1Bytes(const c10::Storage& s, size_t n) const override {
+    resize_storage(s.unsafeGetStorageImpl(), n);
+  }
+#else
 struct Hooks final : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
+  bool hasCUDA() const override { return count() > 0; }
+  int getNumGPUs() const override { return count(); }
+  DeviceIndex current_device() const override { return the_device; }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
+  void deviceSynchronize(DeviceIndex d) const override { drain_device(d); }
+  std::string showConfig() const override { return "simulated"; }
+#endif
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return count() > 0; }
   void init() const override {}
-  bool hasCUDA() const override { return count() > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return count(); }
-  int getNumGPUs() const override { return count(); }
-  DeviceIndex current_device() const override { return the_device; }
   DeviceIndex getCurrentDevice() const override { return the_device; }
   void setCurrentDevice(DeviceIndex d) const override { the_device = d; }
   DeviceIndex exchangeDevice(DeviceIndex d) const override {
@@ -398,15 +418,12 @@ struct Hooks final : at::CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return exchangeDevice(d); }
   bool isPinnedPtr(const void* p) const override { return is_pinned(p); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator; }
-  c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
   Device getDeviceFromPtr(void* p) const override {
     auto* r = region_of(p);
     return r ? Device(KIND, r->device) : Device(DeviceType::CPU);
   }
   const at::Generator& getDefaultGenerator(DeviceIndex d) const override { return default_generator(d); }
   at::Generator getNewGenerator(DeviceIndex d) const override { return new_generator(d < 0 ? the_device : d); }
-  void deviceSynchronize(DeviceIndex d) const override { drain_device(d); }
-  std::string showConfig() const override { return "simulated"; }
 };
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return KIND; }
@@ -484,9 +501,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 const bool installed = [] {  // when the file is loaded: torch asks for the hooks once, while it is imported
+#ifdef SIMDEVICE_NPU
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+#else
   at::CUDAHooksRegistry()->Register("CUDAHooks", [](at::CUDAHooksArgs a) -> std::unique_ptr<at::CUDAHooksInterface> {
     return std::make_unique<Hooks>(a);
   });
+#endif
   c10::impl::DeviceGuardImplRegistrar registrar(KIND, new Guard);
   c10::SetAllocator(KIND, &allocator, 1);
   at::setHostAllocator(KIND, &host_allocator, 1);
@@ -608,7 +629,7 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
   auto d = c10::device_or_default(device);
   c10::DeviceGuard guard(d);
   TORCH_CHECK(d.index() < count(), "CUDA error: invalid device ordinal");
-  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::KEY),
                                    c10::dtype_or_default(dtype), format);
 }
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
@@ -616,7 +637,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   auto d = c10::device_or_default(device);
   c10::DeviceGuard guard(d);
   TORCH_CHECK(d.index() < count(), "CUDA error: invalid device ordinal");
-  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::KEY),
                                            c10::dtype_or_default(dtype));
 }
 void resize_storage(c10::StorageImpl* s, size_t n) {
@@ -1010,8 +1031,8 @@ bool Done::wait(std::chrono::milliseconds timeout) {
 }
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(_, KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, KEY, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy_);
@@ -1030,7 +1051,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("installed", [] { return dynamic_cast<const Hooks*>(&at::detail::getCUDAHooks()) != nullptr; });
+  m.def("installed", [] {
+    return dynamic_cast<const Hooks*>(&at::globalContext().getAcceleratorHooksInterface(KIND)) != nullptr;
+  });
   m.def("ids", [] { return ids(); });
   m.def("device", [] { return (int)the_device; });
   m.def("set_device", [](int d) {
@@ -1111,7 +1134,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         },
         Device(KIND, device));
     c10::Storage s(c10::Storage::use_byte_size_t(), n, std::move(data), &allocator, false);
-    auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(s), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+    auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(s), c10::DispatchKeySet(c10::DispatchKey::KEY),
                                                       caffe2::TypeMeta::Make<uint8_t>());
     t.unsafeGetTensorImpl()->set_sizes_contiguous({(int64_t)n});
     return t;

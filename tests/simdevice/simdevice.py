@@ -21,9 +21,10 @@ import sys
 import types
 import uuid
 
-from build import library
+from build import device_type, library
 
 DEFAULT_BYTES = 8 << 30
+KIND = device_type()
 
 
 def hook():
@@ -67,7 +68,10 @@ def install():
     if not device.installed():
         raise RuntimeError("torch did not take the hooks of the simulated device")
     torch._simdevice = device
-    _install_cuda(torch, device)
+    if KIND != "cuda":
+        _install_npu(torch, device)
+        return
+    _install_cuda(torch, device, torch.cuda)
     _install_storages(torch, device)
     _install_nccl(torch, device)
     _install_profiler(torch)
@@ -90,16 +94,34 @@ class _Generators:
         return self._device.generator(number)
 
 
-def _install_cuda(torch, device):
-    cuda = torch.cuda
+def _install_npu(torch, device):
+    """As an extension does: it names torch's PrivateUse1, and registers a module and a backend. torch has no handles to
+    such memory for other processes."""
+    import torch.distributed as dist
 
+    def hccl(wanted, _):
+        options = device.Options()
+        options._timeout = wanted.timeout
+        return device.ProcessGroupNCCL(wanted.store, wanted.group_rank, wanted.group_size, options)
+
+    device.ProcessGroupNCCL.abort = lambda self: self._abort()
+    torch.utils.rename_privateuse1_backend(KIND)
+    module = types.ModuleType(f"torch.{KIND}")
+    module.memory, module.random, module.streams = (types.SimpleNamespace() for _ in range(3))
+    torch._register_device_module(KIND, module)
+    _install_cuda(torch, device, module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    dist.Backend.register_backend("hccl", hccl, extended_api=True, devices=[KIND])
+
+
+def _install_cuda(torch, device, cuda):
     def index(given=None, optional=True):
         if given is None:
             return device.device()
         given = torch.device(given) if isinstance(given, str) else given
         if isinstance(given, torch.device):
-            if given.type != "cuda":
-                raise ValueError(f"Expected a cuda device, but got: {given}")
+            if given.type != KIND:
+                raise ValueError(f"Expected a {KIND} device, but got: {given}")
             return device.device() if given.index is None else given.index
         if hasattr(given, "idx"):  # torch.cuda.device
             return given.idx
@@ -109,7 +131,7 @@ def _install_cuda(torch, device):
         def __new__(cls, device=None, priority=0, **known):
             if known:
                 return torch.Stream.__new__(cls, **known)
-            return torch.Stream.__new__(cls, device=torch.device("cuda", index(device)), priority=priority)
+            return torch.Stream.__new__(cls, device=torch.device(KIND, index(device)), priority=priority)
 
         cuda_stream = property(lambda self: self.stream_id)
 
@@ -124,10 +146,10 @@ def _install_cuda(torch, device):
     class Event(torch.Event):
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
             options = {"enable_timing": enable_timing, "blocking": blocking, "interprocess": interprocess}
-            return torch.Event.__new__(cls, torch.device("cuda"), **options)
+            return torch.Event.__new__(cls, torch.device(KIND), **options)
 
     def stream_of(number, at):
-        return Stream(stream_id=number, device_index=at, device_type=1)
+        return Stream(stream_id=number, device_index=at, device_type=20 if KIND == "npu" else 1)
 
     def current_stream(given=None):
         return stream_of(*device.stream(index(given)))
@@ -216,8 +238,8 @@ def _install_cuda(torch, device):
         "manual_seed": lambda seed: device.generator(device.device()).manual_seed(int(seed)),
         "manual_seed_all": manual_seed_all,
         "initial_seed": lambda: device.generator(device.device()).initial_seed(),
-        "get_rng_state": lambda given="cuda": device.generator(index(given)).get_state(),
-        "set_rng_state": lambda state, given="cuda": device.generator(index(given)).set_state(state.cpu()),
+        "get_rng_state": lambda given=KIND: device.generator(index(given)).get_state(),
+        "set_rng_state": lambda state, given=KIND: device.generator(index(given)).set_state(state.cpu()),
         "get_rng_state_all": lambda: [device.generator(number).get_state() for number in range(len(device.ids()))],
         "set_rng_state_all": set_rng_state_all,
     }
@@ -234,7 +256,7 @@ def _install_cuda(torch, device):
         "set_device": lambda given: device.set_device(index(given)),
         "_exchange_device": device.exchange_device,
         "_maybe_exchange_device": device.exchange_device,
-        "_get_device": lambda given: torch.device("cuda", index(given)),
+        "_get_device": lambda given: torch.device(KIND, index(given)),
         "synchronize": lambda given=None: device.synchronize(index(given)),
         "Stream": Stream,
         "Event": Event,
@@ -260,11 +282,12 @@ def _install_cuda(torch, device):
         for name, value in names.items():
             setattr(module, name, value)
     cuda.streams.Stream, cuda.streams.Event = Stream, Event
-    torch._C._cuda_getCurrentRawStream = lambda number: device.stream(number)[0]
-    torch._C._cuda_isInBadFork = lambda: False
-    torch._C._cuda_getDevice = device.device
-    torch._C._cuda_getDeviceCount = lambda: len(device.ids())
-    torch._C._cuda_init = lambda: None
+    if cuda is torch.cuda:
+        torch._C._cuda_getCurrentRawStream = lambda number: device.stream(number)[0]
+        torch._C._cuda_isInBadFork = lambda: False
+        torch._C._cuda_getDevice = device.device
+        torch._C._cuda_getDeviceCount = lambda: len(device.ids())
+        torch._C._cuda_init = lambda: None
 
 
 def _install_storages(torch, device):

@@ -1,14 +1,21 @@
 """The model's config, tokenizer and vocabulary size, as the configuration determines them."""
 
+import json
+import socket
+
 import pytest
+import torch
 from reference import small_llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from workers.data.rollout_data import RolloutDataError
+from workers.fsdp.fsdp_worker import FSDPTrainWorker
 from workers.hf_files import (
     ModelFilesError,
     end_tokens,
+    known_vocab_size,
     read_config,
     read_tokenizer,
     tokens_of,
@@ -64,6 +71,46 @@ def test_vocabulary_size_comes_from_the_tokenizer_unless_set(folder):
     assert vocab_size_of(read_args({"vocab_size": 7}), config, tokenizer) == 7
     with pytest.raises(ModelFilesError, match="vocab_size is 33, but the model has only 32 tokens"):
         vocab_size_of(read_args({"vocab_size": 33}), config, tokenizer)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache of the hub with the config of "me/tiny"; whoever connects to another host fails the test."""
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--me--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(LLAMA))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: asked.append(host) or [])
+    yield
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("me/tiny", 32), ("me/not-downloaded", None), ("/no/such/folder", None), (None, None)]
+)
+def test_driver_knows_the_vocabulary_of_a_hub_model_in_the_cache(hub, name, size):
+    assert known_vocab_size(read_args({"hf_checkpoint": name})) == size
+
+
+def test_token_ids_beyond_the_vocabulary_of_a_hub_model_are_refused_on_the_driver(hub):
+    args = read_args({"hf_checkpoint": "me/tiny", "advantage_estimator": "reinforce_plus_plus"})
+    ones = torch.ones(2, 3, dtype=torch.int64)
+    mask = torch.tensor([[0, 1, 1]] * 2)
+    rows = {"input_ids": ones, "attention_mask": ones, "loss_mask": mask, "rewards": torch.ones(2)}
+    FSDPTrainWorker.check_rows(args, rows, "actor", {"old_log_probs"})
+    with pytest.raises(RolloutDataError, match="input_ids has token ids from 1 to 32, but vocab_size is 32"):
+        FSDPTrainWorker.check_rows(args, {**rows, "input_ids": ones * 32 * mask + ones * (1 - mask)}, "actor", set())
+
+
+def test_hub_model_of_another_type_than_model_name_is_refused(hub):
+    with pytest.raises(ModelFilesError, match="model_name='qwen2', but the model's type is 'llama'"):
+        known_vocab_size(read_args({"hf_checkpoint": "me/tiny", "model_name": "qwen2"}))
 
 
 def test_multimodal_model_uses_the_tokens_of_its_text_config():

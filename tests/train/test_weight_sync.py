@@ -314,7 +314,7 @@ def test_invalid_options_are_rejected(rollouts):
         ({"full_every": -1}, "full_every=-1: expected an integer of at least 0"),
     ):
         with pytest.raises(ValueError, match=says):
-            WeightSender(**bad)
+            WeightSender(**{"rollout": rollouts[1], **bad})
     sender = WeightSender("store", rollouts[1])
     for version in (0, -1, 1.5, True, None):
         with pytest.raises(
@@ -325,4 +325,4 @@ def test_invalid_options_are_rejected(rollouts):
     with pytest.raises(ValueError, match="verify="):
         sender.send(1, [], verify="all")
     with pytest.raises(WeightSyncError, match="must be a group of rollout workers"):
-        WeightSender("store", 3).send(1, [])
+        WeightSender("store", lambda: 3).send(1, [])

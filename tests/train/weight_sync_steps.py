@@ -373,7 +373,7 @@ class Participants:
         global running
         running = Script(outcomes)
         running.born = born
-        made = sender.WeightSender("group", bucket_bytes=BUCKET, timeout=1e7, **self._options)
+        made = sender.WeightSender("group", [], bucket_bytes=BUCKET, timeout=1e7, **self._options)
         made._id, made._receivers = f"started {born}", Known(self.groups)
         try:
             for version in range(1 + born, 1 + self.updates):

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from workers.device import on_accelerator
 from workers.distributed import all_or_none, new_rows
 from workers.exact import make_exact
 from workers.extras import require
@@ -107,29 +107,6 @@ def build(
     return model.train()
 
 
-def compute_output_in_float32(model: Any) -> None:
-    """Make a causal language model compute its output layer in float32, whatever its dtype, from the same weights: the
-    logits are not rounded to bfloat16 (MiniMax 2025, arXiv 2506.13585; Khatri et al. 2025, arXiv
-    2510.13786). Call it before `shard`. The weights stay in the dtype of the computation, as an engine has them.
-
-    Raises:
-        ValueError: the output layer is no plain linear layer, for example because it has an adapter.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
-        raise ValueError(
-            f"fp32_lm_head=True: the output layer of {type(model).__name__} is a {type(head).__name__}; expected a "
-            "torch.nn.Linear, without a LoRA adapter. Leave out fp32_lm_head"
-        )
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        bias = None if head.bias is None else head.bias.float()
-        return F.linear(hidden.float(), head.weight.float(), bias)
-
-    layer: Any = head
-    layer.forward = forward
-
-
 def _sees_later_tokens(hf_config: Any) -> bool:
     """Whether attention is bidirectional: in BERT and its like, which also have a head for causal language models, and
     where the config asks for it."""
@@ -202,8 +179,7 @@ def shard(
     mixed = MixedPrecisionPolicy(
         param_dtype=None if param_dtype is torch.float32 else param_dtype, reduce_dtype=reduce_dtype
     )
-    pinned = device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=on_accelerator(device)) if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
     sharded: list[str] = []

@@ -23,15 +23,9 @@ from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_r
 from workers.data.rollout_data import inputs_of
 from workers.distributed import all_or_none
 from workers.exact import ExactError, exact_logits
-from workers.fsdp.fsdp_build import (
-    build,
-    compute_output_in_float32,
-    mesh_of,
-    one_sequence_per_row,
-    shard,
-    take_weights,
-)
+from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
+from workers.hf_files import compute_output_in_float32
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.weight_sync.weight_plan import Shard
@@ -86,7 +80,7 @@ class FSDPOptions:
 class FSDPTrainModel(TrainModel):
     """A Hugging Face model, sharded by FSDP2. Every rank is a data-parallel rank.
 
-    torch.distributed must be initialized; on CUDA, with a backend for the CPU as well (``"cpu:gloo,cuda:nccl"``).
+    torch.distributed must be initialized, with a backend for the CPU too: see `workers.device.every_backend`.
 
     Args:
         hf_config: the Hugging Face config.
@@ -124,7 +118,13 @@ class FSDPTrainModel(TrainModel):
             from workers.rollout.engines.exact_decoding import probe  # imports transformers
 
             with all_or_none(ExactError, "the ranks cannot train exactly"):
-                self.exact_digest = probe(hf_config, options.param_dtype, device, trust_remote_code=trust)
+                self.exact_digest = probe(
+                    hf_config,
+                    options.param_dtype,
+                    device,
+                    trust_remote_code=trust,
+                    fp32_lm_head=options.fp32_lm_head,
+                )
         self.module: Any = build(
             hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora, exact=options.exact
         )

@@ -163,7 +163,7 @@ class RolloutWorker(WeightReceiver):
             "%s does not return the tokens that top_p=%g, top_k=%d and min_p=%g leave to choose from. It samples from "
             "the distribution renormalized over them, but rollout_log_probs and the trainer's log-probabilities are "
             "those before: each token's importance weight against the sampler is wrong by the log of the probability "
-            "that was kept%s. Use top_p=1, top_k=0 and min_p=0, or an engine that returns the sets: docs/losses.md",
+            "that was kept%s. Use top_p=1, top_k=0 and min_p=0, or an engine with the sets: docs/corrections.md",
             type(self.engine).__name__,
             how.top_p,
             how.top_k,

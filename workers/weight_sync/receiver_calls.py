@@ -151,7 +151,22 @@ def _receiver_groups(rollout: Rollout, budget: Budget) -> list[WorkerGroup]:
         return [rollout.group]
     if callable(rollout):
         return _receiver_groups(rollout(), budget)
-    raise TypeError(
+    raise _no_receivers(rollout)
+
+
+def check_rollout(rollout: Rollout) -> None:
+    """Raise a `TypeError` if `receiver_groups` would, as far as that is known without asking anybody."""
+    if isinstance(rollout, (list, tuple)):
+        for one in rollout:
+            check_rollout(one)
+    elif not (
+        isinstance(rollout, (WorkerGroup, ray.actor.ActorHandle)) or hasattr(rollout, "group") or callable(rollout)
+    ):
+        raise _no_receivers(rollout)
+
+
+def _no_receivers(rollout: Rollout) -> TypeError:
+    return TypeError(
         "rollout must be a group of rollout workers, a list of groups, a function that returns them, or a manager with "
         f"a `group`; got {rollout!r}"
     )

@@ -19,7 +19,7 @@ from dispatch.checks import check_count, check_seconds
 from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.digest import combine
 from workers.weight_sync.pieces import Header, Packer, Payload
-from workers.weight_sync.receiver_calls import Receivers, Rollout
+from workers.weight_sync.receiver_calls import Receivers, Rollout, check_rollout
 from workers.weight_sync.sync_protocol import (
     UPDATE_SECONDS,
     Budget,
@@ -75,6 +75,7 @@ class WeightSender:
 
     Raises:
         ValueError: an unknown transport, or an option that is invalid or missing.
+        TypeError: ``rollout`` is nothing that weights can be sent to, or None without a ``neighbour``.
     """
 
     def __init__(
@@ -104,6 +105,8 @@ class WeightSender:
             raise ValueError(
                 f"transport={transport!r} sends to other processes; use 'device' for a rollout worker in this process"
             )
+        if neighbour is None:
+            check_rollout(rollout)
         _check_verify(verify)
         if delta and (transport == "disk" or double_buffer is False):
             raise ValueError(
@@ -132,6 +135,7 @@ class WeightSender:
 
     def connect(self, rollout: Rollout) -> None:
         """Send to these rollout workers from now on. Call it after the workers were created again."""
+        check_rollout(rollout)
         self._receivers = Receivers(rollout)
 
     def versions(self) -> list[int | None]:
@@ -434,7 +438,7 @@ def _check_exact(info: ReceiverInfo, digest: str | None) -> None:
         why = (
             "its CPU or its libraries compute other bits than the trainer's (in the same test, the digests of the "
             f"log-probabilities are {info.exact} and {digest}); run both on machines of one kind, and with one "
-            "param_dtype, or set args.exact=False"
+            "param_dtype and fp32_lm_head, or set args.exact=False"
         )
     raise WeightSyncError(f"args.exact=True, but rollout worker {info.rank} does not agree with the trainer: {why}")
 
