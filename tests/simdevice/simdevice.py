@@ -207,9 +207,17 @@ def _install_cuda(torch, device, cuda):
             "allocated_bytes.all.peak": of_device["peak"],
         }
 
+    generator = device.generator  # torch's functions below have a parameter of the name "device"
+
     def manual_seed_all(seed):
         for number in range(len(device.ids())):
             device.generator(number).manual_seed(int(seed))
+
+    def get_rng_state(device=KIND):
+        return generator(index(device)).get_state()
+
+    def set_rng_state(new_state, device=KIND):
+        generator(index(device)).set_state(new_state.cpu())
 
     def set_rng_state_all(states):
         for number, state in enumerate(states):
@@ -238,8 +246,8 @@ def _install_cuda(torch, device, cuda):
         "manual_seed": lambda seed: device.generator(device.device()).manual_seed(int(seed)),
         "manual_seed_all": manual_seed_all,
         "initial_seed": lambda: device.generator(device.device()).initial_seed(),
-        "get_rng_state": lambda given=KIND: device.generator(index(given)).get_state(),
-        "set_rng_state": lambda state, given=KIND: device.generator(index(given)).set_state(state.cpu()),
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
         "get_rng_state_all": lambda: [device.generator(number).get_state() for number in range(len(device.ids()))],
         "set_rng_state_all": set_rng_state_all,
     }

@@ -13,6 +13,7 @@ simulated = torch._simdevice
 ROUND = 40_000
 """Bytes: several rounds for each update."""
 
+
 @pytest.fixture(autouse=True)
 def no_faults():
     before = simulated.faults()
