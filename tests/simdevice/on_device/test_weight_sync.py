@@ -46,6 +46,26 @@ def test_weights_arrive_bit_for_bit(transport, delta, tmp_path):
         send_versions(transport, rollout, delta, **folder)
 
 
+def test_every_thread_of_a_worker_uses_its_device():
+    """torch keeps the current device per thread, and each begins with the first one."""
+    made = RayClassWithInitArgs(RolloutWorker, HFEngine, small_llama().config)
+    with LocalWorkerGroup(2, made, threads=True, collectives=False) as rollout:
+        assert rollout.execute_with_func_generator(device_of_a_thread) == [0, 1]
+
+
+def device_of_a_thread(worker):
+    found = []
+
+    def run():
+        worker._prepare_thread()
+        found.append(torch.cuda.current_device())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 def send_versions(transport, rollout, delta, neighbour=None, **options):
     """Send three versions, and compare what the engine has after each."""
     trained = small_llama().to("cuda")
