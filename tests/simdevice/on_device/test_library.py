@@ -73,6 +73,14 @@ class TestDeviceMemory:
             memory.sleep()
         assert not memory.asleep and [one.unique().tolist() for one in tensors] == [[1.0], [2.0]]
 
+    def test_host_memory_is_freed_after_it_was_copied_back(self):
+        tensors = self.tensors()
+        memory = DeviceMemory(lambda: tensors, keep=False)
+        memory.sleep()
+        memory.wake_up()
+        gc.collect()
+        assert [one.unique().tolist() for one in tensors] == [[1.0], [2.0]]
+
 
 class TestSnapshots:
     def tensors(self):
