@@ -42,8 +42,8 @@ class Accelerator:
     ipc: bool = False
 
 
-# Only "cuda" has been run, on a simulated device. Sources of the other names: torch's default_device_backend_map, Ray's
-# accelerator managers (ray._private.accelerators), and torch_npu, which registers hccl when it is imported.
+# Only "cuda" and "npu" have run, on a simulated device. Sources of the other names: torch's default_device_backend_map,
+# Ray's accelerator managers (ray._private.accelerators), and torch_npu, which registers hccl when it is imported.
 ACCELERATORS = {
     "cuda": Accelerator("nccl", ("CUDA_VISIBLE_DEVICES",), ipc=True),
     "rocm": Accelerator("nccl", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), ipc=True),

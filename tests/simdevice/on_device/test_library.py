@@ -14,13 +14,13 @@ from workers.weight_sync import delta
 from workers.weight_sync.buckets import FlatBuffer, copy_into, tensor_specs
 from workers.weight_sync.digest import digest
 
-DEVICE = "cuda:1"
+DEVICE = f"cuda:{min(1, torch.cuda.device_count() - 1)}"
 simulated = torch._simdevice
 
 
 @pytest.fixture(autouse=True)
 def no_new_faults():
-    torch.cuda.set_device(1)
+    torch.cuda.set_device(DEVICE)
     before = simulated.faults()
     yield
     gc.collect()
